@@ -148,6 +148,20 @@ def add_trust(group: Any) -> None:
         help="run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
              " or runtime that a file names; it runs with your rights",
     )  # fmt: skip
+    add_walls(group)
+
+
+def add_walls(group: Any) -> None:
+    """Add the flags that put walls around shipped bundles too, or around none."""
+    group.add_argument(
+        "--sandbox", action="store_true",
+        help="run a shipped bundle, too, in a process that writes only the output folder, without network "
+             "and programs; other bundles always are, on Linux with Landlock",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-sandbox", action="store_true",
+        help="run a bundle that is not shipped in a process that may do all that you may",
+    )  # fmt: skip
 
 
 def add_jobs(group: Any, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
+from medfl.cli.walls import Use, hold
 from medfl.compare import papers
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -88,6 +89,7 @@ def _compare(args: Any) -> int:
 
     shared = _shared(args)
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
+    hold(args, Use(bundles=[args.bundle], folder=args.out))
     from medfl.compare.entry import Entry
     from medfl.compare.search import tuned_entries
 

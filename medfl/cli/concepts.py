@@ -7,7 +7,9 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
+from medfl.cli.walls import Use, hold
 from medfl.core.errors import InputError
+from medfl.storage.places import cache_folder
 
 
 def add(verbs: Any) -> None:
@@ -46,6 +48,8 @@ def add(verbs: Any) -> None:
 
 
 def _concepts(args: Any) -> int:
+    shared = None if args.out else cache_folder("embeddings")
+    hold(args, Use(bundles=[args.bundle], file="out", folder=shared))
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 
@@ -75,7 +79,8 @@ def _concepts(args: Any) -> int:
     classes, prompts, size = embeddings.values.shape
     document = {
         "bundle": bundle.name, "plm": embeddings.plm, "weights_sha256": embeddings.weights_sha256,
-        "pooling": embeddings.pooling, "classes": classes, "prompts": prompts, "dimension": size, "file": str(path),
+        "pooling": embeddings.pooling, "classes": classes, "prompts": prompts, "dimension": size,
+        "file": str(args.shown_file or path),
     }  # fmt: skip
     model = f"{embeddings.plm} ({embeddings.pooling})"
     text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"

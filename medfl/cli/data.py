@@ -9,6 +9,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 
@@ -38,6 +39,7 @@ def add(verbs: Any) -> None:
     )
     make.add_argument("bundle", metavar="BUNDLE", help=shipped)
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    arguments.add_walls(check)
     arguments.add_number(make, "--per-class", "N", "images per class")
     arguments.add_number(make, "--size", "PIXELS", "side length of the images, in pixels or voxels")
     arguments.add_number(make, "--seed", "S", "random seed; default: 0")
@@ -85,6 +87,7 @@ def _check(args: Any) -> int:
     from medfl import datasets
 
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
+        hold(args, Use(bundles=[args.bundle]))
         from medfl.bundle import check_own
 
         report = check_own.check(args.bundle, args.data, progress=sys.stderr.isatty())

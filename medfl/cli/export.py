@@ -8,6 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
+from medfl.cli.walls import Use, hold
 from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\
@@ -52,6 +53,7 @@ def add(verbs: Any) -> None:
 def _export(args: Any) -> int:
     check_which(args.which)
     require_for_export(args.out)
+    hold(args, Use(runs=[args.run], file="out"))
     from medfl.export.formats import parse_formats
 
     formats = parse_formats(args.formats)
@@ -66,6 +68,10 @@ def _export(args: Any) -> int:
         data=args.data,
         say=log,
     )
+
+    for written in document["bundles"]:
+        below = Path(written["folder"]).relative_to(args.out)
+        written["folder"] = str(args.shown_file / below)
 
     return show(args, document, lambda: "\n".join(_lines(document)))
 

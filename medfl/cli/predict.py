@@ -10,6 +10,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.errors import RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
@@ -71,6 +72,14 @@ def _predict(args: Any) -> int:
     for path in args.images:
         require_there(path.expanduser())
 
+    model = args.model.expanduser()
+    is_of_run = (model / "run.json").is_file()
+    walled = Use(
+        bundles=[] if is_of_run else [model],
+        runs=[model] if is_of_run else [],
+        folder=args.out.expanduser(),
+    )
+    hold(args, walled)
     from medfl.runs.predict import predict
 
     document = predict(

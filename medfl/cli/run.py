@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.sandbox import enter_sandbox
+from medfl.cli.walls import Use, hold
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.core.settings import SETTINGS
 from medfl.core.untrusted import Refused, json_values
 from medfl.runtimes.launch import Launch
-from medfl.storage.places import FOLDS, record_of
+from medfl.storage.places import FOLDS, default_run_folder, record_of
+from medfl.storage.run_documents import read_run
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol
@@ -95,11 +96,6 @@ def add_flags(run: Any) -> None:
         help="print where the time went, and write profile.json, a trace for Perfetto or chrome://tracing",
     )  # fmt: skip
     output.add_argument(
-        "--sandbox", action="store_true",
-        help="block writes outside the run folder, network connections and starting programs; needs Linux "
-             "with Landlock",
-    )  # fmt: skip
-    output.add_argument(
         "--track",
         metavar="mlflow[:URI]|wandb[:PROJECT]",
         help="log metrics to MLflow or Weights & Biases",
@@ -109,9 +105,6 @@ def add_flags(run: Any) -> None:
 
 def run(args: Any) -> int:
     """Execute `medfl run`."""
-    if args.sandbox:  # which a process with threads, as NumPy's BLAS starts, cannot enter
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
     if _was_portable(args):
         portable.enable()
 
@@ -124,6 +117,7 @@ def run(args: Any) -> int:
     launch = _launch(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
+        hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -137,11 +131,9 @@ def run(args: Any) -> int:
         check_options(args.method or "fedavg", values)
         find(args.bundle)
 
+    hold(args, _use(args))
     if args.folds is not None:
         return _cross_validate(args, values, config, requested, launch, again=False)
-
-    if args.sandbox:
-        enter_sandbox(args)
 
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
@@ -155,6 +147,47 @@ def run(args: Any) -> int:
         launch=launch,
     )
     return show(args, document, lambda: _result(Path(document["folder"])))
+
+
+def _use(args: Any) -> Use:
+    """Return what the run opens and writes, for the walls around a foreign bundle."""
+    connects = ""
+    if args.runtime.startswith("flare"):
+        connects = f"--runtime {args.runtime}"
+    elif (args.track or "").partition(":")[2]:
+        connects = f"--track {args.track}"
+
+    return Use(
+        bundles=[args.bundle] if args.bundle else [],
+        runs=[path for path in (args.source, args.out if args.resume else None) if path],
+        folder=_run_folder(args),
+        connects=connects,
+        compiles=args.compile,
+    )
+
+
+def _run_folder(args: Any) -> Path:
+    if args.out is not None:
+        return Path(args.out)
+
+    if args.source is not None:
+        with suppress(InputError, OSError):  # told later
+            run = read_run(record_of(args.source))[0]
+            return default_run_folder(run.bundle, run.method, run.seed)
+
+    name = Path(args.bundle or "none").expanduser().resolve().name
+    seed = SETTINGS["seed"].default if args.seed is None else args.seed
+    return default_run_folder(name, args.method or "fedavg", seed)
+
+
+def _bundle_of_folds(folder: Path) -> str:
+    """Return the bundle of a cross-validation; "" where its record cannot be read: told later."""
+    with suppress(Refused):
+        document = json_values(folder / FOLDS)
+        if isinstance(document, dict):
+            return str(document.get("bundle", ""))
+
+    return ""
 
 
 def _launch(args: Any) -> Launch:
@@ -190,7 +223,7 @@ def _was_portable(args: Any) -> bool:
 def _cross_validate(
     args: Any, values: Any, config: Any, requested: Any, launch: Launch, again: bool
 ) -> int:
-    refused = {"--sandbox": args.sandbox, "--from": args.source, "--profile": args.profile}
+    refused = {"--from": args.source, "--profile": args.profile}
     refused |= {"--resume, where no cross-validation is": args.resume and not again}
     refused |= {
         "--resume and other settings": again and any((args.folds, args.bundle, values, config))

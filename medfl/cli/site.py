@@ -10,6 +10,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.arguments import add_bundle, add_number, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, show
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
@@ -157,11 +158,24 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 
 
 def _add_policy(parser: Any) -> None:
+    arguments.add_walls(parser)
     text = "the site's policy; default: none"
     parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
 
 
 def _inspect(args: Any) -> int:
+    target = args.write_policy
+    folder = args.bundle
+    if target is not None:
+        _check_new_file("--write-policy", target)
+        if target.resolve().is_relative_to(folder.expanduser().resolve()):
+            raise InputError(
+                f"--write-policy {target}",
+                "a place outside of the bundle",
+                "give a file outside of it",
+            )
+
+    hold(args, Use(bundles=[args.bundle], file="write_policy"))
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -172,17 +186,7 @@ def _inspect(args: Any) -> int:
     if args.job is not None:
         policy = policy.restricted_to(read_run(_run_file(args.job))[0])
 
-    folder = args.bundle
     target = args.write_policy
-    if target is not None:
-        _check_new_file("--write-policy", target)
-        if target.resolve().is_relative_to(folder.expanduser().resolve()):
-            raise InputError(
-                f"--write-policy {target}",
-                "a place outside of the bundle",
-                "give a file outside of it",
-            )
-
     inspection = inspect(folder, policy)
     anew = None if target is None or policy.files is None else inspection.unpin()
     if args.against is None:
@@ -202,7 +206,7 @@ def _inspect(args: Any) -> int:
 
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
-        document["policy_written"] = str(target)
+        document["policy_written"] = str(args.shown_file)
 
     show(args, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
     inspection.require()
@@ -330,11 +334,14 @@ def _config(texts: list[str]) -> dict[str, Any]:
 
 def _check(args: Any) -> int:
     from medfl.partner.connection import address
+
+    server = None if args.server is None else address(args.server)
+    ports = [] if server is None else [server[1]]
+    hold(args, Use(bundles=[args.bundle], folder=args.folder, ports=ports))
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
     policy = None if args.policy is None else Policy.read(args.policy)
-    server = None if args.server is None else address(args.server)
     preflight = PreflightOptions(
         args.bundle, args.data, policy, server, args.kit, args.device, args.batch_size,
         _config(args.config), args.folder, args.unlabelled,
@@ -359,6 +366,7 @@ def _stats(args: Any) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
+    hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
@@ -397,7 +405,7 @@ def _stats(args: Any) -> int:
         from medfl.storage.files import write_atomic
 
         write_atomic(args.out, encoded(document))
-        lines += ["", f"written: {args.out}"]
+        lines += ["", f"written: {args.shown_file}"]
 
     return show(args, document, lambda: "\n".join(lines))
 

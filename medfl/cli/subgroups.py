@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add(verbs: Any) -> None:
 
 
 def _subgroups(args: Any) -> int:
+    hold(args, Use(runs=[args.run]))
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 

@@ -8,6 +8,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
+from medfl.cli.walls import Use, hold
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
 
@@ -56,6 +57,7 @@ def _tune(args: Any) -> int:
     for one in search.trials(args.method, values, args.trials, seeds[0]):
         check_options(args.method, {**fixed, **one.options})
 
+    hold(args, Use(bundles=[args.bundle], folder=args.out))
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune

@@ -71,16 +71,20 @@ def command() -> NoReturn:
             os._exit(code)
 
     atexit.register(leave)  # before all others, so called after them
-    sys.exit(code := main())
+    sys.exit(code := main(own_process=True))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:
+    """Run one command and return its exit code.
+
+    With `own_process` nobody else works in this process: foreign bundles are opened in a sandbox (`medfl.cli.walls`).
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
     try:
         options = parser().parse_args(words)
         options.given = words
+        options.own_process = own_process
         if getattr(options, "portable", False):
             portable.enable()  # before anything that computes is imported
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -389,7 +389,7 @@ class _BundleWriter:
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ["embeddings", *own_modules(self.root)]:
             if (self.root / name).is_dir():
-                shutil.copytree(self.root / name, self.folder / name, ignore=ignored)
+                _copy_folder(self.root / name, self.folder / name, ignored)
             elif (self.root / f"{name}.py").is_file():
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
@@ -455,3 +455,14 @@ def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
     return outputs.softmax(1)
+
+
+def _copy_folder(source: Path, target: Path, ignored: Callable[[str, list[str]], set[str]]) -> None:
+    """Copy a folder's files without their times and permissions, which a sandbox lets nobody set."""
+    names = [entry.name for entry in source.iterdir()]
+    target.mkdir()
+    for name in sorted(set(names) - set(ignored(str(source), names))):
+        if (source / name).is_dir():
+            _copy_folder(source / name, target / name, ignored)
+        else:
+            shutil.copyfile(source / name, target / name)

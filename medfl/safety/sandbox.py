@@ -25,6 +25,7 @@ _RESTRICT = 446
 _BENEATH = 1
 _PORT = 2
 _NO_NEW_PRIVILEGES = 38
+_CAPABILITY_VERSION = 0x20080522
 _EXECUTE = 1
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
@@ -76,6 +77,16 @@ def abi() -> int:
         return max(0, version)
 
     return 0
+
+
+def lacking() -> str:
+    """Return what a sandbox needs and this machine has not, "" where nothing is lacking."""
+    if not abi():
+        return "a Linux kernel of at least 5.13 with Landlock switched on"
+    if not syscall_filter.supported():
+        return "the library libseccomp (Debian, Ubuntu: apt install libseccomp2) and the package pyseccomp"
+
+    return ""
 
 
 def python_and_system() -> tuple[Path, ...]:
@@ -133,27 +144,21 @@ class Sandbox:
         not_refused: what this kernel lets a process do all the same.
 
     Raises:
-        InputError: the kernel has no Landlock.
+        InputError: the kernel has no Landlock, or libseccomp is not installed.
     """
 
     def __init__(self, allowed: Allowed) -> None:
         """Hand the rules to the kernel; nothing is restricted yet."""
         self.allowed = allowed
         self.abi = abi()
-        if not self.abi:
-            raise InputError(
-                "a sandbox",
-                "a Linux kernel of at least 5.13 with Landlock switched on",
-                "run it there, or without",
-            )
+        if missing := lacking():
+            raise InputError("a sandbox", missing, "run it there, or without")
 
         supported = [row for row in _SINCE if row[0] <= self.abi]
         self._files, ports, scopes = (
             sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True)
         )
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
-        if not syscall_filter.supported():
-            self.not_refused.append("sockets but TCP, and changes of permissions")
 
         attributes = struct.pack("QQQ", self._files, ports, scopes)
         self._rules = _called(_CREATE, attributes, len(attributes), 0)
@@ -186,9 +191,17 @@ class Sandbox:
 
         _called(_RESTRICT, self._rules, 0)
         os.close(self._rules)
-        if syscall_filter.supported():
-            allowed = self.allowed
-            syscall_filter.enter(bool(allowed.connect or allowed.bind), bool(allowed.programs))
+        _drop_capabilities()
+        allowed = self.allowed
+        syscall_filter.enter(
+            sockets=bool(allowed.connect or allowed.bind),
+            listening=bool(allowed.bind),
+            programs=bool(allowed.programs),
+        )
+
+    def close(self) -> None:
+        """Let go of the rules without entering: a child has entered."""
+        os.close(self._rules)
 
     def line(self, folder: Path) -> str:
         """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""
@@ -220,6 +233,13 @@ def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
             yield path, handle
         finally:
             os.close(handle)
+
+
+def _drop_capabilities() -> None:
+    """Give up what the user root has beside its files, for good: it may look into no process that kept them."""
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    if _libc().capset(header, bytes(24)):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _libc() -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-"""`medfl run --sandbox`: the same weights as without, and what a hostile bundle cannot do in it."""
+"""Walls around a verb: the same weights as without, foreign bundles held unasked, what a hostile one cannot do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from medfl import datasets
 from medfl.bundle.bundle import shipped_root
 from medfl.cli import verbs as cli
+from medfl.cli import walls
 from medfl.safety import sandbox
 from tests.support import forked
 from tests.support.programs import python_path
@@ -197,42 +197,113 @@ def attempted(said: Sequence[str]) -> dict[str, str]:
 
 
 @landlock
-def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Path) -> None:
+def test_a_run_that_is_refused_leaves_no_folder_and_one_line(tmp_path: Path) -> None:
     wrong = ["--data=phantom", "--sandbox", "--out=a", "--config=odd=1", "--quiet"]
     code, said = medfl(tmp_path, "run", "mednist", *wrong)
     assert code == 2
     assert len(said) == 1
     assert said[0].startswith("error: ")
     assert "odd" in said[0]
-    assert list((tmp_path / "a").iterdir()) == []
+    assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    "flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"], ["--from=run.json"]]
-)
-def test_what_needs_connections_or_names_no_folder_is_refused(
-    flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("flag", ["--runtime=flare", "--track=mlflow:http://localhost:5000"])
+def test_what_needs_connections_is_refused(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "medfl.runs.request_checks.read_run", lambda file: (SimpleNamespace(portable=False), {})
-    )
-    bundle = [] if "--from=run.json" in flags else ["mednist"]
-    assert cli.main(["run", *bundle, "--sandbox", *flags]) == 2
+    assert cli.main(["run", "mednist", "--sandbox", flag]) == 2
     assert capsys.readouterr().err.startswith(
-        f"error: --sandbox with {flags[0].replace('=', ' ', 1).removesuffix(' run.json')}; "
+        f"error: --sandbox with {flag.replace('=', ' ', 1)}; "
     )
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    bundle = tmp_path / "foreign"
+    root = shipped_root()
+    assert root is not None
+    shutil.copytree(root / "mednist", bundle, ignore=shutil.ignore_patterns("models"))
+    return bundle
+
+
 def test_without_landlock_nothing_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    foreign: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A shipped bundle with --sandbox, and a foreign one without --trust."""
     monkeypatch.setattr(sandbox, "abi", lambda: 0)
     monkeypatch.chdir(tmp_path)
+    needs = (
+        "on this machine; a Linux kernel of at least 5.13 with Landlock switched on; run it there"
+    )
     assert cli.main(["run", "mednist", "--data=phantom", "--sandbox"]) == 2
-    error = "error: a sandbox; a Linux kernel of at least 5.13 with Landlock switched on; run it there, or without\n"
-    assert capsys.readouterr().err == error
+    assert capsys.readouterr().err == f"error: --sandbox {needs}\n"
+    run = ["run", str(foreign), "--data=phantom"]
+    assert cli.main(run, own_process=True) == 2
+    said = f"error: bundle {foreign}, which is not shipped, {needs}, or add --trust: it then runs with your rights\n"
+    assert capsys.readouterr().err == said
+    assert cli.main([*run, "--trust", "--config=odd=1"], own_process=True) == 2
+    assert capsys.readouterr().err.startswith(
+        "note: --trust: no walls around this bundle, as they need a Linux"
+    )
+
+
+@landlock
+@pytest.mark.slow
+def test_a_foreign_bundle_is_held_by_every_verb_unasked(
+    foreign: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("x")
+    small = [f"--data={data}", "--config=image_size=16"]
+    run = [str(foreign), *small, "--sites=2", "--rounds=1"]
+    commands = [
+        ["run", *run, "--jobs=2", "--out=run"],
+        ["predict", "run", str(data), "--out=predictions"],
+        ["export", "run", "--out=exported", "--formats=none"],
+        ["predict", "exported", str(data), "--out=again"],
+        ["subgroups", "run"],
+        ["site", "inspect", str(foreign), "--write-policy=policy.yaml"],
+        ["site", "stats", str(foreign), *small, "--out=statistics.json"],
+        ["site", "check", str(foreign), *small],
+        ["compare", *run, "--methods=fedavg,local", "--seeds=0", "--out=grid"],
+    ]
+    for command in commands:
+        process = started(tmp_path, command)
+        stdout, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, (command, stderr)
+        assert "sandbox: Landlock ABI" in stderr.splitlines()[0], command
+        assert "/tmp/medfl-" not in stdout, command
+
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "run",
+        "predictions",
+        "exported",
+        "again",
+        "policy.yaml",
+        "statistics.json",
+        "grid",
+    } <= made
+    process = started(tmp_path, ["run", *run, "--runtime=flare"])
+    assert "with --runtime flare; work without connections" in process.communicate(timeout=60)[1]
+    process = started(tmp_path, ["run", *run, "--no-sandbox", "--out=free"])
+    assert process.communicate(timeout=300)[1].startswith("note: --no-sandbox: ")
+    for file in ("weights.safetensors", "predictions.csv"):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "free" / file).read_bytes()
+
+
+@landlock
+def test_the_keeper_takes_no_link_from_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    written = tmp_path / "written"
+    (written / "deep").mkdir(parents=True)
+    (written / "deep" / "file").write_text("y")
+    walls._take_over(written, tmp_path / "taken")
+    assert (tmp_path / "taken" / "deep" / "file").read_text() == "y"
+    (written / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic links"):
+        walls._take_over(written, tmp_path / "refused")

@@ -1,0 +1,266 @@
+"""Walls around a verb that opens a foreign bundle: a worker in a sandbox does the work, a keeper waits for it.
+
+The keeper is the process that was started. It opens nothing of the bundle, and has left nothing to the worker but the
+streams of the terminal. The worker, its child, reads what the command line names and the installation, writes one
+folder, and has neither network nor programs. It cannot get out, so what a bundle may do is not asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from medfl.bundle.files import shipped_folders
+from medfl.cli.parser import log, warn
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
+from medfl.safety.sandbox import lacking as lacking_here
+from medfl.storage.places import cache_folder, record_of
+from medfl.storage.run_documents import read_run
+
+_COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
+_PARENT_DIED = 1
+"""PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
+_LARGEST = 1 << 30
+"""Bytes of a file that the keeper takes over from a worker."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a verb opens and writes.
+
+    Attributes:
+        bundles: names or folders of bundles, or folders with weights in a bundle's layout.
+        runs: run folders or run.json files, whose records name bundles.
+        folder: folder that is written, made where it is not there.
+        file: name of the verb's argument with a new file or folder: the keeper takes it over from the worker;
+            `args.shown_file` stays the one that was given.
+        connects: why the verb needs connections or programs, "" where it needs none.
+        compiles: whether compilers may be executed.
+        ports: TCP ports that are connected to, of any machine: Landlock knows no addresses.
+    """
+
+    bundles: Sequence[str | Path] = ()
+    runs: Sequence[Path] = ()
+    folder: Path | None = None
+    file: str = ""
+    connects: str = ""
+    compiles: bool = False
+    ports: Sequence[int] = ()
+
+
+def hold(args: Any, use: Use) -> None:
+    """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
+
+    Only the program `medfl` holds foreign bundles: in a process of somebody else's, which calls `main`, `--sandbox` is
+    needed, and makes the caller the keeper.
+
+    Raises:
+        InputError: there are no walls on this machine and no `--trust`, or the verb needs what they refuse.
+    """
+    if use.file:
+        args.shown_file = getattr(args, use.file)
+
+    records = [record for path in use.runs if (record := _record(path))]
+    bundles = [*use.bundles, *(run.bundle_path for run in records)]
+    foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
+    wanted = getattr(args, "sandbox", False)
+    if not wanted and not (foreign and getattr(args, "own_process", False)):
+        return
+
+    if getattr(args, "no_sandbox", False):
+        if wanted:
+            raise InputError("--sandbox with --no-sandbox", "one of them", "leave one out")
+        log("note: --no-sandbox: what this bundle says is run with your rights")
+        return
+
+    about = "--sandbox" if wanted else f"bundle {foreign[0]}, which is not shipped,"
+    if use.connects:
+        remedy = "leave it out" if wanted else "leave it out, or add --no-sandbox"
+        raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
+
+    if lacking := lacking_here():
+        if wanted or not getattr(args, "trust", False):
+            advice = "install it" if "libseccomp" in lacking else "run it there"
+            if not wanted:
+                flag = "--trust" if hasattr(args, "trust") else "--no-sandbox"
+                advice += f", or add {flag}: it then runs with your rights"
+            raise InputError(f"{about} on this machine", lacking, advice)
+        log(f"note: --trust: no walls around this bundle, as they need {lacking}")
+        return
+
+    _divide(args, use, [*map(Path, bundles), *_named(args, records)])
+
+
+def is_shipped(bundle: str | Path) -> bool:
+    """Tell whether a name or folder is that of a shipped bundle."""
+    folders = shipped_folders()
+    if str(bundle) in folders:
+        return True
+
+    path = Path(bundle).expanduser().resolve()
+    return any(path == folder.resolve() for folder in folders.values())
+
+
+def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
+    """Return in the worker; the keeper stays in here until it ends."""
+    folder = use.folder
+    scratch = None
+    was_there = folder is not None and folder.exists()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        scratch = Path(tempfile.mkdtemp(prefix="medfl-"))
+        folder = scratch
+
+    target = None
+    if use.file and getattr(args, use.file) is not None:
+        target = Path(getattr(args, use.file))
+        inside = (scratch or folder) / target.name
+        setattr(args, use.file, inside)
+
+    key = hashlib.sha256(os.fsencode("\n".join(map(str, readable[:1])))).hexdigest()[:16]
+    private = cache_folder("sandbox") / key
+    variables = private_folders(private)
+    written = [folder, private, *devices()]
+    if all(map(is_shipped, use.bundles)) and not use.runs:
+        phantoms = cache_folder("phantom")  # drawn by medfl, for all runs of its own bundles
+        phantoms.mkdir(parents=True, exist_ok=True)
+        written.append(phantoms)
+
+    programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
+    allowed = Allowed(
+        read=(*python_and_system(), *readable, cache_folder(""), _hub()),
+        write=tuple(written),
+        programs=tuple(map(Path, programs)),
+        connect=tuple(use.ports),
+    )
+    sandbox = Sandbox(allowed)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    worker = os.fork()
+    if not worker:
+        os.setpgid(0, 0)  # what the terminal sends, the keeper passes on: once
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM, 0, 0, 0)
+        os.environ.update(variables)
+        tempfile.tempdir = None  # which the keeper's own may have set
+        sandbox.enter()
+        if not getattr(args, "quiet", False):
+            log(f"sandbox: {sandbox.line(folder)}")
+        return
+
+    sandbox.close()
+    code = _kept(worker)
+    if target is not None and code == 0:
+        _take_over(inside, target)
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    elif not was_there:
+        with suppress(OSError):  # a run that was refused has written nothing, and leaves no folder
+            folder.rmdir()
+
+    _leave(code)
+
+
+def _kept(worker: int) -> int:
+    """Wait for the worker, pass signals on to it, and return its exit code."""
+
+    def pass_on(number: int, _: object) -> None:
+        os.kill(worker, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+
+    _, status = os.waitpid(worker, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        name = signal.Signals(-code).name
+        warn(f"error: the worker was ended by {name}; what was saved is intact")
+        return 1
+
+    return code
+
+
+def _take_over(inside: Path, target: Path) -> None:
+    """Put a file or folder that the worker wrote where the user wants it, of links and special files nothing."""
+    if inside.is_dir() and not inside.is_symlink():
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(inside):
+            _take_over(Path(entry.path), target / entry.name)
+        return
+
+    handle = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        content = file.read(_LARGEST + 1)
+
+    if len(content) > _LARGEST:
+        raise InputError(f"a file of more than {_LARGEST} bytes", "at most so many", "ask for less")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _record(path: Path) -> Run | None:
+    """Return a run's record; None for one that cannot be read: told later."""
+    try:
+        return read_run(record_of(path))[0]
+    except (InputError, OSError):
+        return None
+
+
+def _named(args: Any, records: Sequence[Run]) -> Iterator[Path]:
+    """Yield the files and folders that are named: on the command line, in records, by $MEDFL_DATA."""
+    recorded: list[object] = []
+    for run in records:
+        recorded += [run.bundle_path, run.data.folder, run.options, run.config]
+        recorded.append(run.public and run.public.data.folder)
+
+    paths = (text for text in _texts(recorded) if "/" in text)
+    for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *paths):
+        value = text.partition("=")[2]
+        package = text.partition(".")[0]  # a method of the user's own is named by its module
+        parts = (
+            text,
+            value,
+            text.partition(":")[2],
+            value.partition(":")[2],
+            package,
+            f"{package}.py",
+        )
+        for part in parts:
+            if part.strip(".") and os.path.exists(path := os.path.expanduser(part)):
+                yield Path(path)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        value = list(value.values())
+
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _texts(member)
+
+
+def _hub() -> Path:
+    """Return the folder of models from the hub, without the user's token beside it."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
