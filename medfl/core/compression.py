@@ -154,9 +154,8 @@ class Compression:
         for dtype, names in parts.items():
             changes = []
             for name in names:
-                change = weights[name] - base[name]
-                if name in unsent:
-                    change = change + unsent[name].to(base[name])  # a of (2)
+                feedback = unsent[name].to(base[name]) if name in unsent else 0
+                change = weights[name] - base[name] + feedback  # a of (2)
                 changes.append(change.reshape(-1))
 
             vector = torch.cat(changes)
