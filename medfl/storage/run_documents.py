@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -88,7 +87,8 @@ _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
-_LINE, _ROUNDS_FILE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of all of it
+_LINE = 2**26  # bytes of a line of rounds.jsonl
+_ROUNDS_FILE = 2**30  # bytes of all of it
 
 
 def damaged(path: Path, what: str) -> InputError:
@@ -133,9 +133,8 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any
             raise damaged(path, error)
 
     if document.get("public"):
-        checked(
-            path, document["public"], {**PUBLIC, "teachers": list[tuple[str, str]] | None}, PUBLIC
-        )
+        form = {**PUBLIC, "teachers": list[tuple[str, str]] | None}
+        checked(path, document["public"], form, PUBLIC)
         checked(path, document["public"]["data"], PUBLIC["data"], PUBLIC["data"])
 
     return document
@@ -168,14 +167,18 @@ def read_summary(path: Path) -> dict[str, Any]:
     return document
 
 
-def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
     flat = dict[str, Any]()
-    classes = [value["classes"]] if "classes" in value else []
+    classes: list[object] = []
     for name, part in value.items():
-        if name != "classes":
-            flat[name], more = _apart(part) if isinstance(part, Mapping) else (part, [])
-            classes += more
+        if name == "classes":
+            classes.append(part)
+        elif isinstance(part, Mapping):
+            flat[name], inner_classes = _apart(part)
+            classes += inner_classes
+        else:
+            flat[name] = part
 
     return flat, classes
 
@@ -222,14 +225,14 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
     if rows and (lost := [column for column in columns if column not in names]):
         raise damaged(path, f"has no column {lost[0]}")
 
+    cleaned = []
     for number, row in rows:
+        # csv puts the cells beyond the header under None.
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
+        cleaned.append((number, {name: from_cell(cell or "") for name, cell in row.items()}))
 
-    return [
-        (number, {name: from_cell(cell or "") for name, cell in row.items()})
-        for number, row in rows
-    ]
+    return cleaned
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -247,11 +250,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if lost:
         raise damaged(path, f"does not say of which round the State of {printable(min(lost))!r} is")
 
-    for name in (
-        manifest["server"],
-        *manifest["sites"].values(),
-        manifest.get("best") or manifest["server"],
-    ):
+    best = manifest.get("best") or manifest["server"]
+    for name in (manifest["server"], *manifest["sites"].values(), best):
         state_file(folder, name)
 
     return manifest
@@ -293,10 +293,10 @@ def require_plain(folder: Path) -> None:
             raise damaged(
                 path.with_name(printable(path.name)), "is neither a plain file nor a folder"
             )
-        if (
-            path.name in _WRITTEN_FOLDERS and path.is_dir()
-        ):  # others, as of W&B, may have links of their own
-            paths += [Path(base, name) for base, *names in os.walk(path) for name in chain(*names)]
+        # Other folders, as of W&B, may have links of their own.
+        if path.name in _WRITTEN_FOLDERS and path.is_dir():
+            for base, folders, files in os.walk(path):
+                paths += [Path(base, name) for name in (*folders, *files)]
 
 
 _MOVED = {"weights": "site_weights", "decay_per": "decay_per", "keep_optimizer": "keep_optimizer"}
@@ -312,12 +312,11 @@ def upgraded(run: Run) -> Run:
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """
     options = {**_ADDED.get(run.method, {}), **run.options}
-    moved = [
-        name
-        for name in _BEFORE.get(run.method, ())
-        if name in options and options[name] is not True
-    ]
-    settings = {_MOVED[name]: options.pop(name) for name in moved}
+    settings = {}
+    for name in _BEFORE.get(run.method, ()):
+        if name in options and options[name] is not True:
+            settings[_MOVED[name]] = options.pop(name)
+
     settings.pop("keep_optimizer", None)  # False: the default of every run
 
     if options != run.options:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / "state"
-        self._stale: list[str] | None = (
-            None  # files that the next commit removes; None: list the folder
-        )
+        # Files that the next commit removes; None: list the folder.
+        self._stale: list[str] | None = None
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
@@ -128,21 +128,17 @@ class RunFolder:
         newest = self.newest_state(name)
         if newest is None or newest.path.is_file():
             return None if newest is None else newest.path
-        at_site = (
-            self.path
-            / SITES
-            / run_hash[:16]
-            / safe_file_name(name)
-            / f"{newest.round:06d}.safetensors"
-        )
+
+        folder = self.path / SITES / run_hash[:16] / safe_file_name(name)
+        at_site = folder / f"{newest.round:06d}.safetensors"
         return at_site if at_site.is_file() else newest.path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Make the States that these sites saved in a round, which is not committed yet, their newest."""
         replaced = [self._files[name].path.name for name in names if name in self._files]
-        self._files.update(
-            {name: StateFile(round_, self.state_path(round_, name)) for name in names}
-        )
+        for name in names:
+            self._files[name] = StateFile(round_, self.state_path(round_, name))
+
         if self._stale is not None:
             self._stale += replaced
 
@@ -162,21 +158,30 @@ class RunFolder:
         sites = {name: state.path.name for name, state in self._files.items()}
         rounds = {name: state.round for name, state in self._files.items()}
         save_state(self.state / server_file, server, round_)
-        named = (server_file, best, *sites.values())  # a FLARE site keeps its own elsewhere
-        here = [name for name in named if name in self._sums or (self.state / name).is_file()]
-        self._sums = {name: self._sums.get(name) or file_sha256(self.state / name) for name in here}
+
+        sums = {}
+        for name in (server_file, best, *sites.values()):
+            if name in self._sums:
+                sums[name] = self._sums[name]
+            elif (self.state / name).is_file():  # a FLARE site keeps its own elsewhere
+                sums[name] = file_sha256(self.state / name)
+
+        self._sums = sums
         document = {
             "round": round_,
             "server": server_file,
             "sites": sites,
             "rounds": rounds,
             "best": best,
+            "sha256": sums,
+            "record": record,
         }
-        document["sha256"] = self._sums
-        write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
-        needed = {server_file, *sites.values(), MANIFEST, best}
+        write_atomic(self.state / MANIFEST, json.dumps(document).encode())
 
-        for name in set(os.listdir(self.state) if self._stale is None else self._stale) - needed:
+        # Only now: until the manifest is replaced the files of the round before are needed.
+        needed = {server_file, *sites.values(), MANIFEST, best}
+        stale = os.listdir(self.state) if self._stale is None else self._stale
+        for name in set(stale) - needed:
             (self.state / name).unlink(missing_ok=True)
 
         self._stale = [server_file]
@@ -203,11 +208,14 @@ class RunFolder:
     def _files(self) -> dict[str, StateFile]:
         """Site -> its newest State."""
         manifest = self.manifest() or {"sites": {}}
-        paths = {name: self.state / file for name, file in manifest["sites"].items()}
-        rounds = manifest.get("rounds") or {
-            name: state_round(path) for name, path in paths.items()
-        }  # 0.6.0
-        return {name: StateFile(rounds[name], path) for name, path in paths.items()}
+        rounds = manifest.get("rounds") or {}
+        files = {}
+        for name, file in manifest["sites"].items():
+            path = self.state / file
+            # Release 0.6.0 wrote no rounds.
+            files[name] = StateFile(rounds[name] if rounds else state_round(path), path)
+
+        return files
 
     @cached_property
     def _sums(self) -> dict[str, str]:
@@ -256,10 +264,8 @@ class RunFolder:
     def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
         """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
-        write_atomic(
-            self.path / "rounds.jsonl",
-            "".join(json.dumps(entry) + "\n" for entry in entries).encode(),
-        )
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
+        write_atomic(self.path / "rounds.jsonl", text.encode())
         return entries
 
     # Results
@@ -286,7 +292,7 @@ class RunFolder:
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
@@ -308,19 +314,15 @@ class RunFolder:
         return path
 
     def _json(self, name: str, document: Mapping[str, Any]) -> None:
-        write_atomic(
-            self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode()
-        )
+        text = json.dumps(document, indent=1, default=list) + "\n"
+        write_atomic(self.path / name, text.encode())
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:
     """Write a safetensors file holding one tensor at a time; each is read twice, for its shape and its values."""
-    forms = {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()
-    }
-    names = sorted(
-        forms, key=lambda name: (-forms[name][0].itemsize, name)
-    )  # so that every value is aligned
+    forms = {name: (t.dtype, tuple(t.shape), t.nbytes) for name, t in weights.items()}
+    # Wide numbers first, so that every value is aligned.
+    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header = {}
     offset = 0
 
@@ -333,14 +335,14 @@ def _save_streamed(path: Path, weights: Weights) -> None:
         }
         offset += size
 
+    # Padded, so that the tensors begin at a multiple of 8.
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_replace(path, offset) as temporary, temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            file.write(
-                weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )
+            numbers = weights[name].detach().cpu().contiguous().reshape(-1)
+            file.write(numbers.view(torch.uint8).numpy().data)
 
 
 @lru_cache
@@ -353,6 +355,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def safe_file_name(name: str) -> str:
     """Return a file name for the name of a site or case; different names stay different."""
+    # Dots too: a site may be called "..", and its file must not get another ending.
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     if len(plain) <= 100:
         return plain

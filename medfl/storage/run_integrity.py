@@ -27,21 +27,19 @@ _ANEW = "restore it, or start the run anew in another folder"
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
-    written = hash_as_recorded(
-        document
-    )  # of an earlier version perhaps, under whose names the hash was made
+    # Of the document, not of `run`: an earlier version made the hash under its own names.
+    written = hash_as_recorded(document)
     recorded = document.get("run_hash", written)
     if recorded != written:
         writer = str(document.get("medfl", VERSION))
-        if writer == VERSION:
-            other = ""
-        else:
-            other = f", or read it with the medfl that wrote it, {printable(writer, 20)}"
+        advice = "restore the file"
+        if writer != VERSION:
+            advice += f", or read it with the medfl that wrote it, {printable(writer, 20)}"
 
         raise InputError(
             f"{path}, whose settings give the run hash {written[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
-            f"restore the file{other}, or start a run with these settings",
+            f"{advice}, or start a run with these settings",
         )
 
     return run, document
@@ -65,16 +63,13 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
 
     done = manifest["round"]
     entries = folder.rounds()
-    if [entry["round"] for entry in entries[:done]] != [*range(1, done + 1)]:
-        bad = next(
-            (i for i, entry in enumerate(entries[:done], 1) if entry["round"] != i),
-            len(entries) + 1,
-        )
-        raise InputError(
-            f"{folder.path / 'rounds.jsonl'}, whose line {bad} is not that of round {bad}",
-            f"{done} rounds are done, and the file has a line of each",
-            _ANEW,
-        )
+    for number in range(1, done + 1):
+        if number > len(entries) or entries[number - 1]["round"] != number:
+            raise InputError(
+                f"{folder.path / 'rounds.jsonl'}, whose line {number} is not that of round {number}",
+                f"{done} rounds are done, and the file has a line of each",
+                _ANEW,
+            )
 
     for path, digest in _needed(folder, manifest):
         if not path.is_file():
@@ -92,11 +87,11 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
 def _sum(path: Path) -> str:
     """Return the SHA-256 of a file, read again only where it may have changed."""
     stat = path.stat()
-    if time.time_ns() - stat.st_mtime_ns < _SETTLED:  # another write could have the same time
+    # Another write at once could have the same time.
+    if time.time_ns() - stat.st_mtime_ns < _SETTLED:
         return file_sha256(path)
-    return _known_sum(
-        path.absolute(), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
-    )
+    version = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+    return _known_sum(path.absolute(), *version)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -126,11 +121,10 @@ def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path,
     """
     digests = manifest.get("sha256") or {}
     yield folder.state / manifest["server"], digests.get(manifest["server"])
-    yield from (
-        (folder.state / name, digests[name])
-        for name in manifest["sites"].values()
-        if name in digests
-    )
+    for name in manifest["sites"].values():
+        if name in digests:
+            yield folder.state / name, digests[name]
+
     if manifest["record"].get("best") is not None:
         best = folder.best_path()
         yield best, digests.get(best.name)

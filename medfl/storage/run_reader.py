@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from medfl.storage.run_documents import (
 )
 
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
-_RISE = 0.005
+_RISE = 0.005  # of a metric from 0 to 1: less is noise
 
 SUMMARY_KINDS = {
     "received": ("global", "Global", ("last", "best")),
@@ -257,6 +258,7 @@ class RunReader:
 
         before = max(scores[:-part])
         last = max(scores[-part:])
+        # A rise that is lost again by half at the end was chance.
         if last - before < _RISE or scores[-1] < last - (last - before) / 2:
             return None
 
@@ -290,7 +292,8 @@ class RunReader:
     @property
     def personal_model(self) -> str:
         """What a personal model of this run is, in words; "" where it has none, or an older run does not say."""
-        if not any(name.startswith("personal_") for row in self.sites for name in row):
+        columns = chain.from_iterable(self.sites)
+        if not any(column.startswith("personal_") for column in columns):
             return ""
         return str((self.summary or {}).get("personal_model") or "")
 
@@ -348,9 +351,8 @@ def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
     sites = [row.get("site", "") for _, row in rows]
     if not classes or (columns and "predicted" not in columns):  # scores instead of classes
         no_classes = np.zeros(0, np.int64)
-        scores = {
-            name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")
-        }
+        metrics = [name for name in columns if name not in ("id", "site")]
+        scores = {name: _numbers(path, rows, name) for name in metrics}
         return Predictions(ids, sites, no_classes, no_classes, None, scores)
 
     label, predicted = _class_numbers(path, rows, classes)
