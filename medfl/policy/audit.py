@@ -35,7 +35,7 @@ _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _BLOCK = 1 << 16
 _LINE_BYTES = 1 << 20  # that a reader takes
 _MOST_BYTES = 1 << 18  # that are written
-_NAMES = 3
+_NAMES = 3  # of tensors that stand for all of a group
 _MOST_GROUPS = 64
 _MOST_NUMBERS = 256
 _NAME_LENGTH = 200
@@ -77,10 +77,14 @@ class Audit:
                 "site": self.site,
                 **entry,
             }
-            line |= {"after_torn": True} if torn else {}
-            data = (b"\n" if torn else b"") + _encoded({**line, "before": before})
+            data = b""
+            if torn:
+                line["after_torn"] = True
+                data = b"\n"  # ends the torn line, which stays
+
+            data += _encoded({**line, "before": before})
             written = os.write(handle, data)
-            os.fsync(handle)
+            os.fsync(handle)  # on the disk before the message leaves, so that a crash hides nothing
 
             if written != len(data):
                 raise OSError(f"{written} of {len(data)} bytes were written")
@@ -111,18 +115,16 @@ class Audit:
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
-    cut = {
-        key: value[:_TEXT_LENGTH] if isinstance(value, str) else value
-        for key, value in line.items()
-    }
+    cut: dict[str, object] = {}
+    short: dict[str, object] = {}
+    for key, value in line.items():
+        cut[key] = value[:_TEXT_LENGTH] if isinstance(value, str) else value
+        if value is None or isinstance(value, str | int | float):
+            short[key] = cut[key]
+
     data = json.dumps(cut, default=str).encode() + b"\n"
     if len(data) > _MOST_BYTES:
-        cut = {
-            key: value
-            for key, value in cut.items()
-            if value is None or isinstance(value, str | int | float)
-        }
-        data = json.dumps({**cut, "cut": len(data)}).encode() + b"\n"
+        data = json.dumps({**short, "cut": len(data)}).encode() + b"\n"
     return data
 
 
@@ -165,13 +167,11 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
     """Return the first of some numbers, by names of limited length."""
-    return {
-        printable(name, _NAME_LENGTH): value
-        for name, value in sorted(named.items())[:_MOST_NUMBERS]
-    }
+    first = sorted(named.items())[:_MOST_NUMBERS]
+    return {printable(name, _NAME_LENGTH): value for name, value in first}
 
 
-def describe_document(content: Any) -> dict[str, Any]:
+def describe_document(content: object) -> dict[str, Any]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
     return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
@@ -189,6 +189,7 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     if not size:
         return None, False
 
+    # From the end in blocks: the log may be large. The last byte may be the line's own end.
     end = b""
     start = size
     while start and b"\n" not in end[:-1]:
@@ -269,8 +270,10 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
 
     try:
         with path.open("rb") as file:
+            # Bounded: a file without line breaks would fill the memory.
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
                 body = line.removesuffix(b"\n")
+                # Without its line break even a complete entry is torn: the next one counts it so.
                 entry = _entry(body) if body != line else None
                 if entry is not None:
                     entries.append(entry)
@@ -295,9 +298,8 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     if noted is not None and not any(digest.startswith(noted.lower()) for digest in hashes):
         problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
 
-    return VerifiedLog(
-        path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else ""
-    )
+    last = hashes[-1] if hashes else ""
+    return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), last)
 
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:

@@ -97,8 +97,8 @@ class ExpressionEvaluator:
     permissions: Collection[str] = ()
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
-    _values: dict[str, Any] = field(default_factory=dict)
-    _targets: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    _values: dict[str, object] = field(default_factory=dict)
+    _targets: dict[Callable[..., Any], object] = field(default_factory=dict)
     """checked call -> the listed function or class that it calls; a function that one of them made -> itself"""
 
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
@@ -201,6 +201,7 @@ class ExpressionEvaluator:
         """Call a function, which has to be a listed one, or a lambda of these expressions."""
         if not self._may_be_called(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
+        # A class stands here as its checked call, which isinstance does not take.
         if function is isinstance:
             arguments = tuple(self._plain_type(value) for value in arguments)
         return function(*arguments, **named)
@@ -213,7 +214,8 @@ class ExpressionEvaluator:
         if self._is_own(value):
             return getattr(value, name)(*arguments, **named)
 
-        method = getattr(type(value), name, None)  # its class's own, whatever was set on the object
+        # Its class's own, whatever was set on the object.
+        method = getattr(type(value), name, None)
         if not inspect.isroutine(method):
             raise Refused(
                 f"a call of .{printable(name)}, which is no method of a {type(value).__name__}"
@@ -221,6 +223,7 @@ class ExpressionEvaluator:
 
         self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
         check_arguments(method, (value, *arguments), named)
+        # The pattern may lead upwards: it is checked as a part of the path.
         if isinstance(value, Path) and name in ("glob", "rglob"):
             self.check_path(value / str([*arguments, *named.values(), ""][0]))
 
@@ -263,10 +266,12 @@ class ExpressionEvaluator:
 
     def _is_own(self, value: object) -> bool:
         """Tell whether this is of the bundle's own Python, or made of it, and that may run."""
-        packages = {
-            str(getattr(part, "__module__", "")).partition(".")[0] for part in (value, type(value))
-        }
-        return "scripts" in self.permissions and not packages.isdisjoint(self.own_modules)
+        if "scripts" not in self.permissions:
+            return False
+
+        # Of an object its class's module, of a class or function its own.
+        modules = (getattr(part, "__module__", "") for part in (value, type(value)))
+        return any(str(module).partition(".")[0] in self.own_modules for module in modules)
 
     # What may be called
 
@@ -274,15 +279,16 @@ class ExpressionEvaluator:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
+        # Lambdas of these expressions have the guards among their globals, no other function has.
         if inspect.isfunction(function) and (
             function in self._targets or _CALL in function.__globals__
         ):
             return True
-        return (
-            self._is_own(function)
-            or _is_number_type(function)
-            or any(function is built_in for built_in in self._builtins.values())
-        )
+        if self._is_own(function) or _is_number_type(function):
+            return True
+
+        # By identity: an object could say that it equals anything.
+        return any(function is built_in for built_in in self._builtins.values())
 
     def check_handed(self, values: Iterable[Any], *, objects: bool) -> None:
         """Refuse functions, classes and objects that whoever gets them could call, but those that may be called.
@@ -312,13 +318,13 @@ class ExpressionEvaluator:
 
     def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
-        further = _PLACES_OF.get(
-            f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ()
-        )
+        path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
+        further = _PLACES_OF.get(path, ())
         for name in PLACES.union(further) & arguments.keys():
             for value in values_inside(arguments[name]):
                 if isinstance(value, str | PurePath):
                     self.check_path(value)
+                # To look at its paths would use them up, and a second look could give others.
                 elif isinstance(value, Iterator):
                     raise Refused(f"{name}, whose paths are computed when they are opened")
 
@@ -328,11 +334,12 @@ class ExpressionEvaluator:
         """Check the place that a function looks at: its argument `folder`, or else its first."""
         parameters = inspect.signature(function).parameters
         where = "folder" if "folder" in parameters else next(iter(parameters))
-        if others := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
+        if further := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
             raise Refused(
-                f"the argument {min(others)} of {function.__name__}, which is not on the list"
+                f"the argument {min(further)} of {function.__name__}, which is not on the list"
             )
 
+        # Without a first argument these look at the working folder, without `folder` at none.
         place = arguments.get(where, "." if where != "folder" else None)
         if place is not None:
             self.check_path(place)
@@ -344,50 +351,53 @@ class ExpressionEvaluator:
             raise Refused("open() for writing, for which the policy has to allow 'open'")
 
         self.check_path(path)
-        content = Path(path).read_bytes()  # nobody would close the file
+        # Read at once: nobody would close the file.
+        content = Path(path).read_bytes()
         if mode == "rb":
             return io.BytesIO(content)
 
         return io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
-    def check_path(self, given: Any) -> None:
+    def check_path(self, path: object) -> None:
         """Refuse to look at a path that is not below the bundle's folder, its data, or what the user named."""
         if "paths" in self.permissions:
             return
-        if not isinstance(given, str | PurePath):
-            raise Refused(f"a {type(given).__name__} as a path")
+        if not isinstance(path, str | PurePath):
+            raise Refused(f"a {type(path).__name__} as a path")
 
-        path = Path(os.path.abspath(given))
-        if _SCHEME.match(str(given)):
-            raise Refused(f"{printable(given)}, a URL: nothing is fetched")
-        if _READ_OTHERWISE.search(str(given)):
-            raise Refused(f"the path {printable(given)}, which others read as something else: it begins with ~ or a "
-                          "space, or has a control character")  # fmt: skip
-        if not any(place in self.roots for place in (path, *path.parents)):
-            raise ElsewhereRefused(
-                f"the path {printable(given)}, which is neither below the bundle nor below its data"
-            )
-
-        upwards = ".." in PurePath(given).parts
-        if upwards and (
-            _PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)
-        ):
-            raise Refused(f"the path {printable(given)}, which leads upwards ('..') behind a link")
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        text = str(path)
+        shown = printable(path)
+        absolute = Path(os.path.abspath(path))
+        if _SCHEME.match(text):
+            raise Refused(f"{shown}, a URL: nothing is fetched")
+        if _READ_OTHERWISE.search(text):
             raise Refused(
-                f"the path {printable(given)}, a pipe or a device, which would be waited for"
+                f"the path {shown}, which others read as something else: it begins with ~ or a "
+                "space, or has a control character"
+            )
+        if not any(place in self.roots for place in (absolute, *absolute.parents)):
+            raise ElsewhereRefused(
+                f"the path {shown}, which is neither below the bundle nor below its data"
             )
 
+        # abspath removes `link/..` as text, the system follows the link first; a pattern may match one.
+        if ".." in PurePath(path).parts and (
+            _PATTERN.search(text) or os.path.realpath(path) != os.path.realpath(absolute)
+        ):
+            raise Refused(f"the path {shown}, which leads upwards ('..') behind a link")
+        if absolute.exists() and not (absolute.is_file() or absolute.is_dir()):
+            raise Refused(f"the path {shown}, a pipe or a device, which would be waited for")
 
-def values_inside(value: Any) -> Iterator[Any]:
+
+def values_inside(value: object) -> Iterator[object]:
     """Yield a value, or what a container holds, keys too."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
         value = value.tolist()
     if isinstance(value, list | tuple | set | frozenset):
-        for each in value:
-            yield from values_inside(each)
+        for member in value:
+            yield from values_inside(member)
     else:
         yield value
 
@@ -417,19 +427,16 @@ class _Guards(ast.NodeTransformer):
             guard = _METHOD
             values = [called.value, ast.Constant(called.attr), *node.args]
 
-        keywords = [self.visit(keyword) for keyword in node.keywords]
-        return ast.Call(
-            ast.Name(guard, ast.Load()), [self.visit(value) for value in values], keywords
-        )
+        arguments = list(map(self.visit, values))
+        keywords = list(map(self.visit, node.keywords))
+        return ast.Call(ast.Name(guard, ast.Load()), arguments, keywords)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        several = isinstance(node.slice, ast.Tuple)
-        keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        guarded = [
-            key if isinstance(key, ast.Slice | ast.Starred) else _guard(_KEY, key) for key in keys
-        ]
-        node.slice = ast.Tuple(guarded, ast.Load()) if several else guarded[0]
+        if isinstance(node.slice, ast.Tuple):
+            node.slice = ast.Tuple(list(map(_guarded_key, node.slice.elts)), ast.Load())
+        else:
+            node.slice = _guarded_key(node.slice)
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -444,7 +451,13 @@ class _Guards(ast.NodeTransformer):
         return ast.FormattedValue(_guard(_FORMATTED, node.value, spec), -1, None)
 
 
-def _guard(name: str, *arguments: Any) -> ast.expr:
+def _guarded_key(key: ast.expr) -> ast.expr:
+    if isinstance(key, ast.Slice | ast.Starred):
+        return key
+    return _guard(_KEY, key)
+
+
+def _guard(name: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
 
@@ -459,6 +472,7 @@ def _kind(value: object) -> str:
 
 
 def _located(path: str) -> Any:
+    # The longest module first: what follows it are attributes.
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
