@@ -176,15 +176,16 @@ class _Checker:
     def _name(self, node: ast.Name, local: frozenset[str]) -> None:
         if not isinstance(node.ctx, ast.Load):
             raise Refused("an assignment")
+
+        prints = self.prints and node.id == "print"
         if node.id.startswith(_PLACEHOLDER):
             if node.id != f"{_PLACEHOLDER}0":
                 raise Refused("text that runs into a reference")
             self.uses.counts["reference"] += 1
         elif node.id in self.names:
             self._member(self.names[node.id])
-        elif node.id not in local and node.id not in BUILTINS:
-            if node.id != "print" or not self.prints:
-                raise Refused(f"the name {printable(node.id)}")
+        elif not prints and node.id not in local and node.id not in BUILTINS:
+            raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
