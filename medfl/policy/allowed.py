@@ -172,7 +172,7 @@ def without_ending(name: str) -> str:
     return name
 
 
-_REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
+_REMOVED: dict[str, tuple[str, dict[str, object]]] = {
     "AddChannel": ("EnsureChannelFirst", {"channel_dim": "no_channel"}),
     "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
     "SplitChannel": ("SplitDim", {"dim": 0}),
@@ -276,7 +276,7 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
     return ""
 
 
-def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
+def why_component_refused(name: str, arguments: Mapping[str, object]) -> str:
     """Return why a listed component may not have these arguments, "" if it may: each by itself is checked apart.
 
     The name is without its module; arguments are literals, a computed one is a text that begins with `$` or `@`.

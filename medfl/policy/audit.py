@@ -64,7 +64,7 @@ class Audit:
                     f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on"
                 )
 
-    def add(self, entry: Mapping[str, Any]) -> None:
+    def add(self, entry: Mapping[str, object]) -> None:
         """Append a line, and return when it is on the disk.
 
         Raises:
@@ -113,7 +113,7 @@ class Audit:
             ) from error
 
 
-def _encoded(line: Mapping[str, Any]) -> bytes:
+def _encoded(line: Mapping[str, object]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
     cut: dict[str, object] = {}
     short: dict[str, object] = {}
@@ -136,7 +136,7 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
-        about: dict[str, Any] = {
+        about: dict[str, object] = {
             "tensors": len(tensors),
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
             "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
@@ -171,7 +171,7 @@ def numbers(named: Mapping[str, float]) -> dict[str, float]:
     return {printable(name, _NAME_LENGTH): value for name, value in first}
 
 
-def describe_document(content: object) -> dict[str, Any]:
+def describe_document(content: object) -> dict[str, object]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
     return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
@@ -218,12 +218,12 @@ class VerifiedLog:
     """
 
     path: Path
-    entries: tuple[Mapping[str, Any], ...]
+    entries: tuple[Mapping[str, object], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     last: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         return {
             "file": str(self.path),
@@ -262,7 +262,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "give those",
         )
 
-    entries: list[Mapping[str, Any]] = []
+    entries: list[Mapping[str, object]] = []
     problems: list[str] = []
     notes: list[str] = []
     hashes: list[str] = []
@@ -302,7 +302,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), last)
 
 
-def _entry(line: bytes) -> Mapping[str, Any] | None:
+def _entry(line: bytes) -> Mapping[str, object] | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

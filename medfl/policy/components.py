@@ -163,7 +163,7 @@ def _makes_objects(value: object) -> bool:
         return False
 
 
-def _are_numbers(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def _are_numbers(arguments: Sequence[Any], named: Mapping[str, object]) -> bool:
     """Tell whether a tensor is made of numbers in a row, or of what is not known yet, and not of sizes."""
     if named or len(arguments) != 1 or isinstance(arguments[0], torch.Size):
         return False
@@ -171,8 +171,12 @@ def _are_numbers(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def check_arguments(
-    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, unpickles: bool = False
-) -> dict[str, Any]:
+    function: Any,
+    arguments: Sequence[object],
+    named: Mapping[str, object],
+    *,
+    unpickles: bool = False,
+) -> dict[str, object]:
     """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
 
     `unpickles` is for `torch.load`, which is reached with its permission only.

@@ -98,10 +98,10 @@ class ExpressionEvaluator:
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
     _values: dict[str, object] = field(default_factory=dict)
-    _targets: dict[Callable[..., Any], object] = field(default_factory=dict)
+    _targets: dict[object, object] = field(default_factory=dict)
     """checked call -> the listed function or class that it calls; a function that one of them made -> itself"""
 
-    def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
+    def evaluate(self, text: str, references: Mapping[str, object]) -> object:
         """Return what an expression, given without its `$`, stands for.
 
         `references` are what ids stand for, their parts joined by `::`.
@@ -124,7 +124,7 @@ class ExpressionEvaluator:
         return eval(compile(guarded, "<expression>", "eval"), {**self._builtins, **values})
 
     @functools.cached_property
-    def _builtins(self) -> dict[str, Any]:
+    def _builtins(self) -> dict[str, object]:
         return {
             **{name: getattr(builtins, name) for name in BUILTINS},
             **{name: self._checked(name, getattr(builtins, name)) for name in _CALL_WHAT_THEY_TAKE},
@@ -160,7 +160,7 @@ class ExpressionEvaluator:
 
     # Guards
 
-    def _value_of(self, path: str) -> Any:
+    def _value_of(self, path: str) -> object:
         """Return what a path of names stands for: of a function or class its checked call, whoever is handed it."""
         if path not in self._values:
             target = self.member(path)
@@ -168,10 +168,10 @@ class ExpressionEvaluator:
             self._values[path] = target if plain else self._checked(path, target)
         return self._values[path]
 
-    def _checked(self, path: str, target: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, path: str, target: Callable[..., object]) -> Callable[..., object]:
         """Return a function that checks what a listed function or class is called with, and calls it."""
 
-        def checked(*arguments: Any, **named: Any) -> Any:
+        def checked(*arguments: object, **named: object) -> object:
             return self._call_listed(path, target, arguments, named)
 
         self._targets[checked] = target
@@ -180,10 +180,10 @@ class ExpressionEvaluator:
     def _call_listed(
         self,
         path: str,
-        target: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        named: Mapping[str, Any],
-    ) -> Any:
+        target: Callable[..., object],
+        arguments: tuple[object, ...],
+        named: Mapping[str, object],
+    ) -> object:
         keeps = path in _KEEP_WHAT_THEY_TAKE or (inspect.isclass(target) and is_listed(target))
         self.check_handed((*arguments, *named.values()), objects=keeps)
         by_name = check_arguments(target, arguments, named, unpickles=path == "torch.load")
@@ -197,7 +197,7 @@ class ExpressionEvaluator:
 
         return result
 
-    def _call(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+    def _call(self, function: Any, /, *arguments: object, **named: object) -> object:
         """Call a function, which has to be a listed one, or a lambda of these expressions."""
         if not self._may_be_called(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
@@ -206,7 +206,7 @@ class ExpressionEvaluator:
             arguments = tuple(self._plain_type(value) for value in arguments)
         return function(*arguments, **named)
 
-    def _method(self, value: Any, name: str, /, *arguments: Any, **named: Any) -> Any:
+    def _method(self, value: Any, name: str, /, *arguments: object, **named: object) -> object:
         """Call a method that values of this kind may be asked for; an object that a value holds is never called."""
         self._check_attribute(value, name)
         if isinstance(value, str) and name == "format":
@@ -229,12 +229,12 @@ class ExpressionEvaluator:
 
         return method(value, *arguments, **named)
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: object) -> object:
         """Return what a value is asked for in brackets: a table calls what can be called."""
         self.check_handed([key], objects=False)
         return key
 
-    def _attribute(self, value: Any, name: str) -> Any:
+    def _attribute(self, value: Any, name: str) -> object:
         """Return what a value holds by a name; a method is called where it is named, and never handed on."""
         self._check_attribute(value, name)
         if _kind(value) == "table" and name not in METHODS_OF["table"]:
@@ -246,14 +246,14 @@ class ExpressionEvaluator:
 
         return attribute
 
-    def _check_attribute(self, value: Any, name: str) -> None:
+    def _check_attribute(self, value: object, name: str) -> None:
         if not self._allows(value, name):
             kind = _kind(value) or f"a {type(value).__name__}"
             raise Refused(f"the attribute .{printable(name)} of {kind}, which is not on the list")
         if isinstance(value, Path) and name in _READS_PATH:
             self.check_path(value)
 
-    def _allows(self, value: Any, name: str) -> bool:
+    def _allows(self, value: object, name: str) -> bool:
         kind = _kind(value)
         if kind == "table":
             return name in METHODS_OF[kind] or name in getattr(value, "columns", ())
@@ -275,7 +275,7 @@ class ExpressionEvaluator:
 
     # What may be called
 
-    def _may_be_called(self, function: Any) -> bool:
+    def _may_be_called(self, function: object) -> bool:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
@@ -290,7 +290,7 @@ class ExpressionEvaluator:
         # By identity: an object could say that it equals anything.
         return any(function is built_in for built_in in self._builtins.values())
 
-    def check_handed(self, values: Iterable[Any], *, objects: bool) -> None:
+    def check_handed(self, values: Iterable[object], *, objects: bool) -> None:
         """Refuse functions, classes and objects that whoever gets them could call, but those that may be called.
 
         `objects` says whether listed components are handed on too: networks, transforms, losses.
@@ -316,7 +316,7 @@ class ExpressionEvaluator:
 
     # Paths
 
-    def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
+    def check_paths(self, arguments: Mapping[str, object], function: object = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
         path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
         further = _PLACES_OF.get(path, ())
@@ -329,7 +329,7 @@ class ExpressionEvaluator:
                     raise Refused(f"{name}, whose paths are computed when they are opened")
 
     def _check_place_of(
-        self, path: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+        self, path: str, function: Callable[..., object], arguments: Mapping[str, object]
     ) -> None:
         """Check the place that a function looks at: its argument `folder`, or else its first."""
         parameters = inspect.signature(function).parameters

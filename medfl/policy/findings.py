@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
@@ -146,7 +145,7 @@ class Inspection:
         files = {file.path: file.sha256 for file in self.files}
         return replace(policy, bundle=self.bundle, files=files)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         allowed = []
         for (word, use), times in sorted(self.allowed.items()):

@@ -47,7 +47,7 @@ class Outbound:
     min_count: int = 0
 
     @classmethod
-    def read(cls, values: Any, where: str) -> Outbound:
+    def read(cls, values: object, where: str) -> Outbound:
         """Read the values of the key `outbound` as YAML gives them; `where` names the file in errors.
 
         Raises:
@@ -94,7 +94,7 @@ class Outbound:
         group = name.partition("/")[0]
         return any(fnmatchcase(name, key) or key == group for key in self.keys)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return what differs from the default, as the policy file has it."""
         changed = changes(self)
         if self.keys is not None:
@@ -138,13 +138,13 @@ class Outbound:
         return lines
 
 
-def changes(rules: DataclassInstance) -> dict[str, Any]:
+def changes(rules: DataclassInstance) -> dict[str, object]:
     """Return what differs from the default, by name, in plain values."""
     defaults = type(rules)()
     return {k: v for k, v in asdict(rules).items() if v != getattr(defaults, k)}
 
 
-def check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:
+def check_known(names: Iterable[object], known: Collection[str], what: str) -> None:
     """Raise an InputError if a name in a policy is not known; `what` says where it stands and what it is."""
     for name in names:
         if name not in known:

@@ -18,14 +18,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.run import Run
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
+from medfl.core.untrusted import Plain, Refused, decode_text, printable, read_bytes, read_plain
 from medfl.policy.outbound import Outbound, changes, check_known
 
 PERMISSIONS = {
@@ -205,7 +204,7 @@ def _are_pins(files: object) -> bool:
     return True
 
 
-def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
+def _words(document: Mapping[str, Plain], key: str, path: Path) -> list[str]:
     """Return a list of words in a policy."""
     words = document.get(key) or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -214,7 +213,7 @@ def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
 
 
 def _numbers(
-    document: Mapping[str, Any], key: str, known: Collection[str], path: Path
+    document: Mapping[str, Plain], key: str, known: Collection[str], path: Path
 ) -> dict[str, int]:
     """Return names with whole numbers in a policy."""
     numbers = document.get(key) or {}

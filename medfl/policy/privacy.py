@@ -216,7 +216,7 @@ class Account:
             "replaced by as many others (the number of images is sent exactly)"
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         epsilon = self.epsilon()
         noised = [{"multiplier": z, "replies": n} for z, n in sorted(self.noised.items())]

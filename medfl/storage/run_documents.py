@@ -18,6 +18,7 @@ from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import (
+    Plain,
     Refused,
     printable,
     read_bytes,
@@ -32,6 +33,8 @@ _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
 _CLASSES = dict[str, dict[str, float | None]]
 _OBJECT = dict[str, Any] | None
+Form = Mapping[str, Any]
+"""Entry -> its type, or the form of an object."""
 
 
 class _Site(TypedDict):
@@ -40,7 +43,7 @@ class _Site(TypedDict):
     personal: _METRICS
 
 
-RUN: Mapping[str, Any] = {
+RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
     "runtime": str | None, "run_hash": str | None, "public": _OBJECT,
@@ -54,17 +57,17 @@ RUN: Mapping[str, Any] = {
     },
     "resumed": list[dict[str, Any]] | None, "seed": Count | None,
 }  # fmt: skip
-RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
-PUBLIC: Mapping[str, Any] = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
+RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": str | None}
+PUBLIC: Form = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )
-ROUND: Mapping[str, Any] = {
+ROUND: Form = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "left_out": dict[str, str] | None,
 }  # fmt: skip
-SUMMARY: Mapping[str, Any] = {
+SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
@@ -73,7 +76,7 @@ SUMMARY: Mapping[str, Any] = {
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None,
 }  # fmt: skip
-MANIFEST_FORM: Mapping[str, Any] = {
+MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
     "sha256": dict[str, str] | None,
     "record": {
@@ -82,7 +85,7 @@ MANIFEST_FORM: Mapping[str, Any] = {
         "facts": dict[str, dict[str, list[str]]] | None,
     },
 }  # fmt: skip
-BEST: Mapping[str, Any] = {"round": Round, "value": float}
+BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
@@ -97,8 +100,8 @@ def damaged(path: Path, what: str) -> InputError:
 
 
 def checked(
-    path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()
-) -> dict[str, Any]:
+    path: Path, document: Plain, form: Form, required: Iterable[str] = ()
+) -> dict[str, Plain]:
     """Return a JSON document of a run folder after checking its entries.
 
     Raises:
@@ -112,20 +115,18 @@ def checked(
     return document
 
 
-def require_entries(path: Path, document: Mapping[str, Any], required: Iterable[str]) -> None:
+def require_entries(path: Path, document: Mapping[str, Plain], required: Iterable[str]) -> None:
     """Raise an InputError if a document of a run folder lacks one of these entries."""
     if missing := [name for name in required if name not in document]:
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
-def read_document(
-    path: Path, form: Mapping[str, Any], required: Iterable[str] = ()
-) -> dict[str, Any]:
+def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
     return checked(path, read_json(path, *_AS_WRITTEN), form, required)
 
 
-def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, RUN, required)
     for entry in document.get("resumed") or ():
@@ -140,7 +141,7 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any
     return document
 
 
-def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
+def read_run(path: Path) -> tuple[Run, dict[str, Plain]]:
     """Return the run in a run.json and the whole document.
 
     Raises:
@@ -150,14 +151,14 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     return run_of(path, document), document
 
 
-def run_of(path: Path, document: dict[str, Any]) -> Run:
+def run_of(path: Path, document: dict[str, Plain]) -> Run:
     """Return the run that a run.json records; InputError if it names a module that the user has not named."""
     run = upgraded(Run.from_dict(document))
     refuse_untrusted_module(run.method, "method", path)
     return run
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> dict[str, Plain]:
     """Return the entries of a summary.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
@@ -167,9 +168,9 @@ def read_summary(path: Path) -> dict[str, Any]:
     return document
 
 
-def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[object]]:
+def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat = dict[str, Any]()
+    flat = dict[str, Plain]()
     classes: list[object] = []
     for name, part in value.items():
         if name == "classes":
@@ -183,7 +184,7 @@ def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[object]]:
     return flat, classes
 
 
-def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
+def read_round(path: Path, line: bytes, number: int) -> dict[str, Plain]:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
         if len(line) > _LINE:
@@ -235,7 +236,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
     return cleaned
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Plain]:
     """Return the entries of a run folder's manifest; each State file that it names is a plain one there, or missing.
 
     Raises:

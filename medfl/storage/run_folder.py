@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,6 +26,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
 from medfl.core.run import Run
+from medfl.core.untrusted import Plain
 from medfl.storage.files import (
     State,
     atomic_replace,
@@ -101,15 +101,15 @@ class RunFolder:
             with suppress(PermissionError):  # in a sandbox the folder itself stays
                 self.path.rmdir()
 
-    def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
+    def write_run(self, run: Run, extra: Mapping[str, Plain]) -> None:
         """Write run.json: the run, its hash, and `extra` entries for the reader."""
         self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
-    def add_to_run(self, extra: Mapping[str, Any]) -> None:
+    def add_to_run(self, extra: Mapping[str, Plain]) -> None:
         """Add entries for the reader to run.json; the run itself does not change."""
         self._json("run.json", {**self.read_run()[1], **extra})
 
-    def read_run(self) -> tuple[Run, dict[str, Any]]:
+    def read_run(self) -> tuple[Run, dict[str, Plain]]:
         """Return the run in run.json and the whole document; InputError if it is damaged."""
         return read_run(self.path / "run.json")
 
@@ -147,7 +147,7 @@ class RunFolder:
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
 
-    def commit(self, round_: int, server: State, record: Mapping[str, Any]) -> None:
+    def commit(self, round_: int, server: State, record: Mapping[str, Plain]) -> None:
         """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
 
         Raises:
@@ -186,7 +186,7 @@ class RunFolder:
 
         self._stale = [server_file]
 
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> dict[str, Plain] | None:
         """Return the last committed round's manifest, None before the first commit.
 
         It names the files of the States and, but in older folders, their rounds (`rounds`, site -> round) and their
@@ -200,7 +200,7 @@ class RunFolder:
 
         return None
 
-    def server_state(self, manifest: Mapping[str, Any]) -> State:
+    def server_state(self, manifest: Mapping[str, Plain]) -> State:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
@@ -244,24 +244,24 @@ class RunFolder:
 
     # Rounds
 
-    def append_round(self, entry: Mapping[str, Any]) -> None:
+    def append_round(self, entry: Mapping[str, Plain]) -> None:
         """Append one line to rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[dict[str, Plain]]:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
-        entries = list[dict[str, Any]]()
+        entries = list[dict[str, Plain]]()
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))
 
         return entries
 
-    def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
+    def truncate_rounds(self, last: int) -> list[dict[str, Plain]]:
         """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
         text = "".join(json.dumps(entry) + "\n" for entry in entries)
@@ -282,15 +282,15 @@ class RunFolder:
         else:
             _save_streamed(path, weights)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, Plain]) -> None:
         """Write summary.json."""
         self._json("summary.json", summary)
 
-    def write_trial(self, trial: Mapping[str, Any]) -> None:
+    def write_trial(self, trial: Mapping[str, Plain]) -> None:
         """Write trial.json, of a run that is not tested."""
         self._json(TRIAL, trial)
 
-    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_table(self, name: str, rows: Sequence[Mapping[str, Plain]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
         columns = list(dict.fromkeys(chain.from_iterable(rows)))
         text = io.StringIO()
@@ -313,7 +313,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _json(self, name: str, document: Mapping[str, Any]) -> None:
+    def _json(self, name: str, document: Mapping[str, Plain]) -> None:
         text = json.dumps(document, indent=1, default=list) + "\n"
         write_atomic(self.path / name, text.encode())
 
