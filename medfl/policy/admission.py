@@ -45,6 +45,7 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
     Raises:
         InputError: something in it is refused, and the user does not trust it; names the first refusal.
     """
+    # Also of a trusted bundle: the user reads what the trust is given to.
     inspection = inspect(folder, policy)
     if not policy.trusted:
         inspection.require(reads)

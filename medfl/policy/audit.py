@@ -93,6 +93,7 @@ class Audit:
     def _open(self, kind: type[InputError] | type[RunError]) -> Iterator[int]:
         """Give the file, locked against other writers."""
         try:
+            # Readable for its owner alone: it tells what the site sends.
             handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -133,6 +134,7 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
 
     Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
     """
+    # The hash is of what `Message.encode` gives, which the other side can compute too.
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
@@ -241,6 +243,7 @@ class VerifiedLog:
             InputError: names the first place.
         """
         if self.problems:
+            # The parts of an InputError are joined by semicolons.
             more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
             raise InputError(
                 f"audit log {printable(self.path)}: {self.problems[0]}{more}".replace(";", ","),

@@ -140,6 +140,7 @@ class BundleFiles:
                 if kind == "configuration" and len(content) <= limits.config_bytes:
                     content += chunk
 
+        # Noted before it may be refused: a pin covers every file.
         self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
         # Read from the bytes that were hashed: the file may change meanwhile.
         if kind == "configuration":
@@ -158,6 +159,7 @@ class BundleFiles:
             return
 
         here = {file.path: file.sha256 for file in self.inspection.files}
+        # What follows is refused for its pin alone, which `Inspection.unpin` takes back.
         refusals = self.inspection.refusals
         before = len(refusals)
         for name, digest in here.items():

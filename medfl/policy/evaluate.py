@@ -116,6 +116,7 @@ class ExpressionEvaluator:
             ids.append(match[0][1:])
             return f"_reference_{len(ids) - 1}"
 
+        # References are replaced by names, and their values handed in: no value becomes text to run.
         node = only_statement(REFERENCE.sub(placeholder, text.replace("#", "::")))
         assert isinstance(node, ast.Expr)
         guarded = ast.fix_missing_locations(ast.Expression(_Guards(self.names).visit(node.value)))
@@ -131,7 +132,7 @@ class ExpressionEvaluator:
             "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a permission for it
-            "__builtins__": {},
+            "__builtins__": {},  # else Python would add its own
             "__name__": __name__,
             _MEMBER: self._value_of,
             _ATTRIBUTE: self._attribute,
@@ -209,6 +210,7 @@ class ExpressionEvaluator:
     def _method(self, value: Any, name: str, /, *arguments: object, **named: object) -> object:
         """Call a method that values of this kind may be asked for; an object that a value holds is never called."""
         self._check_attribute(value, name)
+        # A format reaches into its values: `{0.__class__}`.
         if isinstance(value, str) and name == "format":
             return format_text(value, *arguments, **named)
         if self._is_own(value):
@@ -237,6 +239,7 @@ class ExpressionEvaluator:
     def _attribute(self, value: Any, name: str) -> object:
         """Return what a value holds by a name; a method is called where it is named, and never handed on."""
         self._check_attribute(value, name)
+        # Pandas has methods that read and write files, and columns may have their names.
         if _kind(value) == "table" and name not in METHODS_OF["table"]:
             return value[name]  # never a method of the table that has the name of a column
 
@@ -277,6 +280,7 @@ class ExpressionEvaluator:
 
     def _may_be_called(self, function: object) -> bool:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
+        # It holds a checked call, which looks at its arguments when it is called.
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
         # Lambdas of these expressions have the guards among their globals, no other function has.
@@ -447,6 +451,7 @@ class _Guards(ast.NodeTransformer):
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
         self.generic_visit(node)
+        # The conversion (`!r`) is refused before this.
         spec = node.format_spec or ast.Constant("")
         return ast.FormattedValue(_guard(_FORMATTED, node.value, spec), -1, None)
 

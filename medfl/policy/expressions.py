@@ -23,7 +23,7 @@ REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
 _LARGEST = 10**9
 _LONGEST_RANGE = 10**7
-_DEEPEST = 50
+_DEEPEST = 50  # levels: Python's parser and this check recurse
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
 _Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _OPERATORS = (
@@ -103,6 +103,7 @@ def check_format(text: str) -> None:
     except ValueError as error:
         raise Refused("a text whose format cannot be read") from error
 
+    # `{0.name}`, `{0[key]}` and `{0!r}` reach into a value or call it.
     for name, spec, conversion in fields:
         if not re.fullmatch(r"\w*", name or "", re.ASCII) or conversion:
             raise Refused("a text whose format reaches into its values")
@@ -115,6 +116,7 @@ def check_width(spec: str) -> None:
     Raises:
         Refused: it is computed, or more than 999 places wide.
     """
+    # A width of a thousand million would be a text of as many bytes.
     if re.search(r"\d{4}|[{}]", spec):
         raise Refused("a text with a format that is computed or wide, or a conversion")
 
@@ -243,7 +245,7 @@ class _Checker:
             if called.id in BUILTINS and called.id not in local:
                 self.uses.counts[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
-            self.calls = called
+            self.calls = called  # a method is called here, and not handed on
             self.value(called, local)
             replaces = isinstance(called, ast.Attribute) and called.attr == "replace"
             if replaces and len(node.args) < 2:
@@ -262,6 +264,7 @@ class _Checker:
 
         keywords: dict[str, object] = {}
         for keyword in node.keywords:
+            # Their names are not known, so they could be any of the arguments that are checked.
             if keyword.arg is None:
                 raise Refused("arguments handed on with two stars")
             if keyword.arg.startswith(_PLACEHOLDER):

@@ -110,6 +110,7 @@ class Inspection:
         if not refusals:
             return
 
+        # A file that cannot be read is damaged rather than hostile: it is said in other words.
         first = refusals[0]
         count = len(refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):

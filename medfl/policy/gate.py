@@ -145,6 +145,7 @@ class Gate:
 
     def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
+        # The mean loss comes from the images without noise, so no epsilon would cover it.
         noised = self.rules.noise is not None
         permits = self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]

@@ -169,6 +169,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         good = isinstance(value, list) and all(isinstance(key, str) and key for key in value)
         value = tuple(value) if good else value
     elif name in ("max_bytes", "answers", "min_count"):
+        # isinstance would take True for a number.
         good = type(value) is int and value >= (name != "min_count")
     else:
         value = _number(value)

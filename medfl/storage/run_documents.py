@@ -187,6 +187,7 @@ def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
 def read_round(path: Path, line: bytes, number: int) -> dict[str, Plain]:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
+        # Before it is parsed, which takes many times its memory.
         if len(line) > _LINE:
             raise Refused(f"more than {_LINE} bytes")
         document = read_json_bytes(line)

@@ -54,6 +54,7 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Plain] 
         InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was
             changed.
     """
+    # First: by a link the next lines would read a file elsewhere.
     require_plain(folder.path)
     manifest = folder.manifest()
     if manifest is None:

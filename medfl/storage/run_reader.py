@@ -237,6 +237,7 @@ class RunReader:
         """The summary of the last committed round, None where the run was interrupted, or is being continued."""
         if self.summary is None or self.manifest is None:
             return self.summary
+        # A run that is continued has rounds that its old summary does not know.
         if self.manifest["round"] == self.summary["rounds"]:
             return self.summary
 
@@ -328,6 +329,7 @@ class RunReader:
         if self.summary is None:
             return []
 
+        # Without entries by kind those of the judged model stand at the top.
         by_kind = {kind: self.summary.get(key) for kind, (key, _, _) in SUMMARY_KINDS.items()}
         if not any(by_kind.values()):
             by_kind[self.judged] = self.summary
