@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -105,9 +106,8 @@ class Compression:
         groups: dict[str, dict[str, Tensor]] = {}
         scales: dict[str, list[Tensor]] = {}
 
-        for group in sorted(
-            message.tensors
-        ):  # the order of the draws must not depend on how the message was made
+        # Sorted: the order of the draws must not depend on how the message was made.
+        for group in sorted(message.tensors):
             groups[group] = {}
             for name, tensor in sorted(message[group].items()):
                 if not self.takes(group, name, tensor.dtype, tensor.numel()):
@@ -124,12 +124,15 @@ class Compression:
                     groups.setdefault(label, {})[name], scale = _quantised(value, generator)
                     scales.setdefault(_label(group, _SCALES, tensor.dtype), []).append(scale)
                 elif bool(value.abs().max() > torch.finfo(half).max):
+                    # It would round to infinity, so it goes as it is, not as a change.
                     groups[group][name] = tensor
                 else:
                     groups.setdefault(label, {})[name] = value.to(half)
 
-        together = {label: {_SCALES: torch.cat(parts)} for label, parts in scales.items()}
-        return Message({**groups, **together}, message.scalars)
+        for label, parts in scales.items():
+            groups[label] = {_SCALES: torch.cat(parts)}
+
+        return Message(groups, message.scalars)
 
     def _largest(self, message: Message, base: Weights, unsent: Weights) -> tuple[Message, Weights]:
         """Return the message with the largest changes of its weights, and the rest (2).
@@ -138,30 +141,31 @@ class Compression:
         """
         weights = message.tensors.get("weights", {})
         parts = self._parts(base)
-        names = [name for some in parts.values() for name in some]
-        if not names or any(
-            name not in weights or not _changes("weights", name, weights[name], base)
-            for name in names
-        ):
+        compressed = set(chain.from_iterable(parts.values()))
+        if not compressed:
             return message, unsent
+        for name in compressed:
+            if name not in weights or not _changes("weights", name, weights[name], base):
+                return message, unsent
 
         groups = dict(message.tensors)
-        groups["weights"] = {
-            name: tensor for name, tensor in weights.items() if name not in set(names)
-        }
+        groups["weights"] = {n: tensor for n, tensor in weights.items() if n not in compressed}
         rest: dict[str, Tensor] = {}
-        for dtype, some in parts.items():
-            changes = [
-                weights[n] - base[n] + (unsent[n].to(base[n]) if n in unsent else 0) for n in some
-            ]  # (2)
-            whole = torch.cat([change.reshape(-1) for change in changes])
-            indices = (
-                torch.topk(whole.abs(), self._count(len(whole)), sorted=False).indices.sort().values
-            )
-            sent = {"indices": indices.to(_positions(len(whole))), "values": whole[indices]}
+        for dtype, names in parts.items():
+            changes = []
+            for name in names:
+                feedback = unsent[name].to(base[name]) if name in unsent else 0
+                change = weights[name] - base[name] + feedback  # a of (2)
+                changes.append(change.reshape(-1))
+
+            vector = torch.cat(changes)
+            largest = torch.topk(vector.abs(), self._count(len(vector)), sorted=False)
+            indices = largest.indices.sort().values
+            sent = {"indices": indices.to(_positions(len(vector))), "values": vector[indices]}
             groups[_label("weights", self.kind, dtype)] = sent
-            whole[indices] = 0
-            rest |= {n: left.clone() for n, left in _cut(whole, some, base)}
+            vector[indices] = 0  # what stays of a is the error feedback e
+            # Cloned: a view would keep the vector of all changes in memory.
+            rest |= {name: left.clone() for name, left in _cut(vector, names, base)}
 
         return Message(groups, message.scalars), rest
 
@@ -186,7 +190,7 @@ class Compression:
         return self._opened(wire, sent.tensors.get("weights", {}), sender)
 
     def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
-        groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
+        groups = {group: dict(wire[group]) for group in wire.tensors if "@" not in group}
         expected = set(groups)
         for group in sorted(self.groups):
             for dtype in _COMPRESSIBLE.values():
@@ -194,15 +198,17 @@ class Compression:
                 if label not in wire:
                     continue
 
-                expected |= (
-                    {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
-                )
+                expected.add(label)
+                if self.kind == "int8":
+                    expected.add(_label(group, _SCALES, dtype))
+
                 into = groups.setdefault(group, {})
                 for name, value in self._restored(wire, group, dtype, base, sender):
                     if name in into:
                         raise RunError(f"{sender}: '{group}/{name}' comes twice in its message")
-                    changes = _changes(group, name, value, base)
-                    into[name] = base[name] + value.to(base[name].device) if changes else value
+                    if _changes(group, name, value, base):
+                        value = base[name] + value.to(base[name].device)
+                    into[name] = value
 
         if unexpected := wire.tensors.keys() - expected:
             raise RunError(f"{sender}: unexpected group {min(unexpected)!r} in its message")
@@ -232,10 +238,9 @@ class Compression:
     ) -> Tensor:
         """Return the changes of `names`, one after the other, from the positions and values of the largest."""
         size = sum(base[name].numel() for name in names)
+        expected = list(_SPARSE) if size else "no such group"
         if not size or sent.keys() != set(_SPARSE):
-            raise RunError(
-                f"{sender}: {label!r} has {sorted(sent)}; expected {list(_SPARSE) if size else 'no such group'}"
-            )
+            raise RunError(f"{sender}: {label!r} has {sorted(sent)}; expected {expected}")
 
         indices, values = (sent[name] for name in _SPARSE)
         count = torch.Size([self._count(size)])
@@ -262,7 +267,8 @@ class Compression:
 
     def _count(self, size: int) -> int:
         """Return how many of so many numbers leave: at least one."""
-        return max(1, math.floor(self.fraction * size + 1e-9))  # 0.29 * 100 is 28.999…
+        # 0.29 * 100 is 28.999…
+        return max(1, math.floor(self.fraction * size + 1e-9))
 
 
 def _label(group: str, kind: str, dtype: torch.dtype) -> str:
@@ -293,14 +299,12 @@ def _quantised(value: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     """Return q, int8 of the same shape, and s of each row (1)."""
     rows = _rowed(value.detach())
     scale = rows.abs().amax(1, keepdim=True) / _LEVELS
-    exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(
-        -_LEVELS, _LEVELS
-    )  # the quotient may be 127.00001
+    # A row of zeros has the scale 0, and the quotient may be 127.00001.
+    exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(-_LEVELS, _LEVELS)
     low = exact.floor()
-    up = (
-        torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device)
-        < exact - low
-    )
+    # Drawn on the CPU: the same bits whatever device the weights are on.
+    drawn = torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device)
+    up = drawn < exact - low
     return (low + up).to(torch.int8).reshape(value.shape), scale[:, 0]
 
 
@@ -317,6 +321,7 @@ def _scales(
 
     values = wire[scales][_SCALES]
     _check(values, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
+    # An int8 may be -128, so that much a scale must bear without becoming infinite.
     if bool((values < 0).any()) or not is_finite(values * (_LEVELS + 1)):
         raise RunError(f"{sender}: '{scales}/{_SCALES}' has a scale below 0, or too large a one")
 
@@ -333,8 +338,9 @@ def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sen
 
 
 def _cut(
-    whole: Tensor, names: Sequence[str], like: Mapping[str, Tensor]
+    vector: Tensor, names: Sequence[str], like: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Split `whole` into consecutive tensors of the shapes in `like`."""
-    parts = torch.split(whole, [like[name].numel() for name in names])
-    return ((name, part.reshape(like[name].shape)) for name, part in zip(names, parts, strict=True))
+    """Split a vector into consecutive tensors of the shapes in `like`."""
+    parts = torch.split(vector, [like[name].numel() for name in names])
+    for name, part in zip(names, parts, strict=True):
+        yield name, part.reshape(like[name].shape)

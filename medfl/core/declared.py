@@ -122,14 +122,15 @@ class Declared:
         if isinstance(value, str | bool):
             return True
 
-        least = -math.inf if self.minimum is None else self.minimum
-        above = -math.inf if self.above is None else self.above
-        most = math.inf if self.maximum is None else self.maximum
-        finite = isinstance(value, int) or math.isfinite(
-            value
-        )  # isfinite fails on integers beyond float's range
+        # isfinite fails on integers beyond float's range.
+        if not isinstance(value, int) and not math.isfinite(value):
+            return False
+        if self.minimum is not None and value < self.minimum:
+            return False
+        if self.above is not None and value <= self.above:
+            return False
 
-        return finite and least <= value <= most and value > above
+        return self.maximum is None or value <= self.maximum
 
 
 def read_options(

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_PART = 1500
+_PART = 1500  # characters of each part of an InputError
 
 
 class MedflError(Exception):
@@ -50,6 +50,7 @@ class RunError(MedflError):
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that an error comes from; MONAI wraps errors several times."""
+    # MONAI's "referring item" names the id in the configuration, which its cause does not.
     while error.__cause__ is not None and not (
         isinstance(error, InputError) or "referring item" in str(error)
     ):
@@ -73,15 +74,14 @@ def missing_package(error: BaseException | None) -> str:
 
 def without_package(where: str, package: str, reader: str = "") -> InputError:
     """Return the error that says where a Python package is needed; `reader` is the id that names what reads images."""
+    advice = "install it"
     if reader:
-        other = f", or name another reader that is, with --config {reader}=NAME"
-    else:
-        other = ""
+        advice += f", or name another reader that is, with --config {reader}=NAME"
 
     return InputError(
         f"{where} needs the Python package {package!r}, which is not installed",
         "what a bundle uses is installed",
-        f"install it{other}",
+        advice,
     )
 
 
@@ -116,6 +116,7 @@ def errors_safe_to_send() -> Iterator[None]:
 
 def error_id(error: BaseException) -> str:
     """Return the random id of an error, the same at each call: sent in place of its text, which the log has."""
+    # Kept on the error itself: the log and the message to the other machine name the same id.
     if not hasattr(error, "_medfl_id"):
         error._medfl_id = secrets.token_hex(4)  # type: ignore[attr-defined]
     return str(error._medfl_id)  # type: ignore[attr-defined]

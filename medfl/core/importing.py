@@ -8,21 +8,20 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
-def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], object]]:
     """Return the `__all__` and `__getattr__` of a package, which imports a public name when it is first used.
 
     The names are those that `if TYPE_CHECKING` in the package's `__init__.py` imports `as` themselves.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    modules = {
-        alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname
-    }
+    modules: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname: str(node.module) for alias in node.names if alias.asname}
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         if name not in modules:
             public_names = ", ".join(sorted(modules))
             raise AttributeError(

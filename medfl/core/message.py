@@ -60,21 +60,21 @@ class Message:
         self,
     ) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
-        return Message, (
-            {group: dict(named) for group, named in self.tensors.items()},
-            dict(self.scalars),
-        )
+        tensors = {group: dict(members) for group, members in self.tensors.items()}
+        return Message, (tensors, dict(self.scalars))
 
     def flat(self) -> dict[str, Tensor]:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""
-        named = {
-            f"{group}/{name}": value
-            for group, members in self.tensors.items()
-            for name, value in members.items()
-        }
-        return named | {
-            f"{_SCALARS}/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()
-        }
+        flat: dict[str, Tensor] = {}
+        for group, members in self.tensors.items():
+            for name, tensor in members.items():
+                flat[f"{group}/{name}"] = tensor
+
+        # float64 holds a Python float exactly.
+        for name, number in self.scalars.items():
+            flat[f"{_SCALARS}/{name}"] = torch.tensor(number, dtype=torch.float64)
+
+        return flat
 
     @classmethod
     def from_flat(cls, named: Weights) -> Message:
@@ -108,11 +108,9 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
-        return bytes(
-            safetensors.torch.save(
-                {k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}
-            )
-        )
+        # Cloned: safetensors refuses tensors that share memory, as tied weights do.
+        flat = {k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}
+        return bytes(safetensors.torch.save(flat))
 
     @classmethod
     def decode(cls, data: bytes, limits: MessageLimits | None = None, sender: str = "") -> Message:
@@ -128,42 +126,38 @@ class Message:
         """
         (limits or MessageLimits()).check_document(data, sender)
         try:
-            named = safetensors.torch.load(data)
-            for name, tensor in named.items():
+            flat = safetensors.torch.load(data)
+            for name, tensor in flat.items():
                 check_bools(name, tensor)
-            return cls.from_flat(named)
+            return cls.from_flat(flat)
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
-            problem = (
-                f"a received message of {len(data)} bytes is not a safetensors document: {error}"
-            )
-            raise RunError(f"{sender}: {problem}" if sender else problem) from error
+            prefix = f"{sender}: " if sender else ""
+            raise RunError(
+                f"{prefix}a received message of {len(data)} bytes is not a safetensors document: {error}"
+            ) from error
 
     @property
     def num_bytes(self) -> int:
         """Length of `encode()`, without copying the tensors; 0 for an empty message, which is not sent."""
-        shapes = tuple(
-            (name, value.dtype, tuple(value.shape)) for name, value in self.flat().items()
-        )
-        return _encoded_length(shapes) if shapes else 0
+        flat = self.flat()
+        if not flat:
+            return 0
+        return _encoded_length(tuple((n, t.dtype, tuple(t.shape)) for n, t in flat.items()))
 
 
 @lru_cache(maxsize=256)
 def _encoded_length(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
     """Return the length of an encoding, which depends on names, dtypes and shapes alone."""
-    return len(
-        safetensors.torch.save(
-            {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}
-        )
-    )
+    zeros = {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}
+    return len(safetensors.torch.save(zeros))
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if bool(
-        torch.isfinite(tensor.sum())
-    ):  # the fastest pass; finite numbers may still overflow in it
+    # The fastest pass; finite numbers may still overflow in it.
+    if bool(torch.isfinite(tensor.sum())):
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))

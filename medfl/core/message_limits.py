@@ -24,8 +24,8 @@ _TYPES = {
 }  # fmt: skip
 _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
-_FACTOR = 8
-_FLOOR = 2**28
+_FACTOR = 8  # times the largest network
+_FLOOR = 2**28  # bytes that every run may send
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ class MessageLimits:
         Methods send up to four tensors for each of the network's, and besides prototypes, images or scores, which make
         up most of a small network's messages.
         """
-        size = max(
-            (sum(tensor.nbytes for tensor in network.values()) for network in networks), default=0
-        )
-        most = max((len(network) for network in networks), default=0)
+        size = 0
+        most = 0
+        for network in networks:
+            size = max(size, sum(tensor.nbytes for tensor in network.values()))
+            most = max(most, len(network))
+
         return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**16, _FACTOR * most))
 
     # A document
@@ -70,10 +72,14 @@ class MessageLimits:
         try:
             self._check_header(data)
         except (ValueError, RecursionError) as error:
-            problem = f"a received message of {len(data)} bytes is not taken: {' '.join(str(error).split())[:300]}"
-            raise RunError(f"{sender}: {problem}" if sender else problem) from error
+            prefix = f"{sender}: " if sender else ""
+            reason = " ".join(str(error).split())[:300]
+            raise RunError(
+                f"{prefix}a received message of {len(data)} bytes is not taken: {reason}"
+            ) from error
 
     def _check_header(self, data: bytes) -> None:
+        # A document: 8 bytes of the header's length, the header in JSON, the tensors without gaps.
         length = int.from_bytes(data[:8], "little")
         room = len(data) - 8
         _require(room >= 0, "it is shorter than the length of a header")
@@ -89,7 +95,7 @@ class MessageLimits:
             len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}"
         )
         end = 0
-
+        # A gap could carry anything past every check, and an overlap make one number two tensors.
         for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
             _require(
                 start == end, f"its tensors overlap, or leave a gap, at byte {min(start, end)}"
@@ -98,15 +104,14 @@ class MessageLimits:
 
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
-    def _span(self, name: str, entry: Any) -> tuple[int, int]:
+    def _span(self, name: str, entry: object) -> tuple[int, int]:
         """Return where a tensor begins and ends, after checking its name, dtype and shape."""
         self._check_name(name)
         group, slash, _ = name.partition("/")
         _require(bool(group and slash), f"{name!r} is not named group/name")
-        _require(
-            isinstance(entry, dict) and entry.keys() == _ENTRY,
-            f"{name!r} is not described as a tensor",
-        )
+        if not isinstance(entry, dict) or entry.keys() != _ENTRY:
+            raise ValueError(f"{name!r} is not described as a tensor")
+
         kind = entry["dtype"]
         shape = entry["shape"]
         offsets = entry["data_offsets"]
@@ -119,7 +124,7 @@ class MessageLimits:
         )
         _require(_are_sizes(offsets) and len(offsets) == 2, f"{name!r} lies at {str(offsets)[:80]}")
         size = math.prod(shape) * _TYPES[kind].itemsize
-        (start, stop) = offsets
+        start, stop = offsets
         _require(
             stop - start == size, f"{name!r} has {size:,} bytes by its shape, and {stop - start:,}"
         )
@@ -165,13 +170,18 @@ class MessageLimits:
 def _size(name: str, value: Any) -> int:
     """Return the bytes of a value as a tensor, after checking its type."""
     if isinstance(value, np.ndarray | np.number):
+        # Objects, texts and structures have other kinds.
         _require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
-        return int(value.nbytes)
-    dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-    _require(
-        dense and not value.is_meta,
-        f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array",
-    )
+    else:
+        # A sparse or quantised tensor may claim a shape far larger than what arrived.
+        dense = (
+            isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        )
+        _require(
+            dense and not value.is_meta,
+            f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array",
+        )
+
     return int(value.nbytes)
 
 
@@ -179,12 +189,10 @@ def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         tensor: Tensor = value.detach()
     else:
+        # A tensor cannot have some types of NumPy's, nor the other order of bytes.
         try:
             tensor = torch.as_tensor(np.array(value))
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # of a type, or in an order of bytes, that a tensor cannot have
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{name!r}: {error}") from error
 
     _require(tensor.dtype in _DTYPES, f"{name!r} has the type {tensor.dtype}")
@@ -200,21 +208,20 @@ def check_bools(name: str, tensor: Tensor) -> None:
         )
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise ValueError(what)
+        raise ValueError(problem)
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     """Return the mapping of a JSON object, refusing a name that comes twice."""
-    mapping: dict[str, Any] = {}
+    mapping: dict[str, object] = {}
     for name, value in pairs:
         _require(name not in mapping, f"{name[:80]!r} comes twice")
         mapping[name] = value
     return mapping
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < 2**63 for size in value
-    )
+def _are_sizes(values: Any) -> bool:
+    # True is an int to isinstance; PyTorch counts in signed integers of 64 bits.
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,16 @@ _FORMULA = re.compile(r"\s*(?:[=@]|[+-].*[(|])", re.DOTALL)
 _AS_TEXT = "'"  # before what a spreadsheet would compute
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _ANY = "*"
-_trusted: set[str] = set()
-"""Modules of one's own that the user has named to this process; `_ANY` while every one is trusted."""
+_trusted: ContextVar[frozenset[str]] = ContextVar("trusted", default=frozenset())
+"""Modules of one's own that the user has named; `_ANY` while every one is trusted."""
 
 
-def is_name(text: Any) -> bool:
+def is_name(text: object) -> bool:
     """Tell whether a value is a name: letters, digits, `_.-`, from a letter or digit on, at most 64, without `..`."""
     return isinstance(text, str) and bool(_NAME.fullmatch(text)) and ".." not in text
 
 
-def check_name(text: Any, what: str) -> str:
+def check_name(text: object, what: str) -> str:
     """Return a name from outside; InputError if it is none."""
     if not is_name(text):
         allowed = (
@@ -58,13 +59,15 @@ def is_formula(text: str) -> bool:
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """Join names, at most `limit` of them."""
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 def as_cell(value: Any) -> Any:
     """Return a value as a cell of a table: a formula, perhaps the name of somebody's file or centre, as text."""
+    # Also of a text that begins with the sign already, so that `from_cell` gives it back.
     is_code = isinstance(value, str) and is_formula(value.lstrip(_AS_TEXT))
     return f"{_AS_TEXT}{value}" if is_code else value
 
@@ -86,6 +89,7 @@ def readable_file_name(name: str) -> str:
     encoded = plain.encode(errors="surrogateescape")
     if len(encoded) <= _LONGEST:
         return plain
+    # Cut in bytes, which file systems count, and not inside a character.
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
     return f"{encoded[: _LONGEST - 13].decode(errors='ignore')}%{digest}"
 
@@ -98,7 +102,7 @@ def method_names() -> tuple[str, ...]:
     return tuple(sorted(modules | packages))
 
 
-def check_method_name(name: Any) -> None:
+def check_method_name(name: object) -> None:
     """Raise an InputError if this is neither a shipped method's name nor the dotted path of a module."""
     shipped = method_names()
     if name not in shipped and (
@@ -116,18 +120,19 @@ def check_method_name(name: Any) -> None:
 def trust_module(path: str | None) -> None:
     """Remember that the user, not a file, has named a method or runtime: files may then name it as well."""
     if path:
-        _trusted.add(path.partition(":")[0])
+        _trusted.set(_trusted.get() | {path.partition(":")[0]})
 
 
 @contextmanager
 def trusting_any_module(trust: bool) -> Iterator[None]:
     """Let files name any module inside the block, if the user has said so."""
-    added = {_ANY} - _trusted if trust else set[str]()
-    _trusted.update(added)
+    added = {_ANY} - _trusted.get() if trust else set[str]()
+    _trusted.set(_trusted.get() | added)
     try:
         yield
     finally:
-        _trusted.difference_update(added)
+        # Modules that were named inside the block stay trusted.
+        _trusted.set(_trusted.get() - added)
 
 
 def refuse_untrusted_module(path: str, what: str, file: Path) -> None:
@@ -137,7 +142,8 @@ def refuse_untrusted_module(path: str, what: str, file: Path) -> None:
         InputError: to import it would run what the file's author has chosen.
     """
     module, colon, _ = path.partition(":")
-    if ("." in module or colon) and not ({module, _ANY} & _trusted or module in sys.modules):
+    trusted = {module, _ANY} & _trusted.get() or module in sys.modules
+    if ("." in module or colon) and not trusted:
         raise InputError(
             f"{file} names the {what} {printable(path)!r}, which is code",
             "a file brings no code: of its own it may name only what ships with medfl",

@@ -18,8 +18,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "COMPATIBLE",  # MKL takes other kernels on AMD than on Intel under AVX2
+    # All names that a version of NumPy has for them: it ignores those of others.
     "NPY_DISABLE_CPU_FEATURES": (
-        "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # of NumPy's versions
+        "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"
     ),
     "OPENBLAS_CORETYPE": "Haswell",
 }
@@ -68,12 +69,13 @@ def check(values: Mapping[str, Any]) -> None:
         "--compile": values.get("compile"),
     }
 
-    if wrong := next((flag for flag, is_given in excluded.items() if is_given), None):
-        raise InputError(
-            f"--portable with {wrong}",
-            "one thread on a CPU, in float32, not compiled",
-            "leave one out",
-        )
+    for flag, is_given in excluded.items():
+        if is_given:
+            raise InputError(
+                f"--portable with {flag}",
+                "one thread on a CPU, in float32, not compiled",
+                "leave one out",
+            )
 
 
 def enable_if_requested(run: Mapping[str, Any]) -> None:
@@ -98,6 +100,7 @@ def _require_processor(file: Path = Path("/proc/cpuinfo")) -> None:
     except OSError:
         lines = []
 
+    # One line a core, all alike.
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     if missing := _NEEDED - flags:
         raise InputError(

@@ -14,7 +14,8 @@ VERSION = "0.7.0"
 
 def pip_install(*extras: str) -> str:
     """Return the command that installs medfl with these extras."""
-    return f"pip install '{DISTRIBUTION}{'[' + ','.join(extras) + ']' if extras else ''}'"
+    choice = f"[{','.join(extras)}]" if extras else ""
+    return f"pip install '{DISTRIBUTION}{choice}'"
 
 
 def version_of(package: str) -> str:

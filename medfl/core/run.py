@@ -14,15 +14,8 @@ from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSetting
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
-_NOT_HASHED = (
-    "bundle_path",
-    "partition.notes",
-    "data.folder",
-    "data.counts",
-    "data.notes",
-    "metrics",
-    "score_trained",
-)
+_PLACES = ("bundle_path", "partition.notes", "data.folder", "data.counts", "data.notes")
+_NOT_HASHED = (*_PLACES, "metrics", "score_trained")
 """Where things lie, what was said about them, and how a run is scored beside Dice cannot change a weight."""
 
 
@@ -137,8 +130,10 @@ class Run(GeneralSettings, ProtocolSettings):
             if not document[name]:
                 document.pop(name)
 
-        for name in [name for name, value in ADDED_LATER.items() if document[name] == value]:
-            document.pop(name)
+        # A setting added later is left out at its default, so that hashes of older runs stay.
+        for name, default in ADDED_LATER.items():
+            if document[name] == default:
+                document.pop(name)
 
         return document
 
@@ -161,13 +156,12 @@ class Run(GeneralSettings, ProtocolSettings):
                 if not entry.within_limits(getattr(run, name)):
                     raise ValueError(f"{name} is {getattr(run, name)}, not {entry.allowed}")
         except (TypeError, ValueError) as error:  # TypeError: it is no mapping
-            if str(error).startswith("without"):
-                what = str(error)
-            else:
-                what = f"that is damaged ({error})"
+            problem = str(error)
+            if not problem.startswith("without"):
+                problem = f"that is damaged ({error})"
 
             raise InputError(
-                f"run.json {what}", "it is a run.json that medfl wrote", "give that file"
+                f"run.json {problem}", "it is a run.json that medfl wrote", "give that file"
             ) from error
 
         return run
@@ -179,23 +173,15 @@ class Run(GeneralSettings, ProtocolSettings):
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
-        left, right = ({**ADDED_LATER, **run.to_dict()} for run in (self, other))
-        may_differ = (
-            "rounds",
-            "bundle_path",
-            "data.folder",
-            "data.counts",
-            "data.notes",
-            "partition.notes",
-        )
+        left = {**ADDED_LATER, **self.to_dict()}
+        right = {**ADDED_LATER, **other.to_dict()}
+        may_differ = ["rounds", *_PLACES]
+        # A record that says nothing of text is compared without it.
+        if self.text is None or other.text is None:
+            may_differ.append("text")
+
         for document in (left, right):
-            # a record that says nothing of text is compared without it
-            _forget(
-                document,
-                may_differ
-                if self.text is not None and other.text is not None
-                else (*may_differ, "text"),
-            )
+            _forget(document, may_differ)
 
         lines = []
         for name in {**left, **right}:
@@ -204,13 +190,13 @@ class Run(GeneralSettings, ProtocolSettings):
             if now == was:
                 continue
 
+            # Of a part that both have only the entries that differ are named.
             if isinstance(now, Mapping) and isinstance(was, Mapping):
-                keys = [k for k in {**now, **was} if now.get(k) != was.get(k)]
-                lines += [
-                    f"{name}.{k}: {_short(now.get(k))} was {_short(was.get(k))}" for k in keys
-                ]
+                for key in {**now, **was}:
+                    if now.get(key) != was.get(key):
+                        lines.append(_change(f"{name}.{key}", now.get(key), was.get(key)))
             else:
-                lines.append(f"{name}: {_short(now)} was {_short(was)}")
+                lines.append(_change(name, now, was))
 
         return lines
 
@@ -231,8 +217,9 @@ def hash_as_recorded(document: Mapping[str, Any]) -> str:
 
 def _hash_of(document: dict[str, Any]) -> str:
     _forget(document, _NOT_HASHED)
+    # Where a table lies changes nothing: the ids of the partition say what it said.
     if document["partition"]["spec"].startswith("file:"):
-        document["partition"]["spec"] = "file"  # the ids say what the file said
+        document["partition"]["spec"] = "file"
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -257,17 +244,20 @@ def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:
     document["device"] = document["device"].partition(":")[0]
     if "text" in document:
         document["text"].pop("plm")
-        document["options"] = {k: v for k, v in document["options"].items() if k != "plm"}
+        document["options"].pop("plm", None)
 
     if "public" in document:
         for name in ("folder", "counts", "notes"):
             document["public"]["data"].pop(name)
         document["public"]["teachers"] = [digest for _, digest in document["public"]["teachers"]]
-        document["options"] = {
-            k: v for k, v in document["options"].items() if k not in ("public", "teachers")
-        }
+        for name in ("public", "teachers"):
+            document["options"].pop(name, None)
 
 
-def _short(value: Any) -> str:
+def _change(name: str, now: object, was: object) -> str:
+    return f"{name}: {_short(now)} was {_short(was)}"
+
+
+def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:40] + "…"

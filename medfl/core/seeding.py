@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def derive(seed: int, *path: str | int) -> int:
     """Return the 63-bit seed of the stream `path` under `seed` (SHA-256, so neighbours are unrelated)."""
+    # With the type: a site called "1" and round 1 have different streams.
     text = "/".join([str(int(seed)), *(f"{type(part).__name__}:{part}" for part in path)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -40,7 +41,7 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
 
-    np.random.seed(value % 2**32)
+    np.random.seed(value % 2**32)  # NumPy takes 32 bits only
     random.seed(value)
     try:
         yield torch.Generator().manual_seed(value)
@@ -58,12 +59,9 @@ def snapshot_rng() -> Callable[[], None]:
     python_state = random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
-    if used:
-        cuda_states = [
-            (generator, generator.get_state()) for generator in torch.cuda.default_generators
-        ]
-    else:
-        cuda_states = []
+    # A process forked from one that uses CUDA has its generators too, and may not ask them.
+    cuda_generators = torch.cuda.default_generators if used else ()
+    cuda_states = [(generator, generator.get_state()) for generator in cuda_generators]
 
     def restore() -> None:
         torch.default_generator.set_state(cpu_state)

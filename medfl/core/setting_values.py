@@ -20,6 +20,7 @@ ALL = "all"
 def messages(text: str) -> tuple[str, float]:
     """Return the kind of `--messages`, and of `topk` its fraction; InputError for anything else."""
     kind, colon, share = text.partition(":")
+    # topk takes a fraction, the other kinds take nothing.
     if kind not in MESSAGES or (kind == "topk") != bool(colon):
         allowed = f"{', '.join(MESSAGES[:-1])} or topk:FRACTION"
         raise InputError(f"--messages {text}", allowed, "choose one, for example int8")
@@ -27,6 +28,7 @@ def messages(text: str) -> tuple[str, float]:
     if kind != "topk":
         return kind, 0.0
 
+    # A value of 4 bytes takes an index of 4 bytes along: above one half nothing is saved.
     fraction = _number(share)
     if not 0 < fraction <= 0.5:
         raise InputError(
@@ -45,6 +47,7 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
         InputError: it is something else.
     """
     kind, colon, number = text.partition(":")
+    # The mean and the median have no parameter, the others have one.
     if kind not in AGGREGATIONS or (kind in ("mean", "median")) == bool(colon):
         allowed = "mean, clip:C, clip:auto, median, trimmed:FRACTION, krum:F or multikrum:F"
         raise InputError(
@@ -66,12 +69,14 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
 
     if kind == "trimmed":
         fraction = _number(number)
+        # As many go at each end, so with one half nothing would be left.
         if not 0 <= fraction < 0.5:
             allowed = "a fraction from 0 and below 0.5 is dropped at each end"
             raise InputError(f"--aggregation {text}", allowed, "as trimmed:0.2")
 
         return kind, fraction, 0, None
 
+    # isdecimal alone holds for digits of other scripts too.
     if not (number.isascii() and number.isdecimal()):
         raise InputError(
             f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1"
@@ -87,26 +92,21 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
     """
 
     def read(text: str) -> dict[str, tuple[str, ...]]:
-        said: dict[str, tuple[str, ...]] = {}
+        sites: dict[str, tuple[str, ...]] = {}
         for part in text.split(";") if text.strip() else []:
             site, _, rest = (piece.strip() for piece in part.partition("="))
             names = tuple(name.strip() for name in rest.split(","))
-            if (
-                not site
-                or not all(names)
-                or "=" in rest
-                or site in said
-                or len({*names}) < len(names)
-            ):
+            unclear = not site or not all(names) or "=" in rest
+            if unclear or site in sites or len({*names}) < len(names):
                 raise InputError(
                     f"{flag} {text}"[:200],
                     "SITE=NAME,NAME;SITE=NAME, each site and each of its names once",
                     f"as {flag} 'north=liver,spleen;south=kidney'",
                 )
 
-            said[site] = names
+            sites[site] = names
 
-        return said
+        return sites
 
     return read
 

@@ -24,7 +24,7 @@ MACHINE = "machine"
 COMPUTING = "computing"
 ROBUSTNESS = "robustness"
 SITES = "sites"
-_MAX_VALUE = 1_000_000
+_MAX_VALUE = 1_000_000  # of counts: a job from outside cannot ask for endless work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ def setting(
     help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any
 ) -> Any:
     """Declare a setting; without a default it comes from the bundle's protocol."""
+    # `Any`, as of dataclasses.field: the field has the type that it is annotated with.
     return declared(default, help, metavar=metavar, group=group, **form)
 
 

@@ -31,6 +31,7 @@ def text_table(
 
         columns = [column for column in columns if column[0] != name]
 
+    # The widest column that can still wrap loses one character at a time.
     while sum(widths) + gaps > width:
         loose = [i for i in range(len(widths)) if widths[i] > floors[i]]
         if not loose:
@@ -49,7 +50,7 @@ def text_table(
 
 
 def _longest_word(column: Sequence[str]) -> int:
-    return max(len(word) for cell in column for word in cell.split() or [""])
+    return max(max(map(len, cell.split()), default=0) for cell in column)
 
 
 def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:

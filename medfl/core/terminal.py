@@ -12,7 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import IO, Any
 
 from medfl.core.tables import WIDTH, wrap
 
@@ -28,6 +28,7 @@ def visible(text: str) -> str:
 
 def mend_streams() -> None:
     """Open what was closed before Python began (`>&-`), and let stdout take any text in any locale."""
+    # Else the next file that is opened gets the number of stdout, and prints land in it.
     while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(handle)
@@ -52,7 +53,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
     owner = os.getpid()
 
-    def end(number: int, _: Any) -> None:
+    def end(number: int, _: object) -> None:
         if os.getpid() == owner:
             raise Terminated
         signal.signal(number, signal.SIG_DFL)  # a forked process ends at once
@@ -65,11 +66,12 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def flush(stream: Any) -> None:
+def flush(stream: IO[str]) -> None:
     """Flush a stream; where nobody reads it any more, or its disk is full, all that is written there goes nowhere."""
     try:
         stream.flush()
     except OSError:
+        # Else Python complains once more when it closes the stream at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -109,11 +111,10 @@ def beside_bars() -> AbstractContextManager[None]:
 def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
-    return [
-        line
-        for name, text in named.items()
-        for line in hanging_indent(name.ljust(indent), text, width)
-    ]
+    lines: list[str] = []
+    for name, text in named.items():
+        lines += hanging_indent(name.ljust(indent), text, width)
+    return lines
 
 
 def wrap_to_terminal(text: str) -> list[str]:
@@ -135,7 +136,8 @@ def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
         if max(map(len, originals)) <= width:
             lines += originals
         elif "   " in paragraph:
-            lines += [part for line in originals for part in hanging_indent("", line, width)]
+            for line in originals:
+                lines += hanging_indent("", line, width)
         else:
             lines += wrap(paragraph, width)
 

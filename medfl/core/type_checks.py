@@ -41,7 +41,7 @@ Count = Annotated[int, range(2**63)]
 """A whole number that is not negative."""
 
 
-def read_record(kind: type[R], document: Any, where: str = "") -> R:
+def read_record(kind: type[R], document: object, where: str = "") -> R:
     """Return the dataclass that a JSON object describes: lists become tuples, and objects in it records too.
 
     Raises:
@@ -50,7 +50,8 @@ def read_record(kind: type[R], document: Any, where: str = "") -> R:
     if not isinstance(document, Mapping):
         raise ValueError(f"{where or 'it'} is {document!r:.40}, not keys and values")
 
-    at, hints = f"{where}." if where else "", _HINTS(kind)  # type: ignore[arg-type]
+    at = f"{where}." if where else ""
+    hints = _HINTS(kind)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in document.keys() - fields:
         raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(fields)}")
@@ -66,13 +67,14 @@ def read_record(kind: type[R], document: Any, where: str = "") -> R:
 
 def _built(kind: Any, value: Any, where: str) -> Any:
     """Return a JSON value as a field of a record has it."""
-    record = next((one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one)), None)
+    # A field may be a record or, as `Record | None`, have one among its types.
+    record = next(filter(dataclasses.is_dataclass, (kind, *get_args(kind))), None)
     if record is not None and not (value is None and types.NoneType in get_args(kind)):
         return read_record(record, value, where)  # type: ignore[arg-type]
 
     if get_origin(kind) is tuple and isinstance(value, list):
         part = get_args(kind)[0]  # the members of a tuple here are of one type
-        value = tuple(_built(part, one, where) for one in value)
+        value = tuple(_built(part, member, where) for member in value)
 
     if not matches_type(value, kind):
         raise ValueError(f"{where} is {value!r:.40}, not {describe_type(kind)}")
@@ -108,9 +110,8 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value, allowed in type_mismatches(
-            function, signature.bind(*args, **kwargs).arguments
-        ):
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name, value, allowed in type_mismatches(function, arguments):
             raise InputError(
                 f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument"
             )
@@ -132,7 +133,7 @@ def type_mismatches(
             yield name, value, describe_type(hints[name])
 
 
-def matches_type(value: Any, kind: Any) -> bool:
+def matches_type(value: object, kind: Any) -> bool:
     """Return whether a value is of a type, by the rules of `type_mismatches`."""
     origin = get_origin(kind)
     inner = get_args(kind)
@@ -143,27 +144,28 @@ def matches_type(value: Any, kind: Any) -> bool:
     if origin is Annotated:
         return matches_type(value, inner[0]) and value in inner[1]
     if origin in (types.UnionType, Union):
-        return any(matches_type(value, each) for each in inner)
+        return any(matches_type(value, member) for member in inner)
     if origin in (Mapping, dict):
+        key_kind, value_kind = inner
         return isinstance(value, Mapping) and all(
-            matches_type(k, inner[0]) and matches_type(v, inner[1]) for k, v in value.items()
+            matches_type(k, key_kind) and matches_type(v, value_kind) for k, v in value.items()
         )
     if origin is Callable:
         return callable(value)
 
     if origin in (list, tuple, Sequence):
-        if not isinstance(value, Sequence if origin is Sequence else list | tuple) or isinstance(
-            value, str | bytes
-        ):
+        # JSON has lists only, so a list passes for a tuple; a text is a Sequence, but never meant.
+        sequence = Sequence if origin is Sequence else list | tuple
+        if not isinstance(value, sequence) or isinstance(value, str | bytes):
             return False
         if origin is tuple and inner[-1] is not ...:
             return len(value) == len(inner) and all(map(matches_type, value, inner))
         return all(matches_type(member, inner[0]) for member in value)
 
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(
-            value, bool
-        )
+    if kind is float:
+        kind = int | float
+    if isinstance(value, bool) and kind in (int, int | float):
+        return False  # Python counts True as 1
 
     return isinstance(value, kind)  # a record too
 
@@ -177,7 +179,7 @@ def describe_type(kind: Any) -> str:
     if origin is Annotated:
         return f"{describe_type(inner[0])} from {inner[1].start} to {inner[1].stop - 1}"
     if origin in (types.UnionType, Union):
-        return " or ".join(describe_type(each) for each in inner)
+        return " or ".join(map(describe_type, inner))
     if origin is Callable:
         return "a function"
     if origin in (list, tuple, Sequence):

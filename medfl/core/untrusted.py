@@ -29,13 +29,13 @@ JSON_LEVELS = 32
 """Bounds of a JSON file: a run's record lists the ids of all its images."""
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
 _TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
-_HALF = re.compile(
-    "[\ud800-\udfff]"
-)  # of a surrogate pair: an escape may write it, and no terminal takes it
+# Half of a surrogate pair: an escape may write it, and no terminal takes it.
+_HALF = re.compile("[\ud800-\udfff]")
+_INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
+"""Unicode categories."""
 _YAML = "tag:yaml.org,2002:"
-_LOADER: Any = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # in C where it was built so: several times as fast
+# In C where it was built so: several times as fast.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Refused(Exception):
@@ -58,15 +58,7 @@ def printable(text: object, length: int = 100) -> str:
 def check_visible(text: str) -> None:
     """Refuse control, format (zero width, right-to-left), line-separating, private and unassigned characters."""
     for character in sorted(set(text)):
-        if character not in "\t\n\r" and unicodedata.category(character) in (
-            "Cc",
-            "Cf",
-            "Cn",
-            "Co",
-            "Cs",
-            "Zl",
-            "Zp",
-        ):
+        if character not in "\t\n\r" and unicodedata.category(character) in _INVISIBLE:
             raise Refused(f"the invisible character U+{ord(character):04X}")
 
 
@@ -87,9 +79,9 @@ def read_bytes(path: Path, most: int) -> bytes:
         Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; none are read then.
     """
     try:
-        # non-blocking: of a pipe the other end is not waited for
+        # Non-blocking: of a pipe the other end is not waited for.
         with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+            path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)
         ) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -107,6 +99,7 @@ def folders_below(
     root: str | Path, unreadable: Callable[[OSError], object] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield each folder below `root`, itself first, with its folders and files, as `os.walk`, however deep they lie."""
+    # os.walk recurses in Python, so that a thousand levels would be its end: one level at a time.
     todo = [os.fspath(root)]
     while todo:
         for entry in islice(os.walk(todo.pop(), onerror=unreadable), 1):
@@ -158,25 +151,25 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
         text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
         head = text.partition("\n")[0]
         if "\t" in head:
-            parts = "\t"
+            delimiter = "\t"
         elif ";" in head and "," not in head:
-            parts = ";"
+            delimiter = ";"
         else:
-            parts = ","
+            delimiter = ","
 
-        reader = csv.DictReader(io.StringIO(text, ""), delimiter=parts)
+        reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
         names = list(reader.fieldnames or ())
         for row in reader:
             rows.append((reader.line_num, row))
             if len(rows) > TABLE_ROWS:
                 raise Refused(f"more than {TABLE_ROWS} rows")
+            # Each lacking cell takes memory, though it has no byte in the file.
             if len(rows) * len(names) > 2 * len(text) + 1000:
                 raise Refused(f"rows without most of its {len(names)} columns")
 
-        if twice := sorted(
-            name for name, times in Counter(filter(None, names)).items() if times > 1
-        ):
-            raise Refused(f"it has two columns {printable(twice[0])!r}")
+        repeated = Counter(filter(None, names)) - Counter(set(names))
+        if repeated:
+            raise Refused(f"it has two columns {printable(min(repeated))!r}")
     except (UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"it is no table in UTF-8 text ({error})") from error
 
@@ -212,9 +205,8 @@ def read_plain(
         raise Refused(f"more than {depth} levels") from error
     except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
-        raise Refused(
-            f"not valid {'JSON' if is_json else 'YAML'} ({printable(line, 160)})"
-        ) from error
+        language = "JSON" if is_json else "YAML"
+        raise Refused(f"not valid {language} ({printable(line, 160)})") from error
 
     _measure(value, nodes, depth)
     return value
@@ -235,13 +227,13 @@ def override_value(value: Any) -> Any:
         return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
+    mapping: dict[str, Plain] = {}
     for key, value in pairs:
-        if key in seen:
+        if key in mapping:
             raise Refused(f"key {printable(key)!r} twice")
-        seen[key] = value
-    return seen
+        mapping[key] = value
+    return mapping
 
 
 def _no_constant(name: str) -> float:
@@ -287,8 +279,10 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
 
 
 def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
+    """Check a node and all below it; `left` are the nodes and characters that may still come."""
     left[0] -= 1
-    left[1] -= len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+    if isinstance(node, yaml.ScalarNode):
+        left[1] -= len(node.value)
     if min(left) < 0:
         raise Refused("aliases that stand for too many values, or too much text")
     if depth < 0:
@@ -296,7 +290,7 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
 
     _check_number(node)
     if isinstance(node, yaml.MappingNode):
-        seen: set[Any] = set()
+        keys: set[object] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise Refused("a key that is no text")
@@ -304,11 +298,12 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
                 raise Refused("the YAML merge key '<<'")
 
             _check_number(key)
-            same = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
-            if same in seen:
+            # Compared as Python's values: 1, 0x1 and true are one key to it.
+            typed_key = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
+            if typed_key in keys:
                 raise Refused(f"key {printable(key.value)!r} twice")
 
-            seen.add(same)  # 1, 0x1 and true are one key to Python
+            keys.add(typed_key)
             _check_node(value, left, depth - 1)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
@@ -336,7 +331,7 @@ def _measure(value: Plain, nodes: int, depth: int) -> None:
             raise Refused(f"more than {depth} levels")
 
         if isinstance(node, dict):
-            children: Iterable[Any] = node.values()
+            children: Iterable[Plain] = node.values()
         elif isinstance(node, list):
             children = node
         else:

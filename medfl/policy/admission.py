@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,26 +17,26 @@ from medfl.core.names import trusting_any_module
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
-_in_force = Policy()
-_said: set[Path] = set()
+_in_force: ContextVar[Policy] = ContextVar("policy")
+_warned: set[Path] = set()
+"""Trusted bundles whose refusals were printed: a command opens a bundle many times, and says so once."""
 
 
 def in_force() -> Policy:
     """Return the policy of this process, which the processes that it forks inherit."""
-    return _in_force
+    return _in_force.get(Policy())
 
 
 @contextmanager
 def trusting(trust: bool) -> Iterator[None]:
     """Let bundles run code, and files name it, inside the block, if the user has said so."""
-    global _in_force
-    before = _in_force
-    _in_force = replace(before, trusted=before.trusted or trust)
+    policy = in_force()
+    token = _in_force.set(replace(policy, trusted=policy.trusted or trust))
     try:
         with trusting_any_module(trust):
             yield
     finally:
-        _in_force = before
+        _in_force.reset(token)
 
 
 def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
@@ -44,11 +45,12 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
     Raises:
         InputError: something in it is refused, and the user does not trust it; names the first refusal.
     """
+    # Also of a trusted bundle: the user reads what the trust is given to.
     inspection = inspect(folder, policy)
     if not policy.trusted:
         inspection.require(reads)
-    elif inspection.refusals and folder not in _said:
-        _said.add(folder)
+    elif inspection.refusals and folder not in _warned:
+        _warned.add(folder)
         count = len(inspection.refusals)
         sys.stderr.write(
             f"--trust: bundle {inspection.bundle} runs code with your rights: it may read, change and send any file "

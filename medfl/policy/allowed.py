@@ -21,6 +21,14 @@ def name_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def paths_of(members: Mapping[str, str]) -> frozenset[str]:
+    """Return the dotted paths of module -> names of its members in a text."""
+    paths: set[str] = set()
+    for module, names in members.items():
+        paths.update(f"{module}.{name}" for name in names.split())
+    return frozenset(paths)
+
+
 # Components
 
 TRANSFORMS = name_set(
@@ -130,9 +138,7 @@ _COMPONENTS = {
     "medfl.exported": "network",
     "medfl.medsam": "BoxOfMaskd load",
 }
-COMPONENTS = frozenset(
-    f"{module}.{name}" for module, names in _COMPONENTS.items() for name in names.split()
-)
+COMPONENTS = paths_of(_COMPONENTS)
 """Listed components of other packages; beside them every module of torch.nn, optimiser and learning rate scheduler."""
 
 WRITERS = name_set(
@@ -166,7 +172,7 @@ def without_ending(name: str) -> str:
     return name
 
 
-_REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
+_REMOVED: dict[str, tuple[str, dict[str, object]]] = {
     "AddChannel": ("EnsureChannelFirst", {"channel_dim": "no_channel"}),
     "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
     "SplitChannel": ("SplitDim", {"dim": 0}),
@@ -183,10 +189,10 @@ def replace_removed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if match is None:
         return node
     new, arguments = _REMOVED[match[1]]
-    renamed = {
-        "dim" if (new, key) == ("SplitDim", "channel_dim") else key: value
-        for key, value in node.items()
-    }
+    renamed = {}
+    for key, value in node.items():
+        name = "dim" if (new, key) == ("SplitDim", "channel_dim") else key
+        renamed[name] = value
     return {**arguments, **renamed, "_target_": new + (match[2] or "")}
 
 
@@ -234,6 +240,8 @@ _READING_ARGUMENTS = name_set(
     """
 )
 """What MONAI's readers and these take themselves: anything else says how a file is opened, as `mmap_mode: r+` does."""
+SPECIAL_KEYS = ("_target_", "_disabled_", "_requires_", "_desc_", "_mode_")
+"""Keys of a component that are not its arguments."""
 PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"})
 """Arguments that name a file or folder, where they are texts or paths."""
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser", "fused")
@@ -245,8 +253,8 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
     `has_url` says whether one of its texts is a URL, where that is known.
     """
     if name in ("reader", "writer", "merger_cls"):
-        names = value if isinstance(value, list | tuple) else [value]
-        if not all(each is None or _is_reader(each) for each in names):
+        readers = value if isinstance(value, list | tuple) else [value]
+        if not all(reader is None or _is_reader(reader) for reader in readers):
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
 
     if name in _SWITCHES and value is not False and value is not None:
@@ -268,7 +276,7 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
     return ""
 
 
-def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
+def why_component_refused(name: str, arguments: Mapping[str, object]) -> str:
     """Return why a listed component may not have these arguments, "" if it may: each by itself is checked apart.
 
     The name is without its module; arguments are literals, a computed one is a text that begins with `$` or `@`.
@@ -281,6 +289,7 @@ def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     ):
         return f"{name} of {printable(arguments.get('name'))!r}, which is not on the list"
 
+    # MONAI's default, where no name is given.
     model = str(arguments.get("model_name", "resnet18"))
     if name == "TorchVisionFCModel" and not _NETWORK.fullmatch(model):
         return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
@@ -289,19 +298,16 @@ def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     ) is not None:
         return f"{name} with 'weights', which would be fetched"
 
-    others = (
-        {*map(str, arguments)}
-        - _READING_ARGUMENTS
-        - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
-    )
-    if others and without_ending(name) in _READING:
-        return f"{name} with {printable(min(others))!r}, which would say how a file is opened"
+    further = {*map(str, arguments)} - _READING_ARGUMENTS - {*SPECIAL_KEYS}
+    if further and without_ending(name) in _READING:
+        return f"{name} with {printable(min(further))!r}, which would say how a file is opened"
 
+    # A reference or expression equals no option's name, so it is refused too.
     options = arguments.get("kwargs_read_csv") or {}
-    if others := {*map(str, options if isinstance(options, Mapping) else [options])} - set(
-        TABLE_ARGUMENTS
-    ):
-        return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
+    further = {*map(str, options if isinstance(options, Mapping) else [options])}
+    further -= {*TABLE_ARGUMENTS}
+    if further:
+        return f"{name} with {printable(min(further))!r}, which reading a CSV file is not told here"
 
     return ""
 
@@ -311,6 +317,7 @@ def _texts(value: object) -> str:
     if isinstance(value, str | PurePath):
         return str(value)
 
+    # Keys too: an argument may be handed on by its name.
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
 
@@ -324,6 +331,7 @@ def _is_reader(value: object) -> bool:
     """Tell whether a value is a reader's listed name, or a reader or writer that a listed component made."""
     if isinstance(value, str):
         return value.removeprefix("$monai.data.") in READERS
+    # Here: text is judged without the seconds that MONAI takes to import.
     from monai.data import ImageReader, ImageWriter
 
     return isinstance(value, ImageReader | ImageWriter)

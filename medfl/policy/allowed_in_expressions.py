@@ -5,7 +5,7 @@ As in `medfl.policy.allowed` the names are gathered from what bundles of the pub
 
 from __future__ import annotations
 
-from medfl.policy.allowed import name_set
+from medfl.policy.allowed import name_set, paths_of
 
 BUILTINS = name_set(
     """
@@ -70,9 +70,7 @@ _MEMBERS = {
     "medfl.datasets": "datalist locate unlabelled",
     "medfl.datasets.own": "above labelled listed paired",
 }
-MEMBERS = frozenset(
-    f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()
-) | {"datetime.datetime"}
+MEMBERS = paths_of(_MEMBERS) | {"datetime.datetime"}
 """Functions, classes and constants of modules, by their full path."""
 OLDER = frozenset({"numpy.bool", "numpy.float", "numpy.int"})
 """Members that an older NumPy had; `medfl.bundle.zoo.compatibility` gives it those back that it lacks."""
@@ -113,11 +111,9 @@ _NEED_PERMISSION = {
     "pickle": "torch.load torch.jit.load",
     "sys.path": "sys.path.append sys.path.insert",
 }
-PERMISSION_OF = {
-    member: permission
-    for permission, members in _NEED_PERMISSION.items()
-    for member in members.split()
-}
+PERMISSION_OF: dict[str, str] = {}
+for _permission, _members in _NEED_PERMISSION.items():
+    PERMISSION_OF |= dict.fromkeys(_members.split(), _permission)
 """Members that need a permission of the site's policy, and which."""
 
 MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)

@@ -35,7 +35,7 @@ _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _BLOCK = 1 << 16
 _LINE_BYTES = 1 << 20  # that a reader takes
 _MOST_BYTES = 1 << 18  # that are written
-_NAMES = 3
+_NAMES = 3  # of tensors that stand for all of a group
 _MOST_GROUPS = 64
 _MOST_NUMBERS = 256
 _NAME_LENGTH = 200
@@ -64,7 +64,7 @@ class Audit:
                     f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on"
                 )
 
-    def add(self, entry: Mapping[str, Any]) -> None:
+    def add(self, entry: Mapping[str, object]) -> None:
         """Append a line, and return when it is on the disk.
 
         Raises:
@@ -77,10 +77,14 @@ class Audit:
                 "site": self.site,
                 **entry,
             }
-            line |= {"after_torn": True} if torn else {}
-            data = (b"\n" if torn else b"") + _encoded({**line, "before": before})
+            data = b""
+            if torn:
+                line["after_torn"] = True
+                data = b"\n"  # ends the torn line, which stays
+
+            data += _encoded({**line, "before": before})
             written = os.write(handle, data)
-            os.fsync(handle)
+            os.fsync(handle)  # on the disk before the message leaves, so that a crash hides nothing
 
             if written != len(data):
                 raise OSError(f"{written} of {len(data)} bytes were written")
@@ -89,6 +93,7 @@ class Audit:
     def _open(self, kind: type[InputError] | type[RunError]) -> Iterator[int]:
         """Give the file, locked against other writers."""
         try:
+            # Readable for its owner alone: it tells what the site sends.
             handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -109,20 +114,18 @@ class Audit:
             ) from error
 
 
-def _encoded(line: Mapping[str, Any]) -> bytes:
+def _encoded(line: Mapping[str, object]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
-    cut = {
-        key: value[:_TEXT_LENGTH] if isinstance(value, str) else value
-        for key, value in line.items()
-    }
+    cut: dict[str, object] = {}
+    short: dict[str, object] = {}
+    for key, value in line.items():
+        cut[key] = value[:_TEXT_LENGTH] if isinstance(value, str) else value
+        if value is None or isinstance(value, str | int | float):
+            short[key] = cut[key]
+
     data = json.dumps(cut, default=str).encode() + b"\n"
     if len(data) > _MOST_BYTES:
-        cut = {
-            key: value
-            for key, value in cut.items()
-            if value is None or isinstance(value, str | int | float)
-        }
-        data = json.dumps({**cut, "cut": len(data)}).encode() + b"\n"
+        data = json.dumps({**short, "cut": len(data)}).encode() + b"\n"
     return data
 
 
@@ -131,10 +134,11 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
 
     Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
     """
+    # The hash is of what `Message.encode` gives, which the other side can compute too.
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
-        about: dict[str, Any] = {
+        about: dict[str, object] = {
             "tensors": len(tensors),
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
             "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
@@ -165,13 +169,11 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
     """Return the first of some numbers, by names of limited length."""
-    return {
-        printable(name, _NAME_LENGTH): value
-        for name, value in sorted(named.items())[:_MOST_NUMBERS]
-    }
+    first = sorted(named.items())[:_MOST_NUMBERS]
+    return {printable(name, _NAME_LENGTH): value for name, value in first}
 
 
-def describe_document(content: Any) -> dict[str, Any]:
+def describe_document(content: object) -> dict[str, object]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
     return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
@@ -189,6 +191,7 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     if not size:
         return None, False
 
+    # From the end in blocks: the log may be large. The last byte may be the line's own end.
     end = b""
     start = size
     while start and b"\n" not in end[:-1]:
@@ -217,12 +220,12 @@ class VerifiedLog:
     """
 
     path: Path
-    entries: tuple[Mapping[str, Any], ...]
+    entries: tuple[Mapping[str, object], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     last: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         return {
             "file": str(self.path),
@@ -240,6 +243,7 @@ class VerifiedLog:
             InputError: names the first place.
         """
         if self.problems:
+            # The parts of an InputError are joined by semicolons.
             more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
             raise InputError(
                 f"audit log {printable(self.path)}: {self.problems[0]}{more}".replace(";", ","),
@@ -261,7 +265,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "give those",
         )
 
-    entries: list[Mapping[str, Any]] = []
+    entries: list[Mapping[str, object]] = []
     problems: list[str] = []
     notes: list[str] = []
     hashes: list[str] = []
@@ -269,8 +273,10 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
 
     try:
         with path.open("rb") as file:
+            # Bounded: a file without line breaks would fill the memory.
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
                 body = line.removesuffix(b"\n")
+                # Without its line break even a complete entry is torn: the next one counts it so.
                 entry = _entry(body) if body != line else None
                 if entry is not None:
                     entries.append(entry)
@@ -295,12 +301,11 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     if noted is not None and not any(digest.startswith(noted.lower()) for digest in hashes):
         problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
 
-    return VerifiedLog(
-        path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else ""
-    )
+    last = hashes[-1] if hashes else ""
+    return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), last)
 
 
-def _entry(line: bytes) -> Mapping[str, Any] | None:
+def _entry(line: bytes) -> Mapping[str, object] | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -22,25 +22,15 @@ from medfl.policy.policy import Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
 _WEIGHTS = (
-    ".safetensors",
-    ".onnx",
-    ".pt",
-    ".pth",
-    ".ts",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".bin",
-    ".joblib",
-)
+    ".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib",
+)  # fmt: skip
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
 """What Python would import in the place of other modules."""
 _CHUNK = 1 << 20
-_UNPACKED, _BLOCK = (
-    1 << 31,
-    100 * 512,
-)  # bytes of a file, or of each of its blocks on the disk: more are holes
+# Bytes of a file, or of each of its blocks on the disk: more are holes.
+_UNPACKED = 1 << 31
+_BLOCK = 100 * 512
 
 
 class BundleFiles:
@@ -76,9 +66,9 @@ class BundleFiles:
                     raise Refused("a folder with the name of a file")
                 if not stat.S_ISREG(status.st_mode):
                     raise Refused("neither a file nor a folder")
-                if status.st_size > max(
-                    _UNPACKED, _BLOCK * getattr(status, "st_blocks", status.st_size)
-                ):
+                # Windows tells no blocks.
+                blocks = getattr(status, "st_blocks", status.st_size)
+                if status.st_size > max(_UNPACKED, _BLOCK * blocks):
                     raise Refused(
                         f"{status.st_size} bytes that are not there: it would be read for hours"
                     )
@@ -97,11 +87,11 @@ class BundleFiles:
 
         for folder, folders, files in folders_below(self.root, unreadable):
             paths += [Path(folder) / name for name in files]
-            paths += [
-                one
-                for one in map(Path(folder).joinpath, folders)
-                if one.is_symlink() or one.suffix in _READ_AS
-            ]
+            # Of folders those that could be taken for files, or lead out of the bundle.
+            for path in map(Path(folder).joinpath, folders):
+                if path.is_symlink() or path.suffix in _READ_AS:
+                    paths.append(path)
+
             if len(paths) > self.policy.limits.files:
                 break
 
@@ -121,9 +111,9 @@ class BundleFiles:
         if suffix in _COMPILED:
             raise Refused(f"compiled or packed code ({printable(suffix)})")
         if suffix == ".py":
-            return "Python of the bundle" + (
-                "" if "scripts" in self.policy.allow else ", never run"
-            )
+            if "scripts" in self.policy.allow:
+                return "Python of the bundle"
+            return "Python of the bundle, never run"
 
         if suffix in _CONFIGURATION and path.parts[0] == "configs" and path.stem in READ:
             if path.suffix != suffix:
@@ -150,8 +140,10 @@ class BundleFiles:
                 if kind == "configuration" and len(content) <= limits.config_bytes:
                     content += chunk
 
+        # Noted before it may be refused: a pin covers every file.
         self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
-        if kind == "configuration":  # read from the bytes that were hashed
+        # Read from the bytes that were hashed: the file may change meanwhile.
+        if kind == "configuration":
             if size > limits.config_bytes:
                 raise Refused(f"{size} bytes; a configuration has at most {limits.config_bytes}")
 
@@ -167,6 +159,7 @@ class BundleFiles:
             return
 
         here = {file.path: file.sha256 for file in self.inspection.files}
+        # What follows is refused for its pin alone, which `Inspection.unpin` takes back.
         refusals = self.inspection.refusals
         before = len(refusals)
         for name, digest in here.items():
@@ -183,13 +176,14 @@ class BundleFiles:
         self.inspection.pin_refusals += refusals[before:]
 
     def _own_modules(self) -> frozenset[str]:
-        scripts = [
-            PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")
-        ]
-        modules = frozenset(
-            path.stem if len(path.parts) == 1 else path.parts[0] for path in scripts
-        )
-        others = MODULES | sys.stdlib_module_names
-        for name in sorted(modules & others):
+        modules: set[str] = set()
+        for file in self.inspection.files:
+            path = PurePosixPath(file.path)
+            if file.path.endswith(".py"):
+                modules.add(path.parts[0] if len(path.parts) > 1 else path.stem)
+
+        # It would be imported in the place of theirs.
+        taken = MODULES | sys.stdlib_module_names
+        for name in sorted(modules & taken):
             self.inspection.refuse(name, "", "Python of the bundle with the name of another module")
-        return modules - others
+        return frozenset(modules - taken)

@@ -47,12 +47,9 @@ _HOMES = (
 )  # fmt: skip
 """Where MONAI hands out its components, in the order in which a short name is looked for."""
 _APPS = (
-    *(
-        f"monai.apps.{name}."
-        for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")
-    ),
-    "monai.networks.blocks.",
-)
+    "monai.apps.deepedit.", "monai.apps.deepgrow.", "monai.apps.detection.", "monai.apps.nuclick.",
+    "monai.apps.pathology.", "monai.apps.vista3d.", "monai.networks.blocks.",
+)  # fmt: skip
 """Applications and blocks of MONAI of which every transform, network and inferer is listed."""
 _IN_EXPRESSIONS = (
     "torch.", "ignite.", "monai.networks.", "monai.losses.", "monai.metrics.", "monai.inferers.", "monai.transforms.",
@@ -76,6 +73,7 @@ _TYPED = (
     "view",
     "zeros",
 )
+"""What takes a dtype at any place: each of its arguments could be one."""
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
@@ -100,19 +98,17 @@ def component(target: str) -> Callable[..., Any]:
     member = listed.get(id(_in_module(module, name)))
     if member is None:
         package = module.partition(".")[0]
-        absent = package in _PACKAGES and importlib.util.find_spec(package) is None
-        raise (
-            Refused(f"_target_ {printable(target)!r} of {package}, which is not installed")
-            if absent
-            else refused
-        )
+        if package in _PACKAGES and importlib.util.find_spec(package) is None:
+            raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed")
+        raise refused
 
     return member
 
 
-def for_expressions(path: str) -> Any:
+def for_expressions(path: str) -> object:
     """Return the listed component, or the member of one of MONAI's enumerations, at a path; None if it is none."""
     module, _, name = path.rpartition(".")
+    # Of `a.b.C.D` the enumeration is `C`, in the module `a.b`.
     enumeration = _in_module(*module.rpartition(".")[::2])
     if isinstance(enumeration, EnumMeta) and enumeration.__module__.startswith("monai.utils."):
         return enumeration.__members__.get(name)
@@ -150,6 +146,7 @@ def _is_plain_function(module: str, name: str) -> bool:
     """Tell whether this is a listed function of PyTorch, or one of NumPy's for each element, in C."""
     if module == "numpy":
         return isinstance(_in_module(module, name), np.ufunc)
+    # PyTorch's own of this name, and nothing that was put in its place.
     listed = module == "torch" and name in TORCH_FUNCTIONS
     return listed and _in_module(module, name) is getattr(torch._C._VariableFunctions, name, module)
 
@@ -160,12 +157,13 @@ def _makes_objects(value: object) -> bool:
         return False
     try:
         kind = np.dtype(value)  # type: ignore[call-overload]
+        # g and G are long doubles, with bytes that nothing fills.
         return bool(kind.hasobject or kind.names or kind.char in "gG")
     except (TypeError, ValueError, SyntaxError):
         return False
 
 
-def _are_numbers(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def _are_numbers(arguments: Sequence[Any], named: Mapping[str, object]) -> bool:
     """Tell whether a tensor is made of numbers in a row, or of what is not known yet, and not of sizes."""
     if named or len(arguments) != 1 or isinstance(arguments[0], torch.Size):
         return False
@@ -173,8 +171,12 @@ def _are_numbers(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def check_arguments(
-    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, unpickles: bool = False
-) -> dict[str, Any]:
+    function: Any,
+    arguments: Sequence[object],
+    named: Mapping[str, object],
+    *,
+    unpickles: bool = False,
+) -> dict[str, object]:
     """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
 
     `unpickles` is for `torch.load`, which is reached with its permission only.
@@ -186,17 +188,18 @@ def check_arguments(
     try:
         signature = inspect.signature(function)
         by_name = {**signature.bind_partial(*arguments).arguments, **named}
-        further = [
-            parameter.name
-            for parameter in signature.parameters.values()
-            if parameter.kind is parameter.VAR_POSITIONAL
-        ]
+        parameters = signature.parameters.values()
+        further = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     except (TypeError, ValueError):
-        by_name, further = dict(named), []  # it tells no names of its positional ones
+        # Of C: it tells no names of its positional arguments.
+        by_name = dict(named)
+        further = []
 
+    # These two take a device at any place; the first argument of the method `to` is its tensor.
     if called in ("device", "to") and arguments:
         by_name["device"] = [str(value) for value in arguments[called == "to" :]]
 
+    # MONAI hands them on to where nobody checks them.
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
     if of_monai and any(by_name.get(name) for name in further):
         raise Refused(f"{called or 'a call'} with more arguments than it has names for")
@@ -208,15 +211,15 @@ def check_arguments(
         raise Refused("a tensor of a size, in memory that others have used")
     if "where" in named:
         raise Refused("'where', which leaves memory that others have used")
-    if any(
-        str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value
-    ):
-        raise Refused("a key with two underscores, which would become an attribute")
+    for value in values:
+        if isinstance(value, Mapping) and any(str(key).startswith("__") for key in value):
+            raise Refused("a key with two underscores, which would become an attribute")
 
     for name, value in by_name.items():
-        if not (unpickles and name == "weights_only") and (
-            why := why_argument_refused(name, value)
-        ):
+        # Who has the permission to unpickle may unpickle more than weights.
+        if unpickles and name == "weights_only":
+            continue
+        if why := why_argument_refused(name, value):
             raise Refused(why)
 
     if why := why_component_refused(called, by_name):
@@ -250,9 +253,8 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
 
-        for name, entry in vars(
-            module
-        ).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
+        # MONAI's other names of the same: `Unet`, `LoadImageD`.
+        for name, entry in vars(module).items():
             if id(entry) in identities:
                 short.setdefault(name, entry)
 
@@ -268,27 +270,21 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     bases = (Transform, nn.Module, PrepareBatch, Inferer)
     for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
         for name, entry in vars(sys.modules[module_name]).items():
-            of_apps = (
-                inspect.isclass(entry)
-                and issubclass(entry, bases)
-                and entry.__module__.startswith(_APPS)
-            )
-            if of_apps and not _fetches(entry):
+            # Where it is defined counts: a module's names hold what it imports, too.
+            is_kind = inspect.isclass(entry) and issubclass(entry, bases)
+            if is_kind and entry.__module__.startswith(_APPS) and not _fetches(entry):
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
 
-    for module, base in (
-        (nn, nn.Module),
-        (optim, optim.Optimizer),
-        (lr_scheduler, lr_scheduler.LRScheduler),
-    ):
-        for entry in vars(
-            module
-        ).values():  # every class of PyTorch with this base; a ParameterDict sets attributes
-            listed = (
-                inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
-            )
-            if listed and entry is not nn.ParameterDict and entry.__name__ not in TRUST_INDICES:
+    # Every class of PyTorch with these bases.
+    bases_of = {nn: nn.Module, optim: optim.Optimizer, lr_scheduler: lr_scheduler.LRScheduler}
+    for module, base in bases_of.items():
+        for entry in vars(module).values():
+            is_kind = inspect.isclass(entry) and issubclass(entry, base)
+            if not is_kind or not _of_package(entry, "torch"):
+                continue
+            # A ParameterDict sets attributes of any name.
+            if entry is not nn.ParameterDict and entry.__name__ not in TRUST_INDICES:
                 identities[id(entry)] = entry
 
     return short, identities

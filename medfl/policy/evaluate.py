@@ -97,11 +97,11 @@ class ExpressionEvaluator:
     permissions: Collection[str] = ()
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
-    _values: dict[str, Any] = field(default_factory=dict)
-    _targets: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    _values: dict[str, object] = field(default_factory=dict)
+    _targets: dict[object, object] = field(default_factory=dict)
     """checked call -> the listed function or class that it calls; a function that one of them made -> itself"""
 
-    def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
+    def evaluate(self, text: str, references: Mapping[str, object]) -> object:
         """Return what an expression, given without its `$`, stands for.
 
         `references` are what ids stand for, their parts joined by `::`.
@@ -116,6 +116,7 @@ class ExpressionEvaluator:
             ids.append(match[0][1:])
             return f"_reference_{len(ids) - 1}"
 
+        # References are replaced by names, and their values handed in: no value becomes text to run.
         node = only_statement(REFERENCE.sub(placeholder, text.replace("#", "::")))
         assert isinstance(node, ast.Expr)
         guarded = ast.fix_missing_locations(ast.Expression(_Guards(self.names).visit(node.value)))
@@ -124,14 +125,14 @@ class ExpressionEvaluator:
         return eval(compile(guarded, "<expression>", "eval"), {**self._builtins, **values})
 
     @functools.cached_property
-    def _builtins(self) -> dict[str, Any]:
+    def _builtins(self) -> dict[str, object]:
         return {
             **{name: getattr(builtins, name) for name in BUILTINS},
             **{name: self._checked(name, getattr(builtins, name)) for name in _CALL_WHAT_THEY_TAKE},
             "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a permission for it
-            "__builtins__": {},
+            "__builtins__": {},  # else Python would add its own
             "__name__": __name__,
             _MEMBER: self._value_of,
             _ATTRIBUTE: self._attribute,
@@ -160,7 +161,7 @@ class ExpressionEvaluator:
 
     # Guards
 
-    def _value_of(self, path: str) -> Any:
+    def _value_of(self, path: str) -> object:
         """Return what a path of names stands for: of a function or class its checked call, whoever is handed it."""
         if path not in self._values:
             target = self.member(path)
@@ -168,10 +169,10 @@ class ExpressionEvaluator:
             self._values[path] = target if plain else self._checked(path, target)
         return self._values[path]
 
-    def _checked(self, path: str, target: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, path: str, target: Callable[..., object]) -> Callable[..., object]:
         """Return a function that checks what a listed function or class is called with, and calls it."""
 
-        def checked(*arguments: Any, **named: Any) -> Any:
+        def checked(*arguments: object, **named: object) -> object:
             return self._call_listed(path, target, arguments, named)
 
         self._targets[checked] = target
@@ -180,10 +181,10 @@ class ExpressionEvaluator:
     def _call_listed(
         self,
         path: str,
-        target: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        named: Mapping[str, Any],
-    ) -> Any:
+        target: Callable[..., object],
+        arguments: tuple[object, ...],
+        named: Mapping[str, object],
+    ) -> object:
         keeps = path in _KEEP_WHAT_THEY_TAKE or (inspect.isclass(target) and is_listed(target))
         self.check_handed((*arguments, *named.values()), objects=keeps)
         by_name = check_arguments(target, arguments, named, unpickles=path == "torch.load")
@@ -197,23 +198,26 @@ class ExpressionEvaluator:
 
         return result
 
-    def _call(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+    def _call(self, function: Any, /, *arguments: object, **named: object) -> object:
         """Call a function, which has to be a listed one, or a lambda of these expressions."""
         if not self._may_be_called(function):
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
+        # A class stands here as its checked call, which isinstance does not take.
         if function is isinstance:
             arguments = tuple(self._plain_type(value) for value in arguments)
         return function(*arguments, **named)
 
-    def _method(self, value: Any, name: str, /, *arguments: Any, **named: Any) -> Any:
+    def _method(self, value: Any, name: str, /, *arguments: object, **named: object) -> object:
         """Call a method that values of this kind may be asked for; an object that a value holds is never called."""
         self._check_attribute(value, name)
+        # A format reaches into its values: `{0.__class__}`.
         if isinstance(value, str) and name == "format":
             return format_text(value, *arguments, **named)
         if self._is_own(value):
             return getattr(value, name)(*arguments, **named)
 
-        method = getattr(type(value), name, None)  # its class's own, whatever was set on the object
+        # Its class's own, whatever was set on the object.
+        method = getattr(type(value), name, None)
         if not inspect.isroutine(method):
             raise Refused(
                 f"a call of .{printable(name)}, which is no method of a {type(value).__name__}"
@@ -221,19 +225,21 @@ class ExpressionEvaluator:
 
         self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
         check_arguments(method, (value, *arguments), named)
+        # The pattern may lead upwards: it is checked as a part of the path.
         if isinstance(value, Path) and name in ("glob", "rglob"):
             self.check_path(value / str([*arguments, *named.values(), ""][0]))
 
         return method(value, *arguments, **named)
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: object) -> object:
         """Return what a value is asked for in brackets: a table calls what can be called."""
         self.check_handed([key], objects=False)
         return key
 
-    def _attribute(self, value: Any, name: str) -> Any:
+    def _attribute(self, value: Any, name: str) -> object:
         """Return what a value holds by a name; a method is called where it is named, and never handed on."""
         self._check_attribute(value, name)
+        # Pandas has methods that read and write files, and columns may have their names.
         if _kind(value) == "table" and name not in METHODS_OF["table"]:
             return value[name]  # never a method of the table that has the name of a column
 
@@ -243,14 +249,14 @@ class ExpressionEvaluator:
 
         return attribute
 
-    def _check_attribute(self, value: Any, name: str) -> None:
+    def _check_attribute(self, value: object, name: str) -> None:
         if not self._allows(value, name):
             kind = _kind(value) or f"a {type(value).__name__}"
             raise Refused(f"the attribute .{printable(name)} of {kind}, which is not on the list")
         if isinstance(value, Path) and name in _READS_PATH:
             self.check_path(value)
 
-    def _allows(self, value: Any, name: str) -> bool:
+    def _allows(self, value: object, name: str) -> bool:
         kind = _kind(value)
         if kind == "table":
             return name in METHODS_OF[kind] or name in getattr(value, "columns", ())
@@ -263,28 +269,32 @@ class ExpressionEvaluator:
 
     def _is_own(self, value: object) -> bool:
         """Tell whether this is of the bundle's own Python, or made of it, and that may run."""
-        packages = {
-            str(getattr(part, "__module__", "")).partition(".")[0] for part in (value, type(value))
-        }
-        return "scripts" in self.permissions and not packages.isdisjoint(self.own_modules)
+        if "scripts" not in self.permissions:
+            return False
+
+        # Of an object its class's module, of a class or function its own.
+        modules = (getattr(part, "__module__", "") for part in (value, type(value)))
+        return any(str(module).partition(".")[0] in self.own_modules for module in modules)
 
     # What may be called
 
-    def _may_be_called(self, function: Any) -> bool:
+    def _may_be_called(self, function: object) -> bool:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
+        # It holds a checked call, which looks at its arguments when it is called.
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
+        # Lambdas of these expressions have the guards among their globals, no other function has.
         if inspect.isfunction(function) and (
             function in self._targets or _CALL in function.__globals__
         ):
             return True
-        return (
-            self._is_own(function)
-            or _is_number_type(function)
-            or any(function is built_in for built_in in self._builtins.values())
-        )
+        if self._is_own(function) or _is_number_type(function):
+            return True
 
-    def check_handed(self, values: Iterable[Any], *, objects: bool) -> None:
+        # By identity: an object could say that it equals anything.
+        return any(function is built_in for built_in in self._builtins.values())
+
+    def check_handed(self, values: Iterable[object], *, objects: bool) -> None:
         """Refuse functions, classes and objects that whoever gets them could call, but those that may be called.
 
         `objects` says whether listed components are handed on too: networks, transforms, losses.
@@ -310,29 +320,30 @@ class ExpressionEvaluator:
 
     # Paths
 
-    def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
+    def check_paths(self, arguments: Mapping[str, object], function: object = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
-        further = _PLACES_OF.get(
-            f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ()
-        )
+        path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
+        further = _PLACES_OF.get(path, ())
         for name in PLACES.union(further) & arguments.keys():
             for value in values_inside(arguments[name]):
                 if isinstance(value, str | PurePath):
                     self.check_path(value)
+                # To look at its paths would use them up, and a second look could give others.
                 elif isinstance(value, Iterator):
                     raise Refused(f"{name}, whose paths are computed when they are opened")
 
     def _check_place_of(
-        self, path: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+        self, path: str, function: Callable[..., object], arguments: Mapping[str, object]
     ) -> None:
         """Check the place that a function looks at: its argument `folder`, or else its first."""
         parameters = inspect.signature(function).parameters
         where = "folder" if "folder" in parameters else next(iter(parameters))
-        if others := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
+        if further := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
             raise Refused(
-                f"the argument {min(others)} of {function.__name__}, which is not on the list"
+                f"the argument {min(further)} of {function.__name__}, which is not on the list"
             )
 
+        # Without a first argument these look at the working folder, without `folder` at none.
         place = arguments.get(where, "." if where != "folder" else None)
         if place is not None:
             self.check_path(place)
@@ -344,50 +355,53 @@ class ExpressionEvaluator:
             raise Refused("open() for writing, for which the policy has to allow 'open'")
 
         self.check_path(path)
-        content = Path(path).read_bytes()  # nobody would close the file
+        # Read at once: nobody would close the file.
+        content = Path(path).read_bytes()
         if mode == "rb":
             return io.BytesIO(content)
 
         return io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
-    def check_path(self, given: Any) -> None:
+    def check_path(self, path: object) -> None:
         """Refuse to look at a path that is not below the bundle's folder, its data, or what the user named."""
         if "paths" in self.permissions:
             return
-        if not isinstance(given, str | PurePath):
-            raise Refused(f"a {type(given).__name__} as a path")
+        if not isinstance(path, str | PurePath):
+            raise Refused(f"a {type(path).__name__} as a path")
 
-        path = Path(os.path.abspath(given))
-        if _SCHEME.match(str(given)):
-            raise Refused(f"{printable(given)}, a URL: nothing is fetched")
-        if _READ_OTHERWISE.search(str(given)):
-            raise Refused(f"the path {printable(given)}, which others read as something else: it begins with ~ or a "
-                          "space, or has a control character")  # fmt: skip
-        if not any(place in self.roots for place in (path, *path.parents)):
-            raise ElsewhereRefused(
-                f"the path {printable(given)}, which is neither below the bundle nor below its data"
-            )
-
-        upwards = ".." in PurePath(given).parts
-        if upwards and (
-            _PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)
-        ):
-            raise Refused(f"the path {printable(given)}, which leads upwards ('..') behind a link")
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        text = str(path)
+        shown = printable(path)
+        absolute = Path(os.path.abspath(path))
+        if _SCHEME.match(text):
+            raise Refused(f"{shown}, a URL: nothing is fetched")
+        if _READ_OTHERWISE.search(text):
             raise Refused(
-                f"the path {printable(given)}, a pipe or a device, which would be waited for"
+                f"the path {shown}, which others read as something else: it begins with ~ or a "
+                "space, or has a control character"
+            )
+        if not any(place in self.roots for place in (absolute, *absolute.parents)):
+            raise ElsewhereRefused(
+                f"the path {shown}, which is neither below the bundle nor below its data"
             )
 
+        # abspath removes `link/..` as text, the system follows the link first; a pattern may match one.
+        if ".." in PurePath(path).parts and (
+            _PATTERN.search(text) or os.path.realpath(path) != os.path.realpath(absolute)
+        ):
+            raise Refused(f"the path {shown}, which leads upwards ('..') behind a link")
+        if absolute.exists() and not (absolute.is_file() or absolute.is_dir()):
+            raise Refused(f"the path {shown}, a pipe or a device, which would be waited for")
 
-def values_inside(value: Any) -> Iterator[Any]:
+
+def values_inside(value: object) -> Iterator[object]:
     """Yield a value, or what a container holds, keys too."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
         value = value.tolist()
     if isinstance(value, list | tuple | set | frozenset):
-        for each in value:
-            yield from values_inside(each)
+        for member in value:
+            yield from values_inside(member)
     else:
         yield value
 
@@ -417,19 +431,16 @@ class _Guards(ast.NodeTransformer):
             guard = _METHOD
             values = [called.value, ast.Constant(called.attr), *node.args]
 
-        keywords = [self.visit(keyword) for keyword in node.keywords]
-        return ast.Call(
-            ast.Name(guard, ast.Load()), [self.visit(value) for value in values], keywords
-        )
+        arguments = list(map(self.visit, values))
+        keywords = list(map(self.visit, node.keywords))
+        return ast.Call(ast.Name(guard, ast.Load()), arguments, keywords)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        several = isinstance(node.slice, ast.Tuple)
-        keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        guarded = [
-            key if isinstance(key, ast.Slice | ast.Starred) else _guard(_KEY, key) for key in keys
-        ]
-        node.slice = ast.Tuple(guarded, ast.Load()) if several else guarded[0]
+        if isinstance(node.slice, ast.Tuple):
+            node.slice = ast.Tuple(list(map(_guarded_key, node.slice.elts)), ast.Load())
+        else:
+            node.slice = _guarded_key(node.slice)
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -440,11 +451,18 @@ class _Guards(ast.NodeTransformer):
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
         self.generic_visit(node)
+        # The conversion (`!r`) is refused before this.
         spec = node.format_spec or ast.Constant("")
         return ast.FormattedValue(_guard(_FORMATTED, node.value, spec), -1, None)
 
 
-def _guard(name: str, *arguments: Any) -> ast.expr:
+def _guarded_key(key: ast.expr) -> ast.expr:
+    if isinstance(key, ast.Slice | ast.Starred):
+        return key
+    return _guard(_KEY, key)
+
+
+def _guard(name: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
 
@@ -459,6 +477,7 @@ def _kind(value: object) -> str:
 
 
 def _located(path: str) -> Any:
+    # The longest module first: what follows it are attributes.
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:

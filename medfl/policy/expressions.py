@@ -23,7 +23,7 @@ REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
 _LARGEST = 10**9
 _LONGEST_RANGE = 10**7
-_DEEPEST = 50
+_DEEPEST = 50  # levels: Python's parser and this check recurse
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
 _Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _OPERATORS = (
@@ -59,9 +59,8 @@ def check_expression(
     """
     if len(text) > length:
         raise Refused(f"an expression of more than {length} characters")
-    if "__" in re.sub(
-        r"(?<=\*\*)__(?=\s*:)", "_", text
-    ):  # `lambda batch, *_, **__:` takes what it does not use
+    # `lambda batch, *_, **__:` takes what it does not use.
+    if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):
         raise Refused("a name with two underscores")
 
     text = text.replace("#", "::")
@@ -104,6 +103,7 @@ def check_format(text: str) -> None:
     except ValueError as error:
         raise Refused("a text whose format cannot be read") from error
 
+    # `{0.name}`, `{0[key]}` and `{0!r}` reach into a value or call it.
     for name, spec, conversion in fields:
         if not re.fullmatch(r"\w*", name or "", re.ASCII) or conversion:
             raise Refused("a text whose format reaches into its values")
@@ -116,6 +116,7 @@ def check_width(spec: str) -> None:
     Raises:
         Refused: it is computed, or more than 999 places wide.
     """
+    # A width of a thousand million would be a text of as many bytes.
     if re.search(r"\d{4}|[{}]", spec):
         raise Refused("a text with a format that is computed or wide, or a conversion")
 
@@ -151,6 +152,7 @@ class _Checker:
             self._constant(node, continues)
             return
 
+        # What has no method here, such as a walrus or an await, is refused.
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise Refused(f"{type(node).__name__}, which no expression here may use")
@@ -176,17 +178,15 @@ class _Checker:
     def _name(self, node: ast.Name, local: frozenset[str]) -> None:
         if not isinstance(node.ctx, ast.Load):
             raise Refused("an assignment")
+
+        prints = self.prints and node.id == "print"
         if node.id.startswith(_PLACEHOLDER):
             if node.id != f"{_PLACEHOLDER}0":
                 raise Refused("text that runs into a reference")
             self.uses.counts["reference"] += 1
         elif node.id in self.names:
             self._member(self.names[node.id])
-        elif (
-            node.id not in local
-            and node.id not in BUILTINS
-            and not (self.prints and node.id == "print")
-        ):
+        elif not prints and node.id not in local and node.id not in BUILTINS:
             raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
@@ -206,15 +206,14 @@ class _Checker:
             self._member(path)
             return
 
+        # Objects of the bundle's own Python have attributes of any name, a table its columns.
         of_scripts = bool(self.own_modules) and "scripts" in self.permissions
         column = (
             isinstance(node.value, ast.Call)
             and module_path(node.value.func, self.names) == "pandas.read_csv"
         )
-        if (
-            not ((of_scripts or column) and not node.attr.startswith("_"))
-            and node.attr not in METHODS
-        ):
+        any_name = (of_scripts or column) and not node.attr.startswith("_")
+        if not any_name and node.attr not in METHODS:
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
 
         if node.attr == "format":
@@ -222,8 +221,9 @@ class _Checker:
                 raise Refused("the format of a text that is computed")
             check_format(node.value.value)
 
+        # A text's has two arguments at least, which only a call here shows; a path's moves a file.
         if node.attr == "replace" and self.calls is not node:
-            raise Refused("a replace() that is handed on")  # a path's would move a file
+            raise Refused("a replace() that is handed on")
 
         self.value(node.value, local)
         self.uses.counts[f".{node.attr}"] += 1
@@ -239,46 +239,45 @@ class _Checker:
             self.uses.counts["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
-            if called.id == "range" and any(
-                type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args
-            ):
-                raise Refused(f"a range beyond {_LONGEST_RANGE}")
+            for bound in map(_literal, node.args):
+                if called.id == "range" and type(bound) is int and bound > _LONGEST_RANGE:
+                    raise Refused(f"a range beyond {_LONGEST_RANGE}")
             if called.id in BUILTINS and called.id not in local:
                 self.uses.counts[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
-            self.calls = called
+            self.calls = called  # a method is called here, and not handed on
             self.value(called, local)
-            if (
-                isinstance(called, ast.Attribute)
-                and called.attr == "replace"
-                and len(node.args) < 2
-            ):
+            replaces = isinstance(called, ast.Attribute) and called.attr == "replace"
+            if replaces and len(node.args) < 2:
                 raise Refused("a replace() with one argument, which would move a file")
         else:
             raise Refused(f"a call of a {type(called).__name__}")
 
         for argument in node.args:
-            if isinstance(argument, ast.Starred) and not (
-                isinstance(called, ast.Name) and called.id in BUILTINS
-            ):
-                raise Refused("arguments handed on with a star")
-            self.value(argument.value if isinstance(argument, ast.Starred) else argument, local)
+            # How many there are, and in which place, is not known: only builtins take any.
+            if isinstance(argument, ast.Starred):
+                if not isinstance(called, ast.Name) or called.id not in BUILTINS:
+                    raise Refused("arguments handed on with a star")
+                self.value(argument.value, local)
+            else:
+                self.value(argument, local)
 
-        named: dict[str, object] = {}
+        keywords: dict[str, object] = {}
         for keyword in node.keywords:
+            # Their names are not known, so they could be any of the arguments that are checked.
             if keyword.arg is None:
                 raise Refused("arguments handed on with two stars")
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
 
-            named[keyword.arg] = _literal(keyword.value)
+            keywords[keyword.arg] = _literal(keyword.value)
             self.value(keyword.value, local)
 
         path = module_path(called, self.names)
         check_arguments(
             for_expressions(path),
             list(map(_literal, node.args)),
-            named,
+            keywords,
             unpickles=path == "torch.load",
         )
 
@@ -289,11 +288,12 @@ class _Checker:
         else:
             mode = keywords.get("mode", "r")
 
+        reads = mode in ("r", "rb", "rt")
         plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
-        if not (plain and mode in ("r", "rb", "rt")):
+        if not (plain and reads):
             need_permission("open", "open() for writing", self.permissions, self.uses.permissions)
 
-        self.uses.counts["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
+        self.uses.counts["open, to read" if reads else "open"] += 1
 
     # What is made of them
 
@@ -301,13 +301,14 @@ class _Checker:
         self._operator(node.op)
         if isinstance(node.op, ast.Pow):
             exponent = _literal(node.right)
-            nested = any(isinstance(each, ast.Pow) for each in ast.walk(node.right))
+            nested = any(isinstance(part, ast.Pow) for part in ast.walk(node.right))
             if nested or (isinstance(exponent, int | float) and exponent > 100):
                 raise Refused("a power that grows without bound")
 
         self.value(node.left, local)
-        after = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
-        self.value(node.right, local, continues=after)
+        # A text that is added to a computed one may begin with a slash: `folder + "/images"`.
+        continues = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
+        self.value(node.right, local, continues=continues)
 
     def _boolop(self, node: ast.BoolOp | ast.UnaryOp, local: frozenset[str]) -> None:
         self._operator(node.op)
@@ -329,17 +330,15 @@ class _Checker:
         self.all([node.test, node.body, node.orelse], local)
 
     def _parts(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
-        self.all(
-            [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)],
-            local,
-        )
+        for part in ast.iter_child_nodes(node):
+            if not isinstance(part, ast.expr_context):
+                self.value(part, local)
 
     _subscript = _slice = _dict = _parts
 
     def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
-        self.all(
-            [item.value if isinstance(item, ast.Starred) else item for item in node.elts], local
-        )
+        for item in node.elts:
+            self.value(item.value if isinstance(item, ast.Starred) else item, local)
 
     _tuple = _set = _list
 
@@ -358,7 +357,8 @@ class _Checker:
         self.all([*taken.defaults, *taken.kw_defaults], local)
         self.uses.counts["lambda"] += 1
         arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
-        self.value(node.body, local | self._bound(each.arg for each in arguments if each))
+        names = [argument.arg for argument in arguments if argument]
+        self.value(node.body, local | self._bound(names))
 
     def _listcomp(self, node: _Comprehension, local: frozenset[str]) -> None:
         if isinstance(node, ast.DictComp):
@@ -392,6 +392,7 @@ class _Checker:
         return local
 
     def _bound(self, names: Iterable[str]) -> frozenset[str]:
+        # A local of an import's name would be looked up as the module.
         bound = frozenset(names)
         for name in bound:
             if name in self.names or name in ("open", "setattr") or name.startswith(_PLACEHOLDER):
@@ -401,11 +402,11 @@ class _Checker:
 
 def _spec(part: ast.FormattedValue) -> str:
     """Return the literal format of a value in a text; "{" stands for one that is computed."""
+    spec = ""
     if isinstance(part.format_spec, ast.JoinedStr):
-        parts = part.format_spec.values
-    else:
-        parts = []
-    return "".join(str(each.value) if isinstance(each, ast.Constant) else "{" for each in parts)
+        for piece in part.format_spec.values:
+            spec += str(piece.value) if isinstance(piece, ast.Constant) else "{"
+    return spec
 
 
 def _literal(node: ast.AST) -> object:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
@@ -94,11 +93,12 @@ class Inspection:
         What is refused in others does not count, but a file that is not as it was pinned does.
         """
         unread = {f"configs/{name}" for name in set(READ).difference(reads)}
-        return [
-            refusal
-            for refusal in self.refusals
-            if refusal.file.rpartition(".")[0] not in unread or refusal in self.pin_refusals
-        ]
+        refusals = []
+        for refusal in self.refusals:
+            if refusal.file.rpartition(".")[0] not in unread or refusal in self.pin_refusals:
+                refusals.append(refusal)
+
+        return refusals
 
     def require(self, reads: Collection[str] = READ) -> None:
         """Raise if something is refused for who reads these configurations.
@@ -110,6 +110,7 @@ class Inspection:
         if not refusals:
             return
 
+        # A file that cannot be read is damaged rather than hostile: it is said in other words.
         first = refusals[0]
         count = len(refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
@@ -142,12 +143,16 @@ class Inspection:
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy that pins the files of this bundle, with all else of another."""
-        return replace(
-            policy, bundle=self.bundle, files={file.path: file.sha256 for file in self.files}
-        )
+        files = {file.path: file.sha256 for file in self.files}
+        return replace(policy, bundle=self.bundle, files=files)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
+        allowed = []
+        for (word, use), times in sorted(self.allowed.items()):
+            entry = {"word": word, "meaning": PERMISSIONS[word], "what": use, "times": times}
+            allowed.append(entry)
+
         return {
             "bundle": self.bundle,
             "folder": str(self.folder),
@@ -158,10 +163,7 @@ class Inspection:
             "expressions": self.expressions,
             "uses": dict(sorted(self.uses.items())),
             "statements": self.statements,
-            "allowed_by_policy": [
-                {"word": word, "meaning": PERMISSIONS[word], "what": what, "times": times}
-                for (word, what), times in sorted(self.allowed.items())
-            ],
+            "allowed_by_policy": allowed,
             "data": self.data,
             "leaves": list(LEAVES),
             "refused": [vars(refusal) for refusal in self.refusals],

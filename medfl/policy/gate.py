@@ -83,9 +83,8 @@ class Gate:
             weights = self._clipped_and_noised(
                 message.tensors.get("weights", {}), received.tensors.get("weights", {})
             )
-            message = Message(
-                {**message.tensors, **({"weights": weights} if weights else {})}, message.scalars
-            )
+            if weights:
+                message = Message({**message.tensors, "weights": weights}, message.scalars)
 
         if rules.has_formal_privacy:
             self._check_uncovered(_without_noise(message, samples))
@@ -100,9 +99,8 @@ class Gate:
         """
         self._check_names(message.flat())
         if from_images and self.rules.has_formal_privacy:
-            self.account.add(
-                self._check_uncovered(f"{name} (introduction)" for name in message.flat())
-            )
+            names = [f"{name} (introduction)" for name in message.flat()]
+            self.account.add(self._check_uncovered(names))
 
     def check_size(self, message: Message) -> None:
         """Check the size of a message as it is encoded.
@@ -147,6 +145,7 @@ class Gate:
 
     def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
+        # The mean loss comes from the images without noise, so no epsilon would cover it.
         noised = self.rules.noise is not None
         permits = self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
@@ -182,27 +181,32 @@ class Gate:
         norm = _norm(changes)
         clip = self.rules.clip
         noise = self.rules.noise
+        # Counters count for the norm, but cannot be scaled: where both are short all leaves as it is.
         if noise is None and clip is not None and math.hypot(norm, _norm(counters)) <= clip:
             return dict(weights)
 
         scale = 1.0 if clip is None or norm <= clip else clip / norm
         limited_weights = dict(weights)
         for name, change in changes.items():
-            if scale < 1 or noise is not None:
-                limited = base[name].double() + scale * change
-                if noise is not None:
-                    drawn = torch.from_numpy(normal(change.numel(), self._entropy)).reshape(
-                        change.shape
-                    )
-                    limited += noise * drawn.to(change)
-                    if name.endswith(_VARIANCE):
-                        limited = limited.clamp(min=0)
-                    else:
-                        limited = limited
+            # Without either the weights leave as they are, and not rounded once more.
+            if noise is None and not scale < 1:
+                continue
 
-                limited_weights[name] = limited.to(weights[name].dtype)
+            limited = base[name].double() + scale * change
+            if noise is not None:
+                drawn = torch.from_numpy(normal(change.numel(), self._entropy))
+                limited += noise * drawn.reshape(change.shape).to(change)
+                # A variance below 0 has no root; to bound it needs no look at the images.
+                if name.endswith(_VARIANCE):
+                    limited = limited.clamp(min=0)
 
-        return {**limited_weights, **{name: base[name].clone() for name in counters}}
+            limited_weights[name] = limited.to(weights[name].dtype)
+
+        # Whole numbers can be neither scaled nor noised: they leave as they came.
+        for name in counters:
+            limited_weights[name] = base[name].clone()
+
+        return limited_weights
 
     def _refusal(self, why: str) -> RunError:
         return RunError(f"site {self.site!r}: its outbound policy refuses: {why}")
@@ -216,6 +220,7 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
     """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
     from scipy.special import ndtri
 
+    # In pieces: the inverse needs several times their memory.
     values = np.empty(count)
     for start in range(0, count, _CHUNK):
         part = values[start : start + _CHUNK]
@@ -226,8 +231,10 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
 
 def _without_noise(message: Message, samples: int) -> list[str]:
     """Return what noise does not cover: groups besides the weights, by their names, and numbers."""
-    groups = [f"{group}/*" for group in message.tensors if group != "weights"]
-    is_count = message.scalars.get(_SAMPLES) == samples
-    return groups + [
-        f"scalars/{name}" for name in message.scalars if not (is_count and name == _SAMPLES)
-    ]
+    names = [f"{group}/*" for group in message.tensors if group != "weights"]
+    for name, number in message.scalars.items():
+        # The number of images is sent exactly, which the account says; any other number is not it.
+        if name != _SAMPLES or number != samples:
+            names.append(f"scalars/{name}")
+
+    return names

@@ -17,6 +17,7 @@ _LARGEST = 10**8
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    # Of integers only: floats overflow by themselves.
     large = (
         isinstance(base, int)
         and isinstance(exponent, int)
@@ -45,6 +46,7 @@ def _times(left: Any, right: Any) -> Any:
 
 
 def _remainder(left: Any, right: Any) -> Any:
+    # Of texts `%` is formatting, and `%*d` takes its width from a value.
     if isinstance(left, str) and re.search(r"\d{4}|\*", left):
         raise Refused("a text with a format of more than 999 places")
     return left % right

@@ -51,6 +51,7 @@ def imported(text: str, uses: Uses) -> dict[str, str]:
         bound = alias or name.split(".")[0]
         path = name if alias else bound
 
+    # A name that means something already gets no other meaning.
     if bound in BUILTINS or bound in ("open", "setattr") or DEFAULT_NAMES.get(bound, path) != path:
         raise Refused(f"an import that takes the name {printable(bound)}")
 
@@ -81,6 +82,7 @@ def only_statement(text: str) -> ast.stmt:
         raise Refused("characters outside of ASCII in an expression")
 
     try:
+        # MemoryError is the parser's for what is nested too deeply.
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise Refused("an expression that is not valid Python") from error

@@ -13,7 +13,7 @@ expression is accepted there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -24,6 +24,7 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
 from medfl.policy.allowed import (
     LOADS_WEIGHTS,
+    SPECIAL_KEYS,
     name_set,
     replace_removed,
     why_argument_refused,
@@ -44,7 +45,6 @@ _LABEL = re.compile(r"\w[\w /.-]*", re.ASCII)
 _REFERENCE = re.compile(r"@((#|::)*\w+)((#|::)\w+)*", re.ASCII)
 _RELATIVE = re.compile(r"[@%](#|::)")
 _MACRO = re.compile(r"%\w+((#|::)\w+)*", re.ASCII)
-_SPECIAL = ("_target_", "_disabled_", "_requires_", "_desc_", "_mode_")
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
 """Statements that the zoo's bundles give to `monai.bundle run`, alone or in lists."""
 _ASKED = name_set(
@@ -55,7 +55,7 @@ _ASKED = name_set(
     """
 )
 """Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
-_UPWARDS = re.compile(r"(\.\./)+(?=\w)", re.ASCII)
+_UPWARDS = re.compile(r"^(\.\./)+(?=\w)", re.ASCII)
 """Begins a placeholder beside the bundle, which is opened only where the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
@@ -111,7 +111,7 @@ class _Inspector:
         self.referred: set[str] = set()
         self.key_pattern = _KEY
         self.definitions: dict[_Keys, list[Plain]] = {}
-        # asked once of each path of keys, or of a value, however many references lead there
+        # Asked once of each path of keys, or of a value, however many references lead there.
         self.urls: dict[int, bool] = {}
         self.are_statements: dict[int, bool] = {}
         self.distinct = cache(
@@ -135,28 +135,33 @@ class _Inspector:
             self._imports(file, content)
 
         depth = self.policy.limits.depth
-        configurations = [
-            _Configuration(file, PurePosixPath(file).stem, content, list(_walk(content, depth)))
-            for file, content in files.contents.items()
-        ]
+        configurations = []
+        for file, content in files.contents.items():
+            nodes = list(_walk(content, depth))
+            stem = PurePosixPath(file).stem
+            configurations.append(_Configuration(file, stem, content, nodes))
 
-        for one in configurations:
-            if any(len(keys) > depth for keys, _ in one.nodes):
-                refuse(one.file, "", f"an id of more than {depth} parts")
-            for keys, node in one.nodes:
+        # All files first: a reference of one may lead to what another defines.
+        texts: list[str] = []
+        for configuration in configurations:
+            if any(len(keys) > depth for keys, _ in configuration.nodes):
+                refuse(configuration.file, "", f"an id of more than {depth} parts")
+
+            for keys, node in configuration.nodes:
                 self.definitions.setdefault(keys, []).append(node)
                 if "config" in keys:  # a preset of federated.yaml is laid over the rest
                     self.definitions.setdefault(keys[keys.index("config") + 1 :], []).append(node)
+                if isinstance(node, str):
+                    texts.append(node)
 
-        texts = [node for one in configurations for _, node in one.nodes if isinstance(node, str)]
         self.key_pattern = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
         for text in texts:
             if text[:1] in ("$", "@", "%"):  # relative references begin with any of their parts
                 self.referred |= set(re.findall(r"\w+", " ".join(re.findall(r"[@%][\w#:]+", text))))
 
         self._macros(configurations)
-        for one in configurations:
-            self._configuration(one)
+        for configuration in configurations:
+            self._configuration(configuration)
 
     # What every place of every file has to know
 
@@ -197,21 +202,21 @@ class _Inspector:
 
     def _macros(self, configurations: Sequence[_Configuration]) -> None:
         """Refuse macros of macros: they could grow without end."""
-        macros = [
-            (one.file, keys, tuple(re.split("#|::", node[1:])))
-            for one in configurations
-            for keys, node in one.nodes
-            if isinstance(node, str) and _MACRO.fullmatch(node)
-        ]
+        macros: list[tuple[str, _Keys, _Keys]] = []
+        for configuration in configurations:
+            for keys, node in configuration.nodes:
+                if isinstance(node, str) and _MACRO.fullmatch(node):
+                    target = tuple(re.split("#|::", node[1:]))
+                    macros.append((configuration.file, keys, target))
 
+        # Each is compared with each below.
         if len(macros) > _MACROS:
             self.inspection.refuse(macros[0][0], "", f"more than {_MACROS} macros")
             return
 
         for file, keys, target in macros:
-            if any(
-                all(map(str.__eq__, other, target)) for _, other, _ in macros
-            ):  # one lies in the other
+            # A macro lies at the target, in it or around it: map stops at the shorter path.
+            if any(all(map(str.__eq__, place, target)) for _, place, _ in macros):
                 self.inspection.refuse(file, _id(keys), "a macro of a macro")
 
     # One file
@@ -237,9 +242,8 @@ class _Inspector:
 
                 if where.stem == "metadata":
                     self._description(node)
-                elif keys[:1] != (
-                    "imports",
-                ):  # those were read before, or are refused by their key
+                # Imports were read before, or are refused by their key.
+                elif keys[:1] != ("imports",):
                     self._node(where, keys, node)
             except Refused as error:
                 self.inspection.refuse(where.file, _id(keys), error)
@@ -252,21 +256,15 @@ class _Inspector:
 
         check_visible(key)
         last = re.split("#|::", key)[-1]
-        if last.startswith("_") and last.endswith("_") and last not in _SPECIAL:
+        if last.startswith("_") and last.endswith("_") and last not in SPECIAL_KEYS:
             raise Refused(f"the key {printable(key)!r}")
-        if (
-            key.lstrip("+") != "imports"
-            and re.split("#|::", key.lstrip("+"))[0] == "imports"
-            and not keys
-        ):
+        path = key.lstrip("+")
+        if not keys and path != "imports" and re.split("#|::", path)[0] == "imports":
             raise Refused("an import outside of the list of imports")
-        if last in _SPECIAL and stem == "metadata":
+        if last in SPECIAL_KEYS and stem == "metadata":
             raise Refused(f"the key {printable(key)!r} in a description")
-        if (
-            not _is_free(keys, stem)
-            and not _KEY.fullmatch(key)
-            and not self.key_pattern.fullmatch(key)
-        ):
+        plain = _KEY.fullmatch(key) or self.key_pattern.fullmatch(key)
+        if not plain and not _is_free(keys, stem):
             raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:
@@ -295,15 +293,12 @@ class _Inspector:
 
         value = self._resolved(node)
         is_free = _is_free(keys, stem) or self._is_statement(where, keys)
-        for part in (
-            () if is_free else keys
-        ):  # every part: `x#reader#0` is one of the argument `reader`
-            read_as_false = (
-                part == "pretrained" and node is True and stem == "inference"
-            )  # habits.without_fetching
-            if not read_as_false and (
-                why := why_argument_refused(part, value, self._has_url(value))
-            ):
+        # Every part of the keys: `x#reader#0` is a value of the argument `reader`.
+        for part in () if is_free else keys:
+            # An inference has its own weights: what would fetch some is turned off when it is read.
+            if part == "pretrained" and node is True and stem == "inference":
+                continue
+            if why := why_argument_refused(part, value, self._has_url(value)):
                 raise Refused(why)
 
         if isinstance(node, dict):
@@ -317,11 +312,8 @@ class _Inspector:
     def _target(self, node: Plain) -> None:
         if not isinstance(node, str):
             raise Refused(f"a _target_ of type {type(node).__name__}")
-        if (
-            node.split(".")[0] in self.own_modules
-            and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII)
-            and "__" not in node
-        ):
+        plain = re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node
+        if plain and node.split(".")[0] in self.own_modules:
             need_permission("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
             component(replace_removed({"_target_": node})["_target_"])
@@ -337,13 +329,13 @@ class _Inspector:
             if why := why_component_refused(target.rpartition(".")[2], arguments):
                 raise Refused(why)
 
+        # A key `network#_target_` is merged with arguments that stand elsewhere.
         for key, value in node.items():
-            apart = (
-                isinstance(key, str)
-                and key != "_target_"
-                and re.split("#|::", key)[-1] == "_target_"
-            )
-            if apart and isinstance(value, str) and value.rpartition(".")[2] in LOADS_WEIGHTS:
+            if key == "_target_" or not isinstance(key, str) or not isinstance(value, str):
+                continue
+
+            apart = re.split("#|::", key)[-1] == "_target_"
+            if apart and value.rpartition(".")[2] in LOADS_WEIGHTS:
                 raise Refused(
                     f"{printable(value)} apart from its 'pretrained: false', which would fetch weights"
                 )
@@ -353,17 +345,12 @@ class _Inspector:
         key = id(value)
         if key not in self.urls:
             if isinstance(value, dict):
-                parts: Iterable[Any] = [*value, *value.values()]
-            elif isinstance(value, list):
-                parts = value
+                parts = [*value, *value.values()]
             else:
-                parts = ()
+                parts = value if isinstance(value, list) else []
 
-            self.urls[key] = (
-                "://" in value
-                if isinstance(value, str)
-                else any([self._has_url(one) for one in parts])
-            )
+            has_url = isinstance(value, str) and "://" in value
+            self.urls[key] = has_url or any(map(self._has_url, parts))
 
         return self.urls[key]
 
@@ -378,14 +365,12 @@ class _Inspector:
                 break
 
             keys = tuple(re.split("#|::", node[1:]))
-            if len(keys) <= self.policy.limits.depth:
-                values = self.distinct(keys)
-            else:
-                values = []
+            if len(keys) > self.policy.limits.depth:
+                break
 
-            if len(values) != 1 or not all(
-                self.is_branch(keys[:end]) for end in range(1, len(keys))
-            ):
+            values = self.distinct(keys)
+            branches = (keys[:end] for end in range(1, len(keys)))
+            if len(values) != 1 or not all(map(self.is_branch, branches)):
                 break
 
             node = values[0]
@@ -410,26 +395,23 @@ class _Inspector:
                 )
             check_id(text[1:])
         elif keys[-1:] != ("_desc_",):
-            up = _UPWARDS.match(text) if keys == ("dataset_dir",) else None
-            try:
-                check_path(
-                    text[up.end() :] if up else text,
-                    absolute=keys in (("dataset_dir",), ("bundle_root",)),
-                )
-                if where.stem == "federated" and text.startswith(
-                    "/"
-                ):  # it would count as named by the user
-                    raise Refused("an absolute path")
-            except Refused as error:
-                if "absolute" not in str(error) or "paths" not in self.policy.allow:
-                    if "absolute" in str(error):
-                        hint = ", for which the policy has to allow 'paths'"
-                    else:
-                        hint = ""
+            self._path(where, keys, text)
 
-                    raise Refused(f"{error} ({printable(text, 40)}){hint}") from error
+    def _path(self, where: _Configuration, keys: _Keys, text: str) -> None:
+        below = _UPWARDS.sub("", text, 1) if keys == ("dataset_dir",) else text
+        try:
+            check_path(below, absolute=keys in (("dataset_dir",), ("bundle_root",)))
+            # In federated.yaml it would count as named by the user.
+            if where.stem == "federated" and text.startswith("/"):
+                raise Refused("an absolute path")
+        except Refused as error:
+            problem = f"{error} ({printable(text, 40)})"
+            if "absolute" not in str(error):
+                raise Refused(problem) from error
+            if "paths" not in self.policy.allow:
+                raise Refused(f"{problem}, for which the policy has to allow 'paths'") from error
 
-                self.inspection.allowed["paths", printable(text)] += 1
+            self.inspection.allowed["paths", printable(text)] += 1
 
     def _expression(self, where: _Configuration, keys: _Keys, text: str) -> None:
         _not_relative(text, where.stem)
@@ -459,21 +441,17 @@ class _Inspector:
         if not 1 <= len(keys) <= 2 or keys[0] in self.referred or keys[0] in _ASKED:
             return False
 
-        held = where.content.get(keys[0], where.content.get(f"+{keys[0]}"))
+        entry = where.content.get(keys[0], where.content.get(f"+{keys[0]}"))
         if keys[0] in _ENTRIES:
-            return len(keys) == 1 or isinstance(held, list)
+            return len(keys) == 1 or isinstance(entry, list)
+        if where.stem == "federated" or keys[0].startswith("_"):
+            return False
 
-        if id(held) not in self.are_statements:
-            statements = isinstance(held, list) and all(
-                isinstance(text, str) and text.startswith("$") for text in held
+        if id(entry) not in self.are_statements:
+            self.are_statements[id(entry)] = isinstance(entry, list) and all(
+                isinstance(text, str) and text.startswith("$") for text in entry
             )
-            self.are_statements[id(held)] = statements
-
-        return (
-            self.are_statements[id(held)]
-            and where.stem != "federated"
-            and not keys[0].startswith("_")
-        )
+        return self.are_statements[id(entry)]
 
 
 def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:

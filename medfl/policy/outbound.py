@@ -24,10 +24,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Outbound:
     min_count: int = 0
 
     @classmethod
-    def read(cls, values: Any, where: str) -> Outbound:
+    def read(cls, values: object, where: str) -> Outbound:
         """Read the values of the key `outbound` as YAML gives them; `where` names the file in errors.
 
         Raises:
@@ -91,17 +94,12 @@ class Outbound:
         group = name.partition("/")[0]
         return any(fnmatchcase(name, key) or key == group for key in self.keys)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return what differs from the default, as the policy file has it."""
-        changed = {
-            name: value
-            for name, value in asdict(self).items()
-            if value != getattr(Outbound(), name)
-        }
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in changed.items()
-        }
+        changed = changes(self)
+        if self.keys is not None:
+            changed["keys"] = list(self.keys)
+        return changed
 
     def lines(self) -> list[str]:
         """Say the rules, a line each."""
@@ -111,21 +109,20 @@ class Outbound:
             keys = ", ".join(self.keys) or "nothing"
 
         lines = [f"may leave: {printable(keys, 300)}"]
-        lines += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
-        lines += (
-            []
-            if self.clip is None
-            else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
-        )
+        if self.max_bytes is not None:
+            lines.append(f"a reply has at most {self.max_bytes:,} bytes")
+
+        if self.clip is not None:
+            lines.append(f"the change of the weights is clipped to an L2 norm of {self.clip:g}")
+
         if self.noise is not None:
             lines.append(
                 f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it"
             )
 
         if not self.has_formal_privacy:
-            lines.append(
-                f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}"
-            )
+            reason = "nothing is clipped" if self.clip is None else "no noise is added"
+            lines.append(f"no formal privacy: {reason}")
 
         if self.epsilon is not None:
             lines.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
@@ -135,13 +132,19 @@ class Outbound:
                 f"at most {self.answers} questions about images kept out of training are answered"
             )
 
-        lines += (
-            [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
-        )
+        if self.min_count:
+            lines.append(f"of statistics, counts below {self.min_count} are not told")
+
         return lines
 
 
-def check_known(names: Iterable[Any], known: Collection[str], what: str) -> None:
+def changes(rules: DataclassInstance) -> dict[str, object]:
+    """Return what differs from the default, by name, in plain values."""
+    defaults = type(rules)()
+    return {k: v for k, v in asdict(rules).items() if v != getattr(defaults, k)}
+
+
+def check_known(names: Iterable[object], known: Collection[str], what: str) -> None:
     """Raise an InputError if a name in a policy is not known; `what` says where it stands and what it is."""
     for name in names:
         if name not in known:
@@ -166,6 +169,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         good = isinstance(value, list) and all(isinstance(key, str) and key for key in value)
         value = tuple(value) if good else value
     elif name in ("max_bytes", "answers", "min_count"):
+        # isinstance would take True for a number.
         good = type(value) is int and value >= (name != "min_count")
     else:
         value = _number(value)

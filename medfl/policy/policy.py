@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.core.run import Run
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
-from medfl.policy.outbound import Outbound, check_known
+from medfl.core.untrusted import Plain, Refused, decode_text, printable, read_bytes, read_plain
+from medfl.policy.outbound import Outbound, changes, check_known
 
 PERMISSIONS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
@@ -105,11 +104,10 @@ class Policy:
 
     def jobs(self) -> str:
         """Say which jobs are taken."""
-        most = [f"at most {count} {name}" for name, count in self.settings.items()]
-        return (
-            "; ".join([*([f"methods {', '.join(self.methods)}"] if self.methods else []), *most])
-            or "any"
-        )
+        rules = [f"at most {count} {name}" for name, count in self.settings.items()]
+        if self.methods:
+            rules.insert(0, f"methods {', '.join(self.methods)}")
+        return "; ".join(rules) or "any"
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -145,13 +143,7 @@ class Policy:
         limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
         settings = _numbers(document, "settings", MOST, path)
 
-        if files is not None and not (
-            isinstance(files, dict)
-            and all(
-                isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h)
-                for p, h in files.items()
-            )
-        ):
+        if not _are_pins(files):
             raise InputError(
                 f"policy {path}: files",
                 "paths below the bundle's folder with 64 hexadecimal digits each",
@@ -175,17 +167,18 @@ class Policy:
 
     def text(self) -> str:
         """Return the policy as the file's content."""
-        limits = {
-            name: value
-            for name, value in asdict(self.limits).items()
-            if value != getattr(Limits(), name)
+        parts: dict[str, object] = {"bundle": self.bundle, "allow": sorted(self.allow)}
+        optional = {
+            "limits": changes(self.limits),
+            "outbound": self.outbound.as_dict(),
+            "methods": list(self.methods),
+            "settings": dict(self.settings),
         }
-        parts: dict[str, Any] = {"bundle": self.bundle, "allow": sorted(self.allow)}
-        parts |= {"limits": limits} if limits else {}
-        parts |= {"outbound": self.outbound.as_dict()} if self.outbound != Outbound() else {}
-        parts |= {"methods": list(self.methods)} if self.methods else {}
-        parts |= {"settings": dict(self.settings)} if self.settings else {}
-        parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
+        parts |= {key: rules for key, rules in optional.items() if rules}
+        # No files at all are a pin too, other than no key.
+        if self.files is not None:
+            parts["files"] = dict(sorted(self.files.items()))
+
         comments = "".join(f"# {word}: {PERMISSIONS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"
 
@@ -196,7 +189,22 @@ class Policy:
         )
 
 
-def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
+def _are_pins(files: object) -> bool:
+    if files is None:
+        return True
+    if not isinstance(files, dict):
+        return False
+
+    for path, digest in files.items():
+        if not isinstance(path, str) or not isinstance(digest, str):
+            return False
+        if not _SHA256.fullmatch(digest):
+            return False
+
+    return True
+
+
+def _words(document: Mapping[str, Plain], key: str, path: Path) -> list[str]:
     """Return a list of words in a policy."""
     words = document.get(key) or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -205,7 +213,7 @@ def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
 
 
 def _numbers(
-    document: Mapping[str, Any], key: str, known: Collection[str], path: Path
+    document: Mapping[str, Plain], key: str, known: Collection[str], path: Path
 ) -> dict[str, int]:
     """Return names with whole numbers in a policy."""
     numbers = document.get(key) or {}

@@ -113,6 +113,7 @@ class Account:
         if self.path is None or not other.is_file():
             return
         with self._locked():
+            # Again under the lock: another job may have taken it meanwhile.
             if other.is_file():
                 for name, value in _read(other).items():
                     setattr(self, name, getattr(self, name) + value)
@@ -128,7 +129,8 @@ class Account:
         """Return epsilon so far, infinite where something was not covered; `more` adds a reply of this multiplier."""
         if self.plain or self.uncovered:
             return math.inf
-        return epsilon_of(self.noised + Counter({} if more is None else {more: 1}), self.delta)
+        further = Counter({} if more is None else {more: 1})
+        return epsilon_of(self.noised + further, self.delta)
 
     def spend(self, multiplier: float | None, budget: float | None = None) -> None:
         """Write down a reply before it leaves: the multiplier of its noise, None if it was not clipped and noised.
@@ -173,11 +175,9 @@ class Account:
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(
-                self.path.with_name(f".{self.path.name}.lock"),
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
-                0o600,
-            )
+            # A file beside it: the account itself is replaced, and a lock would stay on the old one.
+            lock_file = self.path.with_name(f".{self.path.name}.lock")
+            lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RunError(
                 f"the privacy account {self.path} cannot be locked ({error.strerror})"
@@ -196,10 +196,10 @@ class Account:
 
     def words(self) -> str:
         """Return the account in plain words."""
-        held_out = (
-            f"; questions about images kept out of training, answered without noise: {self.answers}"
-        )
-        return self._of_training() + held_out * bool(self.answers)
+        words = self._of_training()
+        if self.answers:
+            words += f"; questions about images kept out of training, answered without noise: {self.answers}"
+        return words
 
     def _of_training(self) -> str:
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
@@ -208,29 +208,24 @@ class Account:
             return f"{count}: no formal privacy, for these left without noise: {names}"
 
         if self.plain:
-            if self.plain == self.replies:
-                which = "replies"
-            else:
-                which = f"{self.plain} of the replies"
-
-            return f"{count}: no formal privacy, for {which} left without clipping and noise"
+            share = "" if self.plain == self.replies else f"{self.plain} of the "
+            return f"{count}: no formal privacy, for {share}replies left without clipping and noise"
 
         return (
             f"{count}: epsilon {self.epsilon():.3g} at delta {self.delta:g} for all training images of this site "
             "replaced by as many others (the number of images is sent exactly)"
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         epsilon = self.epsilon()
+        noised = [{"multiplier": z, "replies": n} for z, n in sorted(self.noised.items())]
         return {
             "replies": self.replies,
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
             "words": self.words(),
-            "noised": [
-                {"multiplier": z, "replies": count} for z, count in sorted(self.noised.items())
-            ],
+            "noised": noised,
             "plain": self.plain,
             "uncovered": dict(sorted(self.uncovered.items())),
             "answers": self.answers,
@@ -241,14 +236,12 @@ def _read(path: Path) -> dict[str, Any]:
     """Return what a file says of an account, by the names of its attributes."""
     try:
         document = json_values(path)
+        noised = {float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}
+        uncovered = {str(name): int(times) for name, times in document["uncovered"].items()}
         return {
-            "noised": Counter(
-                {float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}
-            ),
+            "noised": Counter(noised),
             "plain": int(document["plain"]),
-            "uncovered": Counter(
-                {str(name): int(times) for name, times in document["uncovered"].items()}
-            ),
+            "uncovered": Counter(uncovered),
             "answers": int(document.get("answers", 0)),
         }
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -69,11 +69,11 @@ def hidden_bins(images: Sequence[int], least: int) -> list[bool]:
         least: bins to which fewer add are not told, nor is their sum, which follows from the others.
     """
     hidden = [count < least for count in images]
+    # The sum of the hidden bins follows from the total: a bin of enough images hides it.
     if any(hidden) and not all(hidden):
         first = hidden.index(True)
-        hidden[
-            min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: (abs(i - first), i))
-        ] = True
+        shown = [i for i, is_hidden in enumerate(hidden) if not is_hidden]
+        hidden[min(shown, key=lambda i: (abs(i - first), i))] = True
     return hidden
 
 
@@ -99,5 +99,6 @@ def geometric(count: int, epsilon: float, entropy: Entropy = os.urandom) -> list
 
 def uniform(count: int, entropy: Entropy) -> NDArray[np.float64]:
     """Return so many numbers between 0 and 1, of 52 random bits each."""
+    # The middle of each of 2^52 steps: never 0 or 1, whose logarithm or quantile is infinite.
     bits = np.frombuffer(entropy(8 * count), np.uint64) >> np.uint64(12)
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -25,19 +25,20 @@ def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tens
     Raises:
         RuntimeError: it reaches beyond its storage.
     """
+    # A negative or huge number here would have PyTorch read the memory of others.
     described = (
         isinstance(numbers, Tensor) and isinstance(size, tuple) and isinstance(stride, tuple)
     )
-    if not described or any(type(one) is not int or one < 0 for one in (offset, *size, *stride)):
+    if not described or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it holds a tensor that is not described as PyTorch does it")
-    if any(more[2:]):  # after the gradient and the hooks: bits of a view of complex numbers
+    # After the gradient and the hooks: bits of a view of complex numbers.
+    if any(more[2:]):
         raise pickle.UnpicklingError(
             "it holds a tensor that is conjugated or negated when it is read"
         )
 
-    tensor: Tensor = numbers.new_empty(0).set_(
-        numbers.as_strided(size, stride, offset)
-    )  # no view of another tensor
+    # By set_, so that it is no view of another tensor.
+    tensor: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))
     return tensor
 
 
@@ -48,9 +49,8 @@ def first(value: Any, *_: Any) -> Any:
 
 def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
     """Put values into a dict; an UnpicklingError for a name that is no text and no number, as Python hashes any."""
-    if type(target) not in (dict, OrderedDict) or not all(
-        isinstance(name, _NAMES) for name in names
-    ):
+    plain = type(target) in (dict, OrderedDict)
+    if not plain or not all(isinstance(name, _NAMES) for name in names):
         raise pickle.UnpicklingError("it holds values by other things than texts and numbers")
     target.update(zip(names, values, strict=True))
 
@@ -90,8 +90,9 @@ _ALLOWED = "a checkpoint is tensors and plain values"
 
 def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
+    # The parts themselves are kept: an id is another's once its object is gone.
     todo = [value]
-    visited = dict[int, Any]()
+    visited = dict[int, object]()
     while todo:
         part = todo.pop()
         if isinstance(part, _SINGLE) or id(part) in visited:
@@ -101,11 +102,11 @@ def require_plain_values(value: Any) -> None:
         if not isinstance(part, dict | list | tuple):
             raise pickle.UnpicklingError(f"it holds a {type(part).__name__} as a value; {_ALLOWED}")
 
-        todo += (
-            [*part.values(), *getattr(part, "__dict__", {}).values()]
-            if isinstance(part, dict)
-            else part
-        )
+        if isinstance(part, dict):
+            # An OrderedDict may have attributes, as a state dict its `_metadata`.
+            todo += [*part.values(), *getattr(part, "__dict__", {}).values()]
+        else:
+            todo += part
 
 
 class PlainUnpickler(pickle._Unpickler):
@@ -127,7 +128,8 @@ class PlainUnpickler(pickle._Unpickler):
             read: gives the bytes of a storage from its key and their number.
         """
         super().__init__(file, encoding="utf-8")
-        self._left, self._read = 2 * size, read  # an array is a text and bytes
+        self._left = 2 * size  # an array is a text and bytes
+        self._read = read
         self.storages: dict[str, Tensor] = {}
 
     def load(self) -> Any:
@@ -170,14 +172,15 @@ class PlainUnpickler(pickle._Unpickler):
                 "what it says would take more memory than the file has bytes"
             )
 
-    def _take_parts(self, given: Any) -> None:
+    def _take_parts(self, arguments: object) -> None:
         """Count what a call is given, which it may copy: one short step of a pickle gives the same again."""
-        if not isinstance(given, tuple):
+        if not isinstance(arguments, tuple):
             raise pickle.UnpicklingError("it holds a call that is not described as Python does it")
-        self._take(
-            len(given)
-            + sum(len(part) for part in given if isinstance(part, str | bytes | list | tuple))
-        )
+
+        self._take(len(arguments))
+        for argument in arguments:
+            if isinstance(argument, str | bytes | list | tuple):
+                self._take(len(argument))
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -187,19 +190,16 @@ class PlainUnpickler(pickle._Unpickler):
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        only_metadata = isinstance(state, dict) and state.keys() == {"_metadata"}
         if isinstance(target, PickledType | PickledArray):
             self._take_parts(state)
             target.__setstate__(state)
-        elif (
-            isinstance(target, OrderedDict)
-            and isinstance(state, dict)
-            and state.keys() == {"_metadata"}
-        ):
+        elif isinstance(target, OrderedDict) and only_metadata:
             self._take(len(state["_metadata"]))
-            vars(target)["_metadata"] = {
-                name: {kind: facts[kind] for kind in _VERSIONS if kind in facts}
-                for name, facts in state["_metadata"].items()
-            }
+            metadata: dict[str, dict[str, object]] = {}
+            for name, facts in state["_metadata"].items():
+                metadata[name] = {kind: facts[kind] for kind in _VERSIONS if kind in facts}
+            vars(target)["_metadata"] = metadata
         else:
             raise pickle.UnpicklingError(
                 f"it sets attributes of {type(target).__name__}; {_ALLOWED}"

@@ -54,8 +54,9 @@ def _write_tensors(
         temporary.touch()
         mode = temporary.stat().st_mode
         safetensors.torch.save_file(named, temporary, metadata=metadata)
-        with suppress(PermissionError):  # a sandbox lets no rights be changed
-            temporary.chmod(mode)  # safetensors gives none but the owner any
+        # safetensors gives rights to the owner only; a sandbox lets none be changed.
+        with suppress(PermissionError):
+            temporary.chmod(mode)
 
 
 @contextmanager
@@ -80,9 +81,8 @@ def writing(
     try:
         yield
     except (OSError, safetensors.SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(
-            error
-        ):  # torch.save's, of a full disk
+        # torch.save's of a full disk names its writer; any other is no failure to write.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         raise RunError(
             f"cannot write {target}: {_reason(error)}; what was saved before is intact; {advice}"
@@ -91,13 +91,9 @@ def writing(
 
 def _reason(error: Exception) -> str:
     """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
-    in_text = re.search(r"os error (\d+)", str(error))
-    if isinstance(error, OSError):
-        number = error.errno
-    elif in_text:
-        number = int(in_text[1])
-    else:
-        number = None
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (match := re.search(r"os error (\d+)", str(error))):
+        number = int(match[1])
 
     if isinstance(error, RuntimeError) or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "no space left on the disk"
@@ -129,11 +125,11 @@ def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) 
         )
 
     tree = json.dumps(strip(state))
-    named = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
+    numbered = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
     if round_ is not None:
-        named[_ROUND] = torch.tensor(round_)
+        numbered[_ROUND] = torch.tensor(round_)
 
-    _write_tensors(path, named, {"tree": tree})
+    _write_tensors(path, numbered, {"tree": tree})
 
 
 def load_state(path: Path) -> State:
@@ -156,9 +152,10 @@ def load_state(path: Path) -> State:
 
 def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
-    kind, value = (
-        next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
-    )
+    if not isinstance(node, dict) or len(node) != 1:
+        raise ValueError(f"{node!r:.60} describes no part of a state")
+
+    ((kind, value),) = node.items()
     if kind == "tensor" and type(value) is int:
         return tensors[str(value)]
     if kind == "dict" and isinstance(value, dict):
@@ -235,11 +232,10 @@ def load_pickled(path: Path) -> Any:
 
 def _from_archive(file: BinaryIO, size: int) -> Any:
     with zipfile.ZipFile(file) as archive:
+        # Stored as it is, and no bytes twice: else a small file could fill the memory.
         members = archive.infolist()
-        if (
-            any(member.compress_type for member in members)
-            or sum(member.file_size for member in members) > size
-        ):
+        packed = any(member.compress_type for member in members)
+        if packed or sum(member.file_size for member in members) > size:
             raise ValueError(
                 f"its {size} bytes would unpack to more, which torch.save never writes"
             )
@@ -292,16 +288,9 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         digest.update(name.encode())
         # reshape(-1) first: a 0-dimensional tensor has no byte view
-        digest.update(
-            weights[name]
-            .detach()
-            .cpu()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
+        numbers = weights[name].detach().cpu().contiguous().reshape(-1)
+        digest.update(numbers.view(torch.uint8).numpy().tobytes())
+
     return digest.hexdigest()
 
 
@@ -315,13 +304,16 @@ def file_sha256(path: Path) -> str:
 
 
 def _unshared(tensors: list[Tensor]) -> list[Tensor]:
-    """Clone tensors whose storage was seen before (tied weights): safetensors refuses shared storage."""
-    seen: set[int] = set()
-    out = []
+    """Clone tensors that share a storage (tied weights, views): safetensors refuses shared storage."""
+    pointers: set[int] = set()
+    unshared = []
     for tensor in tensors:
-        pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        out.append(tensor.clone() if pointer and (pointer in seen or not whole) else tensor)
-        seen.add(pointer)
+        storage = tensor.untyped_storage()
+        # Empty tensors have no memory, or one address for all of them.
+        if tensor.numel():
+            if storage.data_ptr() in pointers or storage.nbytes() != tensor.nbytes:
+                tensor = tensor.clone()
+            pointers.add(storage.data_ptr())
+        unshared.append(tensor)
 
-    return out
+    return unshared

@@ -45,6 +45,7 @@ def cache_folder(kind: str) -> Path:
         return Path(os.environ[PRIVATE_CACHE]) / kind
 
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # expanduser leaves the ~ of a user who has no home, as in some containers.
     if home.startswith("~"):
         raise InputError(
             "a user without a home",
@@ -81,6 +82,7 @@ def require_unused(
     path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume"
 ) -> None:
     """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+    # The path is written into JSON records, which are UTF-8.
     if "\ufffd" in (shown := os.fsencode(path).decode(errors="replace")):
         raise InputError(
             f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1"
@@ -95,9 +97,13 @@ def require_unused(
             "give a writable place",
         )
 
-    if path.exists() and (
-        not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
-    ):
+    if not path.exists():
+        return
+
+    used = [path]
+    if path.is_dir():
+        used = [p for p in path.iterdir() if not _leftover(p) and p.name not in beside]
+    if used:
         raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", advice)
 
 
@@ -176,14 +182,17 @@ def weights_file(text: str) -> Path:
 
         return path
 
-    what, names = _WEIGHTS[kind]
-    weight_files = (path for name in names if (path := Path(folder).expanduser() / name).is_file())
-    if (first := next(weight_files, None)) is None:
-        raise InputError(
-            f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder"
-        )
+    description, names = _WEIGHTS[kind]
+    for name in names:
+        path = Path(folder).expanduser() / name
+        if path.is_file():
+            return path
 
-    return first
+    raise InputError(
+        f"--init {text}",
+        f"{description}: {' or '.join(names)} in this folder",
+        "name another folder",
+    )
 
 
 def _leftover(path: Path) -> bool:

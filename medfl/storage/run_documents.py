@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -19,6 +18,7 @@ from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import (
+    Plain,
     Refused,
     printable,
     read_bytes,
@@ -33,6 +33,8 @@ _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
 _CLASSES = dict[str, dict[str, float | None]]
 _OBJECT = dict[str, Any] | None
+Form = Mapping[str, Any]
+"""Entry -> its type, or the form of an object."""
 
 
 class _Site(TypedDict):
@@ -41,7 +43,7 @@ class _Site(TypedDict):
     personal: _METRICS
 
 
-RUN: Mapping[str, Any] = {
+RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
     "runtime": str | None, "run_hash": str | None, "public": _OBJECT,
@@ -55,17 +57,17 @@ RUN: Mapping[str, Any] = {
     },
     "resumed": list[dict[str, Any]] | None, "seed": Count | None,
 }  # fmt: skip
-RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
-PUBLIC: Mapping[str, Any] = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
+RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": str | None}
+PUBLIC: Form = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )
-ROUND: Mapping[str, Any] = {
+ROUND: Form = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "left_out": dict[str, str] | None,
 }  # fmt: skip
-SUMMARY: Mapping[str, Any] = {
+SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
@@ -74,7 +76,7 @@ SUMMARY: Mapping[str, Any] = {
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None,
 }  # fmt: skip
-MANIFEST_FORM: Mapping[str, Any] = {
+MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
     "sha256": dict[str, str] | None,
     "record": {
@@ -83,12 +85,13 @@ MANIFEST_FORM: Mapping[str, Any] = {
         "facts": dict[str, dict[str, list[str]]] | None,
     },
 }  # fmt: skip
-BEST: Mapping[str, Any] = {"round": Round, "value": float}
+BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
-_LINE, _ROUNDS_FILE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of all of it
+_LINE = 2**26  # bytes of a line of rounds.jsonl
+_ROUNDS_FILE = 2**30  # bytes of all of it
 
 
 def damaged(path: Path, what: str) -> InputError:
@@ -97,8 +100,8 @@ def damaged(path: Path, what: str) -> InputError:
 
 
 def checked(
-    path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()
-) -> dict[str, Any]:
+    path: Path, document: Plain, form: Form, required: Iterable[str] = ()
+) -> dict[str, Plain]:
     """Return a JSON document of a run folder after checking its entries.
 
     Raises:
@@ -112,20 +115,18 @@ def checked(
     return document
 
 
-def require_entries(path: Path, document: Mapping[str, Any], required: Iterable[str]) -> None:
+def require_entries(path: Path, document: Mapping[str, Plain], required: Iterable[str]) -> None:
     """Raise an InputError if a document of a run folder lacks one of these entries."""
     if missing := [name for name in required if name not in document]:
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
-def read_document(
-    path: Path, form: Mapping[str, Any], required: Iterable[str] = ()
-) -> dict[str, Any]:
+def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
     return checked(path, read_json(path, *_AS_WRITTEN), form, required)
 
 
-def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, RUN, required)
     for entry in document.get("resumed") or ():
@@ -133,15 +134,14 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any
             raise damaged(path, error)
 
     if document.get("public"):
-        checked(
-            path, document["public"], {**PUBLIC, "teachers": list[tuple[str, str]] | None}, PUBLIC
-        )
+        form = {**PUBLIC, "teachers": list[tuple[str, str]] | None}
+        checked(path, document["public"], form, PUBLIC)
         checked(path, document["public"]["data"], PUBLIC["data"], PUBLIC["data"])
 
     return document
 
 
-def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
+def read_run(path: Path) -> tuple[Run, dict[str, Plain]]:
     """Return the run in a run.json and the whole document.
 
     Raises:
@@ -151,14 +151,14 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     return run_of(path, document), document
 
 
-def run_of(path: Path, document: dict[str, Any]) -> Run:
+def run_of(path: Path, document: dict[str, Plain]) -> Run:
     """Return the run that a run.json records; InputError if it names a module that the user has not named."""
     run = upgraded(Run.from_dict(document))
     refuse_untrusted_module(run.method, "method", path)
     return run
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> dict[str, Plain]:
     """Return the entries of a summary.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
@@ -168,21 +168,26 @@ def read_summary(path: Path) -> dict[str, Any]:
     return document
 
 
-def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat = dict[str, Any]()
-    classes = [value["classes"]] if "classes" in value else []
+    flat = dict[str, Plain]()
+    classes: list[object] = []
     for name, part in value.items():
-        if name != "classes":
-            flat[name], more = _apart(part) if isinstance(part, Mapping) else (part, [])
-            classes += more
+        if name == "classes":
+            classes.append(part)
+        elif isinstance(part, Mapping):
+            flat[name], inner_classes = _apart(part)
+            classes += inner_classes
+        else:
+            flat[name] = part
 
     return flat, classes
 
 
-def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
+def read_round(path: Path, line: bytes, number: int) -> dict[str, Plain]:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
+        # Before it is parsed, which takes many times its memory.
         if len(line) > _LINE:
             raise Refused(f"more than {_LINE} bytes")
         document = read_json_bytes(line)
@@ -222,17 +227,17 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
     if rows and (lost := [column for column in columns if column not in names]):
         raise damaged(path, f"has no column {lost[0]}")
 
+    cleaned = []
     for number, row in rows:
+        # csv puts the cells beyond the header under None.
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
+        cleaned.append((number, {name: from_cell(cell or "") for name, cell in row.items()}))
 
-    return [
-        (number, {name: from_cell(cell or "") for name, cell in row.items()})
-        for number, row in rows
-    ]
+    return cleaned
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Plain]:
     """Return the entries of a run folder's manifest; each State file that it names is a plain one there, or missing.
 
     Raises:
@@ -247,11 +252,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if lost:
         raise damaged(path, f"does not say of which round the State of {printable(min(lost))!r} is")
 
-    for name in (
-        manifest["server"],
-        *manifest["sites"].values(),
-        manifest.get("best") or manifest["server"],
-    ):
+    best = manifest.get("best") or manifest["server"]
+    for name in (manifest["server"], *manifest["sites"].values(), best):
         state_file(folder, name)
 
     return manifest
@@ -293,10 +295,10 @@ def require_plain(folder: Path) -> None:
             raise damaged(
                 path.with_name(printable(path.name)), "is neither a plain file nor a folder"
             )
-        if (
-            path.name in _WRITTEN_FOLDERS and path.is_dir()
-        ):  # others, as of W&B, may have links of their own
-            paths += [Path(base, name) for base, *names in os.walk(path) for name in chain(*names)]
+        # Other folders, as of W&B, may have links of their own.
+        if path.name in _WRITTEN_FOLDERS and path.is_dir():
+            for base, folders, files in os.walk(path):
+                paths += [Path(base, name) for name in (*folders, *files)]
 
 
 _MOVED = {"weights": "site_weights", "decay_per": "decay_per", "keep_optimizer": "keep_optimizer"}
@@ -312,12 +314,11 @@ def upgraded(run: Run) -> Run:
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """
     options = {**_ADDED.get(run.method, {}), **run.options}
-    moved = [
-        name
-        for name in _BEFORE.get(run.method, ())
-        if name in options and options[name] is not True
-    ]
-    settings = {_MOVED[name]: options.pop(name) for name in moved}
+    settings = {}
+    for name in _BEFORE.get(run.method, ()):
+        if name in options and options[name] is not True:
+            settings[_MOVED[name]] = options.pop(name)
+
     settings.pop("keep_optimizer", None)  # False: the default of every run
 
     if options != run.options:

@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -26,6 +26,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
 from medfl.core.run import Run
+from medfl.core.untrusted import Plain
 from medfl.storage.files import (
     State,
     atomic_replace,
@@ -66,9 +67,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / "state"
-        self._stale: list[str] | None = (
-            None  # files that the next commit removes; None: list the folder
-        )
+        # Files that the next commit removes; None: list the folder.
+        self._stale: list[str] | None = None
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
@@ -101,15 +101,15 @@ class RunFolder:
             with suppress(PermissionError):  # in a sandbox the folder itself stays
                 self.path.rmdir()
 
-    def write_run(self, run: Run, extra: Mapping[str, Any]) -> None:
+    def write_run(self, run: Run, extra: Mapping[str, Plain]) -> None:
         """Write run.json: the run, its hash, and `extra` entries for the reader."""
         self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
-    def add_to_run(self, extra: Mapping[str, Any]) -> None:
+    def add_to_run(self, extra: Mapping[str, Plain]) -> None:
         """Add entries for the reader to run.json; the run itself does not change."""
         self._json("run.json", {**self.read_run()[1], **extra})
 
-    def read_run(self) -> tuple[Run, dict[str, Any]]:
+    def read_run(self) -> tuple[Run, dict[str, Plain]]:
         """Return the run in run.json and the whole document; InputError if it is damaged."""
         return read_run(self.path / "run.json")
 
@@ -128,21 +128,17 @@ class RunFolder:
         newest = self.newest_state(name)
         if newest is None or newest.path.is_file():
             return None if newest is None else newest.path
-        at_site = (
-            self.path
-            / SITES
-            / run_hash[:16]
-            / safe_file_name(name)
-            / f"{newest.round:06d}.safetensors"
-        )
+
+        folder = self.path / SITES / run_hash[:16] / safe_file_name(name)
+        at_site = folder / f"{newest.round:06d}.safetensors"
         return at_site if at_site.is_file() else newest.path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Make the States that these sites saved in a round, which is not committed yet, their newest."""
         replaced = [self._files[name].path.name for name in names if name in self._files]
-        self._files.update(
-            {name: StateFile(round_, self.state_path(round_, name)) for name in names}
-        )
+        for name in names:
+            self._files[name] = StateFile(round_, self.state_path(round_, name))
+
         if self._stale is not None:
             self._stale += replaced
 
@@ -151,7 +147,7 @@ class RunFolder:
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
 
-    def commit(self, round_: int, server: State, record: Mapping[str, Any]) -> None:
+    def commit(self, round_: int, server: State, record: Mapping[str, Plain]) -> None:
         """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
 
         Raises:
@@ -162,26 +158,35 @@ class RunFolder:
         sites = {name: state.path.name for name, state in self._files.items()}
         rounds = {name: state.round for name, state in self._files.items()}
         save_state(self.state / server_file, server, round_)
-        named = (server_file, best, *sites.values())  # a FLARE site keeps its own elsewhere
-        here = [name for name in named if name in self._sums or (self.state / name).is_file()]
-        self._sums = {name: self._sums.get(name) or file_sha256(self.state / name) for name in here}
+
+        sums = {}
+        for name in (server_file, best, *sites.values()):
+            if name in self._sums:
+                sums[name] = self._sums[name]
+            elif (self.state / name).is_file():  # a FLARE site keeps its own elsewhere
+                sums[name] = file_sha256(self.state / name)
+
+        self._sums = sums
         document = {
             "round": round_,
             "server": server_file,
             "sites": sites,
             "rounds": rounds,
             "best": best,
+            "sha256": sums,
+            "record": record,
         }
-        document["sha256"] = self._sums
-        write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
-        needed = {server_file, *sites.values(), MANIFEST, best}
+        write_atomic(self.state / MANIFEST, json.dumps(document).encode())
 
-        for name in set(os.listdir(self.state) if self._stale is None else self._stale) - needed:
+        # Only now: until the manifest is replaced the files of the round before are needed.
+        needed = {server_file, *sites.values(), MANIFEST, best}
+        stale = os.listdir(self.state) if self._stale is None else self._stale
+        for name in set(stale) - needed:
             (self.state / name).unlink(missing_ok=True)
 
         self._stale = [server_file]
 
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> dict[str, Plain] | None:
         """Return the last committed round's manifest, None before the first commit.
 
         It names the files of the States and, but in older folders, their rounds (`rounds`, site -> round) and their
@@ -195,7 +200,7 @@ class RunFolder:
 
         return None
 
-    def server_state(self, manifest: Mapping[str, Any]) -> State:
+    def server_state(self, manifest: Mapping[str, Plain]) -> State:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
@@ -203,11 +208,14 @@ class RunFolder:
     def _files(self) -> dict[str, StateFile]:
         """Site -> its newest State."""
         manifest = self.manifest() or {"sites": {}}
-        paths = {name: self.state / file for name, file in manifest["sites"].items()}
-        rounds = manifest.get("rounds") or {
-            name: state_round(path) for name, path in paths.items()
-        }  # 0.6.0
-        return {name: StateFile(rounds[name], path) for name, path in paths.items()}
+        rounds = manifest.get("rounds") or {}
+        files = {}
+        for name, file in manifest["sites"].items():
+            path = self.state / file
+            # Release 0.6.0 wrote no rounds.
+            files[name] = StateFile(rounds[name] if rounds else state_round(path), path)
+
+        return files
 
     @cached_property
     def _sums(self) -> dict[str, str]:
@@ -236,30 +244,28 @@ class RunFolder:
 
     # Rounds
 
-    def append_round(self, entry: Mapping[str, Any]) -> None:
+    def append_round(self, entry: Mapping[str, Plain]) -> None:
         """Append one line to rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[dict[str, Plain]]:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
-        entries = list[dict[str, Any]]()
+        entries = list[dict[str, Plain]]()
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))
 
         return entries
 
-    def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
+    def truncate_rounds(self, last: int) -> list[dict[str, Plain]]:
         """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
-        write_atomic(
-            self.path / "rounds.jsonl",
-            "".join(json.dumps(entry) + "\n" for entry in entries).encode(),
-        )
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
+        write_atomic(self.path / "rounds.jsonl", text.encode())
         return entries
 
     # Results
@@ -276,17 +282,17 @@ class RunFolder:
         else:
             _save_streamed(path, weights)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, Plain]) -> None:
         """Write summary.json."""
         self._json("summary.json", summary)
 
-    def write_trial(self, trial: Mapping[str, Any]) -> None:
+    def write_trial(self, trial: Mapping[str, Plain]) -> None:
         """Write trial.json, of a run that is not tested."""
         self._json(TRIAL, trial)
 
-    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_table(self, name: str, rows: Sequence[Mapping[str, Plain]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
@@ -307,20 +313,16 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _json(self, name: str, document: Mapping[str, Any]) -> None:
-        write_atomic(
-            self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode()
-        )
+    def _json(self, name: str, document: Mapping[str, Plain]) -> None:
+        text = json.dumps(document, indent=1, default=list) + "\n"
+        write_atomic(self.path / name, text.encode())
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:
     """Write a safetensors file holding one tensor at a time; each is read twice, for its shape and its values."""
-    forms = {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()
-    }
-    names = sorted(
-        forms, key=lambda name: (-forms[name][0].itemsize, name)
-    )  # so that every value is aligned
+    forms = {name: (t.dtype, tuple(t.shape), t.nbytes) for name, t in weights.items()}
+    # Wide numbers first, so that every value is aligned.
+    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header = {}
     offset = 0
 
@@ -333,14 +335,14 @@ def _save_streamed(path: Path, weights: Weights) -> None:
         }
         offset += size
 
+    # Padded, so that the tensors begin at a multiple of 8.
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_replace(path, offset) as temporary, temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            file.write(
-                weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )
+            numbers = weights[name].detach().cpu().contiguous().reshape(-1)
+            file.write(numbers.view(torch.uint8).numpy().data)
 
 
 @lru_cache
@@ -353,6 +355,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def safe_file_name(name: str) -> str:
     """Return a file name for the name of a site or case; different names stay different."""
+    # Dots too: a site may be called "..", and its file must not get another ending.
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     if len(plain) <= 100:
         return plain

@@ -10,12 +10,11 @@ import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.release import VERSION
 from medfl.core.run import Run, hash_as_recorded
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import Plain, printable
 from medfl.storage.files import file_sha256, state_round
 from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
 from medfl.storage.run_folder import RunFolder
@@ -24,30 +23,28 @@ _SETTLED = 10**9  # ns since a file's last change, after which another change ha
 _ANEW = "restore it, or start the run anew in another folder"
 
 
-def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
+def read_verified_run(path: Path) -> tuple[Run, dict[str, Plain]]:
     """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
-    written = hash_as_recorded(
-        document
-    )  # of an earlier version perhaps, under whose names the hash was made
+    # Of the document, not of `run`: an earlier version made the hash under its own names.
+    written = hash_as_recorded(document)
     recorded = document.get("run_hash", written)
     if recorded != written:
         writer = str(document.get("medfl", VERSION))
-        if writer == VERSION:
-            other = ""
-        else:
-            other = f", or read it with the medfl that wrote it, {printable(writer, 20)}"
+        advice = "restore the file"
+        if writer != VERSION:
+            advice += f", or read it with the medfl that wrote it, {printable(writer, 20)}"
 
         raise InputError(
             f"{path}, whose settings give the run hash {written[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
-            f"restore the file{other}, or start a run with these settings",
+            f"{advice}, or start a run with these settings",
         )
 
     return run, document
 
 
-def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
+def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Plain] | None:
     """Return the manifest of a run's last committed round, None where the run was stopped before its first.
 
     With `sums` the SHA-256 of the State files are compared; older folders have none. A process reads a file again only
@@ -57,6 +54,7 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
         InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was
             changed.
     """
+    # First: by a link the next lines would read a file elsewhere.
     require_plain(folder.path)
     manifest = folder.manifest()
     if manifest is None:
@@ -65,16 +63,13 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
 
     done = manifest["round"]
     entries = folder.rounds()
-    if [entry["round"] for entry in entries[:done]] != [*range(1, done + 1)]:
-        bad = next(
-            (i for i, entry in enumerate(entries[:done], 1) if entry["round"] != i),
-            len(entries) + 1,
-        )
-        raise InputError(
-            f"{folder.path / 'rounds.jsonl'}, whose line {bad} is not that of round {bad}",
-            f"{done} rounds are done, and the file has a line of each",
-            _ANEW,
-        )
+    for number in range(1, done + 1):
+        if number > len(entries) or entries[number - 1]["round"] != number:
+            raise InputError(
+                f"{folder.path / 'rounds.jsonl'}, whose line {number} is not that of round {number}",
+                f"{done} rounds are done, and the file has a line of each",
+                _ANEW,
+            )
 
     for path, digest in _needed(folder, manifest):
         if not path.is_file():
@@ -92,11 +87,11 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
 def _sum(path: Path) -> str:
     """Return the SHA-256 of a file, read again only where it may have changed."""
     stat = path.stat()
-    if time.time_ns() - stat.st_mtime_ns < _SETTLED:  # another write could have the same time
+    # Another write at once could have the same time.
+    if time.time_ns() - stat.st_mtime_ns < _SETTLED:
         return file_sha256(path)
-    return _known_sum(
-        path.absolute(), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
-    )
+    version = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+    return _known_sum(path.absolute(), *version)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -119,18 +114,17 @@ def _refuse_missing_manifest(folder: RunFolder) -> None:
         )
 
 
-def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path, str | None]]:
+def _needed(folder: RunFolder, manifest: dict[str, Plain]) -> Iterator[tuple[Path, str | None]]:
     """Yield the files that a run continues from, each with its SHA-256 if that is known.
 
     Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
     """
     digests = manifest.get("sha256") or {}
     yield folder.state / manifest["server"], digests.get(manifest["server"])
-    yield from (
-        (folder.state / name, digests[name])
-        for name in manifest["sites"].values()
-        if name in digests
-    )
+    for name in manifest["sites"].values():
+        if name in digests:
+            yield folder.state / name, digests[name]
+
     if manifest["record"].get("best") is not None:
         best = folder.best_path()
         yield best, digests.get(best.name)

@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
+from medfl.core.untrusted import Plain
 from medfl.storage.run_documents import (
     MANIFEST,
     damaged,
@@ -28,7 +30,7 @@ from medfl.storage.run_documents import (
 )
 
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
-_RISE = 0.005
+_RISE = 0.005  # of a metric from 0 to 1: less is noise
 
 SUMMARY_KINDS = {
     "received": ("global", "Global", ("last", "best")),
@@ -93,10 +95,10 @@ class RunReader:
     @classmethod
     def from_record(
         cls,
-        record: Mapping[str, Any],
-        rounds: Sequence[Mapping[str, Any]] = (),
+        record: Mapping[str, Plain],
+        rounds: Sequence[Mapping[str, Plain]] = (),
         sites: Sequence[Mapping[str, str]] = (),
-        summary: Mapping[str, Any] | None = None,
+        summary: Mapping[str, Plain] | None = None,
         predictions: Predictions | None = None,
         path: Path = Path(),
     ) -> Self:
@@ -115,12 +117,12 @@ class RunReader:
     # The files
 
     @cached_property
-    def document(self) -> Mapping[str, Any]:
+    def document(self) -> Mapping[str, Plain]:
         """`run.json`, of which older versions wrote fewer entries."""
         return read_run_document(self.path / "run.json")
 
     @cached_property
-    def record(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, Plain]:
         """`run.json` with all entries that a report needs."""
         file = self.path / "run.json"
         require_entries(file, self.document, _REQUIRED)
@@ -134,7 +136,7 @@ class RunReader:
         return run_of(self.path / "run.json", dict(self.document))
 
     @cached_property
-    def rounds(self) -> Sequence[Mapping[str, Any]]:
+    def rounds(self) -> Sequence[Mapping[str, Plain]]:
         """The lines of `rounds.jsonl`; a last one without its line break was cut off by a crash and is left out."""
         path = self.path / "rounds.jsonl"
         lines = enumerate(round_lines(path)[:-1], 1)
@@ -147,13 +149,13 @@ class RunReader:
         return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
 
     @cached_property
-    def summary(self) -> Mapping[str, Any] | None:
+    def summary(self) -> Mapping[str, Plain] | None:
         """`summary.json`, None where the run did not get that far."""
         file = self.path / "summary.json"
         return read_summary(file) if file.is_file() else None
 
     @cached_property
-    def manifest(self) -> Mapping[str, Any] | None:
+    def manifest(self) -> Mapping[str, Plain] | None:
         """`state/manifest.json`, None before the first round is committed."""
         file = self.path / "state" / MANIFEST
         return read_manifest(self.path) if file.is_file() else None
@@ -190,7 +192,7 @@ class RunReader:
         return str(self.record["method"])
 
     @property
-    def options(self) -> Mapping[str, Any]:
+    def options(self) -> Mapping[str, Plain]:
         """The options of its method."""
         return self.record.get("options") or {}
 
@@ -215,7 +217,7 @@ class RunReader:
         return bool(self.record["data"]["source"] == "phantom")
 
     @property
-    def public(self) -> Mapping[str, Any] | None:
+    def public(self) -> Mapping[str, Plain] | None:
         """The run's public data, None where it used none."""
         return self.record.get("public")
 
@@ -231,17 +233,18 @@ class RunReader:
         return len(self.rounds) >= int(last)
 
     @property
-    def final_summary(self) -> Mapping[str, Any] | None:
+    def final_summary(self) -> Mapping[str, Plain] | None:
         """The summary of the last committed round, None where the run was interrupted, or is being continued."""
         if self.summary is None or self.manifest is None:
             return self.summary
+        # A run that is continued has rounds that its old summary does not know.
         if self.manifest["round"] == self.summary["rounds"]:
             return self.summary
 
         return None
 
     @property
-    def best_round(self) -> Mapping[str, Any] | None:
+    def best_round(self) -> Mapping[str, Plain] | None:
         """The number and the validation metric of the best round, None where no round was evaluated."""
         manifest = self.manifest or {"record": {}}
         return manifest["record"].get("best") or (self.final_summary or {}).get("best")
@@ -257,6 +260,7 @@ class RunReader:
 
         before = max(scores[:-part])
         last = max(scores[-part:])
+        # A rise that is lost again by half at the end was chance.
         if last - before < _RISE or scores[-1] < last - (last - before) / 2:
             return None
 
@@ -290,7 +294,8 @@ class RunReader:
     @property
     def personal_model(self) -> str:
         """What a personal model of this run is, in words; "" where it has none, or an older run does not say."""
-        if not any(name.startswith("personal_") for row in self.sites for name in row):
+        columns = chain.from_iterable(self.sites)
+        if not any(column.startswith("personal_") for column in columns):
             return ""
         return str((self.summary or {}).get("personal_model") or "")
 
@@ -316,7 +321,7 @@ class RunReader:
             ) from None
         return {site: value for site, value in values.items() if math.isfinite(value)}
 
-    def pooled(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+    def pooled(self) -> list[tuple[str, str, Mapping[str, Plain]]]:
         """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
 
         Mean and sd are over the sites' own models, each on everybody's test items; one site has no sd.
@@ -324,6 +329,7 @@ class RunReader:
         if self.summary is None:
             return []
 
+        # Without entries by kind those of the judged model stand at the top.
         by_kind = {kind: self.summary.get(key) for kind, (key, _, _) in SUMMARY_KINDS.items()}
         if not any(by_kind.values()):
             by_kind[self.judged] = self.summary
@@ -337,7 +343,7 @@ class RunReader:
         return pooled
 
     @property
-    def structures(self) -> Mapping[str, Mapping[str, Any]]:
+    def structures(self) -> Mapping[str, Mapping[str, Plain]]:
         """Structure -> metrics and cases of the judged model after the last round; {} where there are none."""
         return ((self.summary or {}).get("last") or {}).get("classes") or {}
 
@@ -348,9 +354,8 @@ def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
     sites = [row.get("site", "") for _, row in rows]
     if not classes or (columns and "predicted" not in columns):  # scores instead of classes
         no_classes = np.zeros(0, np.int64)
-        scores = {
-            name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")
-        }
+        metrics = [name for name in columns if name not in ("id", "site")]
+        scores = {name: _numbers(path, rows, name) for name in metrics}
         return Predictions(ids, sites, no_classes, no_classes, None, scores)
 
     label, predicted = _class_numbers(path, rows, classes)

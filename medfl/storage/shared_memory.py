@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class SharedBuffer:
 
     def put(self, tensor: Tensor) -> tuple[int, torch.dtype, torch.Size] | None:
         """Copy a tensor in and return its location, None if it is small or does not fit."""
+        # Rounded up: a view as another dtype must begin at a multiple of its size.
         start = -(-self.used // _ALIGNED) * _ALIGNED
         if tensor.nbytes < _SMALL or start + tensor.nbytes > len(self.bytes):
             return None
@@ -70,7 +71,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._shared = shared
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         if self._shared is None or not _is_plain(obj):
             return None
         return self._shared.put(obj.detach())
@@ -96,7 +97,8 @@ class _Unpickler(pickle.Unpickler):
         return tensor.clone() if self._copy else tensor
 
 
-def _is_plain(obj: Any) -> bool:
+def _is_plain(obj: object) -> TypeGuard[Tensor]:
+    # A subclass, as MONAI's MetaTensor, has more to it than numbers.
     return type(obj) is Tensor or type(obj) is nn.Parameter
 
 

@@ -49,7 +49,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "theirs" / "payload.py").write_text(OWN.format(ran=str(tmp_path / "ran")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("medfl.core.names._trusted", set())
+    forget()
     yield tmp_path / "ran"
     forget()
 
@@ -58,7 +58,7 @@ def forget() -> None:
     """Let this process be one in which nobody has named a module."""
     for name in ("theirs", "theirs.payload"):
         sys.modules.pop(name, None)
-    names._trusted.clear()
+    names._trusted.set(frozenset())
     medfl.methods.method_class.cache_clear()
 
 
