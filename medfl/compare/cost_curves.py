@@ -88,7 +88,6 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     dashed = {curve.label for curve in curves if curve.personal}
     without_bytes = {curve.label for curve in curves if not curve.by_bytes}
     names = list(dict.fromkeys(curve.label for curve in curves if curve.scored))
-    colour = dict(zip(names, colours(len(names)), strict=True))
 
     if not any(curve.by_bytes or curve.by_seconds for curve in curves):
         raise InputError(
@@ -97,6 +96,7 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
             "give runs with --eval-every 1",
         )
 
+    colour = dict(zip(names, colours(len(names)), strict=True))
     title = f"{key} against what was sent and how long it took"
     if runs[0].phantom:
         title += ", PHANTOM data"
