@@ -60,10 +60,12 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
 
     try:
         before = json_values(out / GRID)
-        if not isinstance(before, dict) or any(
-            not isinstance(before.get(p) or {}, dict) for p in _PARTS
-        ):
+        if not isinstance(before, dict):
             raise Refused("no settings")
+
+        for part in _PARTS:
+            if not isinstance(before.get(part) or {}, dict):
+                raise Refused("no settings")
     except Refused as error:
         raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
 
@@ -84,10 +86,12 @@ def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a grid by name, as text."""
-    flat = {"bundle": settings.get("bundle")}
+    flat = {"bundle": setting(settings.get("bundle"))}
     for part, prefix in _PARTS.items():
-        flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
-    return {name: setting(value) for name, value in flat.items()}
+        for name, value in (settings.get(part) or {}).items():
+            flat[f"{prefix}{name}"] = setting(value)
+
+    return flat
 
 
 def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
@@ -130,8 +134,11 @@ def _record_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
-        flat |= _leaves(field.name, document.get(field.name, default))
-    return {name: value for name, value in flat.items() if not _NO_SETTINGS.fullmatch(name)}
+        for name, value in _leaves(field.name, document.get(field.name, default)).items():
+            if not _NO_SETTINGS.fullmatch(name):
+                flat[name] = value
+
+    return flat
 
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
