@@ -118,7 +118,7 @@ def _is_finite(text: str) -> bool:
         return False
 
 
-def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def differing_settings(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
     """Name the settings in which the records of two runs (run.json) differ, each with both values.
 
     Paths are no settings, and what older records lack counts as its default.
@@ -129,9 +129,9 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
 
-def _record_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
         for name, value in _leaves(field.name, document.get(field.name, default)).items():
@@ -141,20 +141,20 @@ def _record_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:
+def _leaves(name: str, value: Any) -> dict[str, object]:
     if name == "partition.sites":
         return {"sites": len(value)}
     if not isinstance(value, Mapping):
         return {name: value}
 
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, part in value.items():
         leaves |= _leaves(f"{name}.{key}", part)
 
     return leaves
 
 
-def _short(value: Any, width: int = 40) -> str:
+def _short(value: object, width: int = 40) -> str:
     text = "not set" if value is None else setting(value)
     return text if len(text) <= width else f"{text[:width]}…"
 

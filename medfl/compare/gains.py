@@ -141,7 +141,7 @@ def gains(folders: Sequence[Path]) -> Gains:
                 runs.append(local[run.path])
 
     _check(runs)
-    by_label: dict[str, dict[tuple[Any, ...], RunFiles]] = {}
+    by_label: dict[str, dict[tuple[object, ...], RunFiles]] = {}
 
     for number, (label, run) in enumerate(zip(labels_with_settings(runs), runs, strict=True)):
         twin = by_label.setdefault(label, {}).setdefault(_pairing(run), run)
@@ -264,7 +264,7 @@ def _differing(run: RunFiles, base: RunFiles) -> list[str]:
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
-def _pairing(run: RunFiles) -> tuple[Any, ...]:
+def _pairing(run: RunFiles) -> tuple[object, ...]:
     """Return the seed, partition and data, which two runs share whose sites can be compared."""
     partition = run.record["partition"]
     return (

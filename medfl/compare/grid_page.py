@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -57,7 +56,7 @@ def write_grid_page(folder: Path) -> Path:
     return path
 
 
-def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
+def _context(comparison: Comparison, begun: int) -> dict[str, object]:
     methods = comparison.methods
     if _BASE in methods:
         against = _BASE

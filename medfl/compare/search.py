@@ -97,7 +97,7 @@ def entry(method: str, point: Mapping[str, Any]) -> Entry:
     return Entry(label, method, options, settings)
 
 
-def _number(name: str, value: Any) -> int | float:
+def _number(name: str, value: object) -> int | float:
     try:
         number: int | float = SETTINGS[name].kind(value)
     except ValueError as error:
@@ -154,7 +154,7 @@ def _read(file: Path) -> Entry:
     return replace(entry(document["method"], point), trials=document["trials"])
 
 
-def _wrong(document: Any) -> str:
+def _wrong(document: object) -> str:
     """Return what is wrong with the content of best.json, "" where nothing is."""
     if not isinstance(document, dict):
         return "is no object"

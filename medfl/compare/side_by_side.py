@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from medfl import methods
 from medfl.compare.checks import MUST_AGREE, require_same
@@ -93,11 +93,11 @@ class _Entry(NamedTuple):
     run: RunFiles
     name: str
     tone: str
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
     analysis: PredictionAnalysis | None
 
 
-def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
+def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
     _check(runs)
     first = runs[0]
     entries = []
@@ -159,7 +159,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 def _row(
     run: RunFiles, name: str, tone: str, analysis: PredictionAnalysis | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a run's row of the table of runs."""
     scores = {when: values for kind, when, values in run.pooled() if kind == run.judged}
     summary = run.summary or {}
@@ -220,7 +220,7 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _defaults(run: RunFiles) -> dict[str, Any]:
+def _defaults(run: RunFiles) -> dict[str, object]:
     """Return the option defaults of a shipped method; {} for others, whose modules a report does not import."""
     if run.method not in methods.names():
         return {}
@@ -254,7 +254,7 @@ def _learning(entries: Sequence[_Entry]) -> list[Chart]:
     return [chart for chart in drawn if chart.svg is not None]
 
 
-def _sites(entries: Sequence[_Entry]) -> dict[str, Any] | None:
+def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
     """Return each site's metric in each run, None where the runs have different sites."""
     if len({tuple(entry.run.site_names) for entry in entries}) > 1:
         return None
@@ -311,7 +311,7 @@ def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
     return columns
 
 
-def _roc(entries: Sequence[_Entry]) -> dict[str, Any] | None:
+def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
     """Draw each run's curve: that of the second of two classes, else the mean of the classes'."""
     by_tone = {}
     rows = []

@@ -29,9 +29,9 @@ def searched(
     count: int | None,
     seeds: tuple[int, ...],
     partition: str | None,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
-    requested: Mapping[str, Any],
+    options: Mapping[str, object],
+    config: Mapping[str, object],
+    requested: Mapping[str, object],
 ) -> Grid:
     """Return the grid of a search's trials; `values` and `count` as of `search.trials`, the others as of `Grid`."""
     text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
@@ -102,5 +102,5 @@ def _mean(cells: Sequence[Cell], key: str) -> float | None:
     return statistics.fmean(values)
 
 
-def _settings(options: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+def _settings(options: Mapping[str, object], entry: Entry) -> dict[str, object]:
     return {"options": {**options, **entry.options}, "requested": dict(entry.settings)}

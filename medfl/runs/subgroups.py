@@ -75,12 +75,12 @@ class Subgroups:
     total: Subgroup
     min_count: int
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, object]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
         names = list(self.total.metrics)
         rows = []
         for group in (*self.groups, self.total):
-            row: dict[str, Any] = {self.by: group.name, "cases": group.count}
+            row: dict[str, object] = {self.by: group.name, "cases": group.count}
             for name in names:
                 estimate = group.metrics.get(name)
                 if estimate:

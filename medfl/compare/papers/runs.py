@@ -38,8 +38,8 @@ def run(
     seeds: Sequence[int] | None = None,
     partitions: Sequence[str] | None = None,
     scale: float = 1.0,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
+    options: Mapping[str, object],
+    config: Mapping[str, object],
     requested: Mapping[str, Any],
 ) -> tuple[list[str], int, dict[str, Any]]:
     """Run what is missing of a published table, a folder for each grid, and compare.
