@@ -1,8 +1,8 @@
-"""Which network a run's folder holds: the global model, or the one that a site is judged by, as they predict.
+"""The networks of a run's folder, ready to predict: the global model, or the one that a site is judged by.
 
-A global model is the run's network with the weights of its file; it needs no images. What is more than that (a site's
-own model, a network that a method puts together, the newest round of a run that was interrupted) is made by the method
-from the saved States, as the run made it for its scores.
+A global model is the run's network with the weights of its file; it needs no images. Every other network is made by the
+method from the saved States, as the run made it for its scores: a site's own model, a network that a method assembles,
+and the newest round of an interrupted run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A trained network on the CPU in evaluation mode, which belongs to the caller.
+    """A trained network on the CPU in evaluation mode; the caller may change it.
 
-    It is that of a site ("": the global model) after a round; `config` has the ids of the bundle that it is built with.
+    Attributes:
+        site: whose model it is, "" for the global one.
+        round: after which it was taken.
+        config: ids of the bundle's configuration that the site's network is built with.
     """
 
     network: nn.Module
@@ -53,7 +56,7 @@ class RunNetworks:
     """What a run's folder holds: its last networks, or the best by the validation metric.
 
     Raises:
-        InputError: no run is there, or its bundle has changed; a shipped one may have, that is said.
+        InputError: no run is there, or its bundle has changed. A shipped bundle may have, which a note says.
     """
 
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:

@@ -55,10 +55,10 @@ class Predictions:
     """What was predicted.
 
     Attributes:
-        rows: of predictions.csv, by id.
-        cases: outcomes of the images with a reference.
-        failed: id -> what went wrong with an image, or with its reference.
-        units: of distances on the images with a reference.
+        rows: id -> row of predictions.csv.
+        cases: scores of the images with a reference.
+        failed: id -> error of an image, or of its reference.
+        units: in which distances were measured: pixels, millimetres or both.
     """
 
     rows: dict[str, Record] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def predict(
     progress: bool = False,
     say: Print = str,
 ) -> dict[str, Any]:
-    """Write what a trained network says of images into a new folder.
+    """Write a trained network's predictions for images into a new folder.
 
     Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
     image on the grid of its file, NIfTI of volumes and DICOM series, PNG of pictures, and predictions.csv with id, mask
@@ -92,10 +92,10 @@ def predict(
         images: a folder, a file, or a list of these; `Result.predict` says which.
         out: new or empty folder.
         reference: folder of masks or of class folders, or table of classes; `medfl.runs.references` finds them.
-        which: of a run, the weights of the "last" or of the "best" round.
-        site: of a run whose method has a model for each site, whose.
+        which: weights of a run's "last" or "best" round.
+        site: whose model, where the run's method has one for each site.
         device: auto, cpu or cuda[:i].
-        thread_count: None takes the run's, of a bundle as many as PyTorch takes.
+        thread_count: default: that of the run; for a bundle PyTorch's own.
         progress: show a bar.
         say: where lines for the user go.
 
@@ -103,7 +103,7 @@ def predict(
         Everything that was written and what failed, for JSON.
 
     Raises:
-        InputError: no model, no image, none that can be predicted, or `out` is in use; nothing is written.
+        InputError: there is no model or image, no image can be predicted, or `out` is in use; nothing is written.
         RunError: the disk is full.
     """
     folder = Path(out).expanduser()

@@ -1,7 +1,7 @@
-"""Find and open the public data of a run: another bundle's images, without augmentation, as fit the sites' networks.
+"""Find and open the public data of a run: another bundle's images, not augmented, in the sites' dimensions.
 
-A method that uses public data has the options of `medfl.methods._parts.public`; what is not given comes from the public
-bundle's own protocol (key `public`: section, items, split).
+A method that uses public data has the options of `medfl.methods._parts.public`. Those that are not given come from the
+public bundle's own protocol (key `public`: section, items, split).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _AUGMENTATION = "train#random_transforms"
 
 @dataclass(frozen=True)
 class PublicPlan:
-    """The public data of a run before an image of them is read.
+    """The public data of a run, before any image is read.
 
     Attributes:
         opened: the public bundle on its images.
         section: which of its sections is taken.
         indices: which of that section's items.
-        teachers: those whose answers the method learns from, not asked yet.
+        teachers: whose answers the method learns from; not asked yet.
         channels: of the sites' images.
         depth: how often an image is repeated for sites with volumes, 0 where they have images.
         record: what the run says of all this.
@@ -58,7 +58,7 @@ class PublicPlan:
     record: PublicRecord
 
     def prepare(self, *, jobs: int = 1, progress: bool = False, say: Print = str) -> Public:
-        """Read the images, and ask the teachers what the cache does not know.
+        """Read the images, and ask the teachers for the answers that are not in the cache.
 
         Raises:
             InputError: an image cannot be read, or a teacher does not fit these data.

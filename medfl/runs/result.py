@@ -54,8 +54,8 @@ class Result(ResultTables):
         run: the record of all that the run depends on.
 
     Raises:
-        InputError: the folder is not a run's, or its run.json is damaged. Other files are read when they are first
-            asked for, and a damaged one is refused then.
+        InputError: the folder is not a run's, or its run.json is damaged. Other files are read at their first use;
+            a damaged one raises then.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
@@ -154,7 +154,7 @@ class Result(ResultTables):
 
     @cached_property
     def predictions(self) -> list[Record]:
-        """One record a test case, as the run judged it; `cases` adds what the data say of it.
+        """One record a test case, by the model that the run is judged by; `cases` adds centre, age and the like.
 
         Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Else id, site and the
         case's metrics.
@@ -209,7 +209,7 @@ class Result(ResultTables):
 
         Args:
             by: the column.
-            min_count: groups with fewer cases are not told, nor what rests on fewer cases of a class.
+            min_count: groups with fewer cases are hidden, as are metrics that rest on fewer cases of a class.
 
         Raises:
             InputError: the data have no such column; as `cases`.
@@ -241,7 +241,7 @@ class Result(ResultTables):
         out: str | Path | None = None,
         reference: str | Path | None = None,
     ) -> list[Record]:
-        """Return what a trained network says of new images, or of the run's own items.
+        """Return a trained network's predictions for new images, or for the run's own items.
 
         New images go through the bundle's validation transforms. In classification a record has id, predicted and
         `p_<class>`; in segmentation id and mask, class indices on the grid of the image's file where that is known,
@@ -252,9 +252,11 @@ class Result(ResultTables):
                 (D1, D2, D3). None takes the run's items.
             section: which of the run's items: train, validate or test.
             which: weights of the "last" or the "best" round.
-            site: whose model, and of the run's items that site's; None: the one model, or each site's on its own items.
-            out: new folder for what is said of new images; the rows of its predictions.csv are returned instead.
-            reference: what these are scored by, in `out`; both as of `medfl.runs.predict.predict`.
+            site: the site whose model predicts, and whose items where the run's own are taken. None: the global model,
+                or each site's model on its own items.
+            out: new folder for the predictions of new images, as `medfl.runs.predict.predict` writes them; the rows of
+                its predictions.csv are returned.
+            reference: folder or table that new images are scored by, in `out`.
 
         Raises:
             InputError: no such image, section or site; an image that the bundle's transforms refuse.

@@ -27,7 +27,7 @@ TABLES = tuple(_INDEX)
 
 
 class ResultTables(ABC):
-    """What `medfl.Result` makes of its lists of records."""
+    """The tables and curves that `medfl.Result` makes of its lists of records."""
 
     run: Any
 
@@ -72,7 +72,7 @@ class ResultTables(ABC):
         Args:
             metrics: columns of `rounds`, with or without "val_" ("accuracy", "train_loss"); default: the key metric,
                 which chooses the best round.
-            by_site: a thin line for each site as well, of the model that it received, where sites are scored.
+            by_site: add a thin line for each scored site, of the model that it received.
             axes: to draw on; default: new ones.
 
         Returns:
