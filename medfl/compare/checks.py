@@ -60,10 +60,12 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
 
     try:
         before = json_values(out / GRID)
-        if not isinstance(before, dict) or any(
-            not isinstance(before.get(p) or {}, dict) for p in _PARTS
-        ):
+        if not isinstance(before, dict):
             raise Refused("no settings")
+
+        for part in _PARTS:
+            if not isinstance(before.get(part) or {}, dict):
+                raise Refused("no settings")
     except Refused as error:
         raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
 
@@ -84,10 +86,12 @@ def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a grid by name, as text."""
-    flat = {"bundle": settings.get("bundle")}
+    flat = {"bundle": setting(settings.get("bundle"))}
     for part, prefix in _PARTS.items():
-        flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
-    return {name: setting(value) for name, value in flat.items()}
+        for name, value in (settings.get(part) or {}).items():
+            flat[f"{prefix}{name}"] = setting(value)
+
+    return flat
 
 
 def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
@@ -114,7 +118,7 @@ def _is_finite(text: str) -> bool:
         return False
 
 
-def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def differing_settings(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
     """Name the settings in which the records of two runs (run.json) differ, each with both values.
 
     Paths are no settings, and what older records lack counts as its default.
@@ -125,29 +129,32 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
 
-def _record_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
-        flat |= _leaves(field.name, document.get(field.name, default))
-    return {name: value for name, value in flat.items() if not _NO_SETTINGS.fullmatch(name)}
+        for name, value in _leaves(field.name, document.get(field.name, default)).items():
+            if not _NO_SETTINGS.fullmatch(name):
+                flat[name] = value
+
+    return flat
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:
+def _leaves(name: str, value: Any) -> dict[str, object]:
     if name == "partition.sites":
         return {"sites": len(value)}
     if not isinstance(value, Mapping):
         return {name: value}
 
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, part in value.items():
         leaves |= _leaves(f"{name}.{key}", part)
 
     return leaves
 
 
-def _short(value: Any, width: int = 40) -> str:
+def _short(value: object, width: int = 40) -> str:
     text = "not set" if value is None else setting(value)
     return text if len(text) <= width else f"{text[:width]}…"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,8 +63,13 @@ class Row:
 
     def values(self, column: Column) -> dict[int, float]:
         """Return a column's value for each seed that has one."""
-        values = {seed: column.read(run) for seed, run in sorted(self.runs.items())}
-        return {seed: value for seed, value in values.items() if value is not None}
+        values = {}
+        for seed, run in sorted(self.runs.items()):
+            value = column.read(run)
+            if value is not None:
+                values[seed] = value
+
+        return values
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class Comparison:
 
         one_data = "a comparison has one bundle, one key metric and the same images"
         require_same(runs, one_data, "compare the runs of each kind apart")
-        # A bundle's split may use the seed, so images are compared only between runs of equal seed
+        # a bundle's split may use the seed, so images are compared only between runs of equal seed
         seed_of_first = runs[0].record.get("seed")
         same_seed = [run for run in runs if run.record.get("seed") == seed_of_first]
         data = {"data": lambda run: str(run.record["data"].get("checksum"))}
@@ -154,10 +160,13 @@ class Comparison:
             by_seed = rows.setdefault((run.partition, label), {})
             seed = int(run.record["seed"])
             if seed in by_seed:
-                differences = ", ".join(differing_settings(by_seed[seed].record, run.record))
+                twins = f"{by_seed[seed].path} and {run.path} are both {label} with seed {seed}"
+                differences = differing_settings(by_seed[seed].record, run.record)
+                if differences:
+                    twins += f", but differ in {', '.join(differences)}"
+
                 raise InputError(
-                    f"{by_seed[seed].path} and {run.path} are both {label} with seed {seed}"
-                    + (f", but differ in {differences}" if differences else ""),
+                    twins,
                     "rows are told apart by method, options and partition, runs in a row by their seed",
                     "leave one of these two runs out",
                 )
@@ -187,8 +196,11 @@ class Comparison:
 
     def describe(self) -> str:
         """Return the kind of data and the bundle of the runs."""
-        source = "PHANTOM data, drawn by a program" if self.phantom else "real data"
-        return f"{source}: {self.rows[0].first.record['bundle']}"
+        bundle = self.rows[0].first.record["bundle"]
+        if self.phantom:
+            return f"PHANTOM data, drawn by a program: {bundle}"
+
+        return f"real data: {bundle}"
 
     def on(self, partition: str) -> list[Row]:
         """Return the rows on a partition."""
@@ -206,12 +218,16 @@ class Comparison:
     @cached_property
     def columns(self) -> list[Column]:
         """The columns of the tables that any run has."""
-        names = [self.key, *(n for n in ("accuracy", "auroc") if n != self.key)]
-        columns = [
-            Column(f"global_{when}_{name}", f"{metrics.title(name)}, one model, {text}", _entry("global", when, name),
-                   metrics.higher_is_better(name))
-            for name in names for when, text in (("last", "last round"), ("best", "best round"))
-        ]  # fmt: skip
+        columns = []
+        for name in dict.fromkeys([self.key, "accuracy", "auroc"]):
+            higher = metrics.higher_is_better(name)
+            for when in ("last", "best"):
+                heading = f"{metrics.title(name)}, one model, {when} round"
+                column = Column(
+                    f"global_{when}_{name}", heading, _entry("global", when, name), higher
+                )
+                columns.append(column)
+
         title = metrics.title(self.key)
         site_models = _entry("site_models", "mean", self.key)
         columns += [
@@ -228,8 +244,10 @@ class Comparison:
     @property
     def judged_by(self) -> Column:
         """The column that decides: the mean of the sites where any method is personal, else the one model."""
-        personal = any(run.judged == "personal" for run in self.runs())
-        name = "sites_mean" if personal else f"global_last_{self.key}"
+        name = f"global_last_{self.key}"
+        if any(run.judged == "personal" for run in self.runs()):
+            name = "sites_mean"
+
         return next(column for column in self.columns if column.name == name)
 
     def tests(self, against: str) -> list[PairedTest]:
@@ -241,8 +259,14 @@ class Comparison:
         if against not in self.methods:
             allowed = f"methods are {', '.join(sorted(self.methods))}"
             raise InputError(f"against {against}", allowed, "choose one of them")
-        tests = (paired_test(row, base, self.judged_by) for row, base in self._pairs(against))
-        return [test for test in tests if test is not None]
+
+        tests = []
+        for row, base in self._pairs(against):
+            test = paired_test(row, base, self.judged_by)
+            if test is not None:
+                tests.append(test)
+
+        return tests
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
         """Compare rows that have one seed, and no more, in common with the method `against`: over its test cases."""
@@ -269,28 +293,38 @@ class Comparison:
         """Return the row that is better than every other on a partition by its paired interval, None without one."""
         rows = self.on(partition)
         for row in rows:
-            tests = [paired_test(row, rival, column) for rival in rows if rival is not row]
-            if tests and all(test is not None and test.word == BETTER for test in tests):
+            words = set()
+            for rival in rows:
+                if rival is not row:
+                    test = paired_test(row, rival, column)
+                    words.add(test and test.word)
+
+            # a row without rivals is better than none
+            if words == {BETTER}:
                 return row
+
         return None
 
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = self.judged_by
-        methods = self.methods
-        places: dict[str, list[float]] = {method: [] for method in methods}
+        sign = -1 if column.higher else 1
+        places = defaultdict[str, list[float]](list)
         for partition in self.partitions:
-            rows = {row.method: row.values(column) for row in self.on(partition)}
-            # A mean rank is fair only over partitions that every method was run on
-            if len(rows) < len(methods):
+            rows = self.on(partition)
+            # a mean rank is fair only over partitions that every method was run on
+            if len(rows) < len(self.methods):
                 continue
-            for seed in sorted(set.intersection(*(set(values) for values in rows.values()))):
-                sign = -1 if column.higher else 1
-                ranks = stats.rankdata([sign * rows[method][seed] for method in methods])
-                for method, rank in zip(methods, ranks, strict=True):
-                    places[method].append(float(rank))
 
-        return {method: statistics.fmean(values) for method, values in places.items() if values}
+            values = [row.values(column) for row in rows]
+            for seed in sorted(set(values[0]).intersection(*values)):
+                ranks = stats.rankdata([sign * by_seed[seed] for by_seed in values])
+                for row, rank in zip(rows, ranks, strict=True):
+                    places[row.method].append(float(rank))
+
+        # in the order of the methods, which breaks ties where ranks are sorted
+        methods = [method for method in self.methods if method in places]
+        return {method: statistics.fmean(places[method]) for method in methods}
 
     def target_value(self, target: str, partition: str) -> float:
         """Return a target's value on a partition: a number, or the mean best validation metric of a method.
@@ -301,17 +335,20 @@ class Comparison:
         with suppress(ValueError):
             return float(target)
 
-        row = next((row for row in self.on(partition) if row.method == target), None)
-        if row:
-            scored = [[value for *_, value in run.progress()] for run in row.runs.values()]
-        else:
-            scored = []
+        best_of = max if self.higher else min
+        values = []
+        methods = []
+        for row in self.on(partition):
+            methods.append(row.method)
+            for run in row.runs.values():
+                points = run.progress()
+                if row.method == target and points:
+                    values.append(best_of(value for *_, value in points))
 
-        values = [(max if self.higher else min)(points) for points in scored if points]
         if not values:
             raise InputError(
                 f"target {target}",
-                f"a number, or one of {', '.join(row.method for row in self.on(partition))} with scored rounds",
+                f"a number, or one of {', '.join(methods)} with scored rounds",
                 "give --target one of these",
             )
 
@@ -320,13 +357,20 @@ class Comparison:
     def to_reach(self, row: Row, value: float) -> CostToTarget:
         """Return what a row's runs took until their validation metric reached a value."""
         sign = 1 if self.higher else -1
-        reaching = (
-            [point for point in run.progress() if sign * point[3] >= sign * value]
-            for run in row.runs.values()
-        )
-        first = [points[0] for points in reaching if points]
-        rounds, sent, seconds = (MeanSd.of([point[i] for point in first]) for i in range(3))
-        return CostToTarget(rounds, sent, seconds, len(first), len(row.runs))
+        rounds = []
+        sent = []
+        seconds = []
+        for run in row.runs.values():
+            for number, bytes_so_far, seconds_so_far, score in run.progress():
+                if sign * score >= sign * value:
+                    rounds.append(number)
+                    sent.append(bytes_so_far)
+                    seconds.append(seconds_so_far)
+                    break
+
+        # means over the runs that reached the value; the others have no cost
+        costs = (MeanSd.of(rounds), MeanSd.of(sent), MeanSd.of(seconds))
+        return CostToTarget(*costs, len(rounds), len(row.runs))
 
 
 def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
@@ -337,28 +381,42 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
     if len(seeds) < 2:
         return None
 
-    differences = [ours[seed] - theirs[seed] for seed in seeds]
+    first = [ours[seed] for seed in seeds]
+    second = [theirs[seed] for seed in seeds]
+    differences = [a - b for a, b in zip(first, second, strict=True)]
     mean = statistics.fmean(differences)
     sd = statistics.stdev(differences)
-    rounding = _ROUNDING * max(abs(values[seed]) for values in (ours, theirs) for seed in seeds)
+    rounding = _ROUNDING * max(map(abs, first + second))
     ends = t_interval(differences, rounding)
 
+    # equal differences: t would divide by zero
     if ends is None:
-        p, effect = (1.0, 0.0) if abs(mean) <= rounding else (math.nan, math.nan)
+        p = effect = math.nan
+        if abs(mean) <= rounding:
+            p = 1.0
+            effect = 0.0
+
         return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect, UNCLEAR)
 
-    p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
-    verdict = UNCLEAR if column.higher is None else word(ends, column.higher)
+    p = float(stats.ttest_rel(first, second).pvalue)
+    verdict = UNCLEAR
+    if column.higher is not None:
+        verdict = word(ends, column.higher)
+
     return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, verdict)
 
 
 def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean difference by Student's t, None of one difference or of equal ones."""
     count = len(differences)
-    sd = statistics.stdev(differences) if count > 1 else 0.0
+    if count < 2:
+        return None
+
+    sd = statistics.stdev(differences)
     if sd <= least_sd:
         return None
 
+    # mean ± t(0.975; n - 1) · s / √n
     mean = statistics.fmean(differences)
     half = float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
     return mean - half, mean + half
@@ -392,7 +450,14 @@ def _entry(*keys: str) -> Callable[[RunFiles], float | None]:
 
 def _total(*names: str) -> Callable[[RunFiles], float | None]:
     def read_total(run: RunFiles) -> float | None:
-        values = [(run.summary or {}).get(name) for name in names]
-        return None if None in values else float(sum(values))  # type: ignore[arg-type]
+        total = 0.0
+        for name in names:
+            value = (run.summary or {}).get(name)
+            if value is None:
+                return None
+
+            total += value
+
+        return total
 
     return read_total

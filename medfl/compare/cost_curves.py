@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from medfl.compare.checks import require_same
 from medfl.compare.labels import labels
@@ -16,12 +17,27 @@ from medfl.report.picture import Picture, colours, render, require_png, write_pn
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SIZE = (9.6, 4.4)
+_SIZE = (9.6, 4.4)  # inches
 _ENTRY = 34  # letters of a legend's entry
 _MARKERS = ("o", "^", "s", "D", "v", "P", "X", "<", ">", "*")
 _MOST_MARKS = 12  # on a line
+
+
+class _Curve(NamedTuple):
+    """A run's validation metric over megabytes and over seconds.
+
+    `personal` says that it is that of the sites' own models, `scored` that some round has it.
+    """
+
+    label: str
+    seed: str
+    personal: bool
+    scored: bool
+    by_bytes: list[tuple[float, float]]
+    by_seconds: list[tuple[float, float]]
 
 
 def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
@@ -52,86 +68,73 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     """
     require_same(runs, "one picture shows one metric of one bundle", "draw a picture of each kind")
     key = metrics.title(runs[0].key)
-    label_of = labels(runs)
-    rounds_of = [run.progress() for run in runs]
-    seeds = [str(run.record.get("seed", "–")) for run in runs]
-    names_of_seeds = sorted(set(seeds), key=lambda seed: (len(seed), seed))
-    marker = {seed: _MARKERS[i % len(_MARKERS)] for i, seed in enumerate(names_of_seeds)}
-    by_bytes = [
-        [(sent / 1e6, value) for _, sent, _, value in rounds if sent > 0] for rounds in rounds_of
-    ]
-    by_seconds = [
-        [(took, value) for _, _, took, value in rounds if took > 0] for rounds in rounds_of
-    ]
-    without_bytes = sorted(
-        {label for label, points in zip(label_of, by_bytes, strict=True) if not points}
-    )
-    dashed = {label for label, run in zip(label_of, runs, strict=True) if run.judged == "personal"}
+    curves = []
+    for run, label in zip(runs, labels(runs), strict=True):
+        points = run.progress()
+        curve = _Curve(
+            label, str(run.record.get("seed", "–")), run.judged == "personal", bool(points), [], []
+        )
+        curves.append(curve)
+        for _, sent, seconds, value in points:
+            # a logarithmic axis has no place for zero
+            if sent > 0:
+                curve.by_bytes.append((sent / 1e6, value))
 
-    if not any(by_bytes + by_seconds):
+            if seconds > 0:
+                curve.by_seconds.append((seconds, value))
+
+    seeds = sorted({curve.seed for curve in curves}, key=lambda seed: (len(seed), seed))
+    marker = {seed: _MARKERS[i % len(_MARKERS)] for i, seed in enumerate(seeds)}
+    dashed = {curve.label for curve in curves if curve.personal}
+    without_bytes = {curve.label for curve in curves if not curve.by_bytes}
+    names = list(dict.fromkeys(curve.label for curve in curves if curve.scored))
+
+    if not any(curve.by_bytes or curve.by_seconds for curve in curves):
         raise InputError(
             f"{len(runs)} runs without scored rounds",
             "curves need some",
             "give runs with --eval-every 1",
         )
 
-    names = list(
-        dict.fromkeys(label for label, rounds in zip(label_of, rounds_of, strict=True) if rounds)
-    )
     colour = dict(zip(names, colours(len(names)), strict=True))
     title = f"{key} against what was sent and how long it took"
-    title += ", PHANTOM data" if runs[0].phantom else ""
+    if runs[0].phantom:
+        title += ", PHANTOM data"
 
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    def line_style(label: str) -> str:
+        return "--" if label in dashed else "-"
 
     def fill(figure: Figure) -> None:
-        panels = figure.subplots(1, 2, sharey=True)
-        units = ("megabytes sent so far, both ways, all sites", "seconds so far")
-        for axes, curves, unit in zip(panels, (by_bytes, by_seconds), units, strict=True):
-            for label, seed, points in zip(label_of, seeds, curves, strict=True):
+        left, right = figure.subplots(1, 2, sharey=True)
+        for curve in curves:
+            for axes, points in ((left, curve.by_bytes), (right, curve.by_seconds)):
                 if not points:
                     continue
 
-                line = {
-                    "color": colour[label],
-                    "linestyle": "--" if label in dashed else "-",
-                    "marker": marker[seed],
-                }
-                every = -(-len(points) // _MOST_MARKS)
                 axes.plot(
                     *zip(*points, strict=True),
-                    **line,
-                    markevery=every,
+                    color=colour[curve.label],
+                    linestyle=line_style(curve.label),
+                    marker=marker[curve.seed],
+                    markevery=math.ceil(len(points) / _MOST_MARKS),
                     linewidth=1.5,
                     markersize=4,
                     alpha=0.85,
                 )
 
-            axes.set(xscale="log", xlabel=unit)
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.grid(color="#e5e7eb", linewidth=0.6)
-            axes.tick_params(labelcolor=INK, color=SOFT)
-            axes.spines[["top", "right"]].set_visible(False)
+        _logarithmic(left, "megabytes sent so far, both ways, all sites")
+        _logarithmic(right, "seconds so far")
+        left.set_ylabel("on the validation set")
 
-        panels[0].set_ylabel("on the validation set")
+        # empty lines make the legend: one for each label, then one for each seed's marker
         for label in names:
-            style = "--" if label in dashed else "-"
-            panels[0].plot(
-                [], [], color=colour[label], linestyle=style, label=shorten(label, _ENTRY)
-            )
+            text = shorten(label, _ENTRY)
+            left.plot([], [], color=colour[label], linestyle=line_style(label), label=text)
 
-        for seed in names_of_seeds if len(names_of_seeds) > 1 else ():
-            panels[0].plot(
-                [],
-                [],
-                color=SOFT,
-                linestyle="",
-                marker=marker[seed],
-                markersize=5,
-                label=f"seed {seed}",
-            )
+        if len(seeds) > 1:
+            for seed in seeds:
+                style = {"linestyle": "", "marker": marker[seed], "markersize": 5}
+                left.plot([], [], color=SOFT, label=f"seed {seed}", **style)
 
         columns = 3 if max(map(len, names)) > 16 else 4
         figure.legend(
@@ -144,7 +147,7 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         "colour a method. Further left is cheaper."
     )
 
-    if len(names_of_seeds) > 1:
+    if len(seeds) > 1:
         caption += " Markers tell the seeds apart."
 
     if dashed:
@@ -153,6 +156,20 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         )
 
     if without_bytes:
-        caption += f" Not drawn on the left, as they send nothing or were not scored: {', '.join(without_bytes)}."
+        left_out = ", ".join(sorted(without_bytes))
+        caption += f" Not drawn on the left, as they send nothing or were not scored: {left_out}."
 
     return render("curves", title, caption, _SIZE, fill, layout="constrained")
+
+
+def _logarithmic(axes: Axes, unit: str) -> None:
+    """Give axes a logarithmic scale with plain numbers at 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set(xscale="log", xlabel=unit)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(color="#e5e7eb", linewidth=0.6)
+    axes.tick_params(labelcolor=INK, color=SOFT)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -69,20 +69,20 @@ class Gains:
         columns = []
         for name, by_site in self.values.items():
             heads.append(name)
-            columns.append(by_site)
-            for reference, gained in self.gains[name].items():
-                if gained:
+            columns.append((by_site, ""))
+            for reference, differences in self.gains[name].items():
+                if differences:
                     heads.append(f"{name} − {REFERENCES[reference]}")
-                    columns.append(gained)
+                    columns.append((differences, "+"))
 
         rows = []
         for site in self.sites:
             mark = " (small)" if site in self.small else ""
-            cells = [
-                _cell(column.get(site, []), head)
-                for head, column in zip(heads[2:], columns, strict=True)
-            ]
-            rows.append([f"{site}{mark}", str(self.train.get(site, 0)), *cells])
+            cells = [f"{site}{mark}", str(self.train.get(site, 0))]
+            for column, sign in columns:
+                cells.append(_cell(column.get(site, []), sign))
+
+            rows.append(cells)
 
         return tables.markdown_table(heads, rows)
 
@@ -104,12 +104,12 @@ class Gains:
         return [*sentences, *self.notes]
 
 
-def _cell(values: Sequence[float], head: str) -> str:
+def _cell(values: Sequence[float], sign: str) -> str:
+    """Return mean ± sd over the seeds; `sign` is "+" where a positive mean has one."""
     if not values:
         return "–"
 
-    mean = statistics.mean(values)
-    text = f"{mean:+.3f}" if " − " in head else f"{mean:.3f}"
+    text = f"{statistics.mean(values):{sign}.3f}"
     if len(values) > 1:
         return f"{text} ± {statistics.pstdev(values):.3f}"
 
@@ -126,87 +126,115 @@ def gains(folders: Sequence[Path]) -> Gains:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
             same, two could be the reference of a third, or no run has a reference.
     """
-    listed = [
-        RunFiles(path)
-        for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()
-    ]
-    local = {
-        run.path: RunFiles(run.path / "local")
-        for run in listed
-        if (run.path / "local/run.json").is_file()
-    }
-    paths = {run.path.resolve() for run in listed}
-    runs = listed + [run for run in local.values() if run.path.resolve() not in paths]
+    by_path: dict[Path, RunFiles] = {}
+    for folder in folders:
+        by_path[Path(folder).resolve()] = RunFiles(Path(folder))
+
+    # the runs' own Local references come after the runs, and are runs of Local like any
+    runs = [*by_path.values()]
+    count = len(runs)
+    local: dict[Path, RunFiles] = {}
+    for run in by_path.values():
+        if (run.path / "local/run.json").is_file():
+            local[run.path] = RunFiles(run.path / "local")
+            if local[run.path].path.resolve() not in by_path:
+                runs.append(local[run.path])
+
     _check(runs)
-    by_label: dict[str, dict[tuple[Any, ...], RunFiles]] = {}
+    by_label: dict[str, dict[tuple[object, ...], RunFiles]] = {}
 
     for number, (label, run) in enumerate(zip(labels_with_settings(runs), runs, strict=True)):
         twin = by_label.setdefault(label, {}).setdefault(_pairing(run), run)
-        if twin is not run and number < len(listed):
+        # two runs may have Local references that are alike, but must not be alike themselves
+        if twin is not run and number < count:
             raise InputError(
                 f"{twin.path} and {run.path} are both {label} with seed {run.record.get('seed')}",
                 "runs differ in method, options, settings, partition, data or seed",
                 "leave one of these two runs out",
             )
 
-    rows = [run for seeds in by_label.values() for run in seeds.values()]
+    rows: list[RunFiles] = []
+    for by_pairing in by_label.values():
+        rows += by_pairing.values()
+
     sign = 1 if metrics.higher_is_better(runs[0].key) else -1
     values: dict[str, dict[str, list[float]]] = {}
-    gained: dict[str, dict[str, dict[str, list[float]]]] = {}
+    differences: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
 
-    for label, seeds in by_label.items():
-        method = next(iter(seeds.values())).method
+    has_reference = False
+    for label, by_pairing in by_label.items():
+        method = next(iter(by_pairing.values())).method
         values[label] = {}
-        gained[label] = {reference: {} for reference in REFERENCES if reference != method}
-        words[label] = {reference: {} for reference in gained[label]}
-        for _, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
+        differences[label] = {name: {} for name in REFERENCES if name != method}
+        words[label] = {name: {} for name in differences[label]}
+        for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
-            for reference, column in gained[label].items() if method != "local" else ():
-                base = local.get(run.path) if reference == "local" else None
+
+            # Local is what others gain over, and gains over nothing
+            if method == "local":
+                continue
+
+            for reference, column in differences[label].items():
+                base = None
+                if reference == "local":
+                    base = local.get(run.path)
+
                 base = base or _reference(run, reference, rows)
                 if base is None:
                     continue
 
                 base_scores = base.site_values(base.judged, base.key)
-                for site in (name for name in scores if name in base_scores):
-                    column.setdefault(site, []).append(sign * (scores[site] - base_scores[site]))
+                for site, score in scores.items():
+                    if site not in base_scores:
+                        continue
+
+                    has_reference = True
+                    column.setdefault(site, []).append(sign * (score - base_scores[site]))
                     words[label][reference][site] = _verdict(column[site], run, base, site)
 
-                if differing := ", ".join(_differing(run, base)):
-                    notes[
-                        f"{label} and the {reference} that it is measured against differ in {differing}"
-                    ] = None
+                unlike = ", ".join(_differing(run, base))
+                if unlike:
+                    pair = f"{label} and the {reference} that it is measured against"
+                    notes[f"{pair} differ in {unlike}"] = None
 
-    if not any(column for references in gained.values() for column in references.values()):
+    if not has_reference:
         raise InputError(
             f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",
             "a gain is measured against one of these",
             "give such a run too, or repeat the runs with --with-local",
         )
 
-    large = {name.strip() for run in runs for name in str(run.options.get("large", "")).split(",")}
+    large: set[str] = set()
+    for run in runs:
+        names = str(run.options.get("large", "")).split(",")
+        large |= {name.strip() for name in names if name.strip()}
+
+    # sites are small only beside large ones
     sites = runs[0].site_names
-    if large - {""}:
-        small = frozenset(site for site in sites if site not in large)
-    else:
-        small = frozenset()
+    small = frozenset[str]()
+    if large:
+        small = frozenset(sites) - large
 
     train = {site: runs[0].size(site, "train") for site in sites}
     return Gains(
-        runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes)
+        runs[0].key, sites, train, small, values, differences, words, runs[0].phantom, tuple(notes)
     )
 
 
-def _verdict(gained: Sequence[float], run: RunFiles, base: RunFiles, site: str) -> str:
+def _verdict(differences: Sequence[float], run: RunFiles, base: RunFiles, site: str) -> str:
     """Judge a site's gains, one a seed; a single gain, that of `run` over `base`, over the site's test cases."""
-    if len(gained) > 1:
-        return word(t_interval(gained), higher_is_better=True)
+    if len(differences) > 1:
+        return word(t_interval(differences), higher_is_better=True)
+
     difference = between_models(run, base, site)
-    return UNCLEAR if difference is None else difference.word
+    if difference is None:
+        return UNCLEAR
+
+    return difference.word
 
 
 def _check(runs: Sequence[RunFiles]) -> None:
@@ -229,14 +257,14 @@ def _check(runs: Sequence[RunFiles]) -> None:
         raise InputError(different, "gains compare the same sites", "give runs of one partition")
 
 
-def _differing(run: RunFiles, other: RunFiles) -> list[str]:
+def _differing(run: RunFiles, base: RunFiles) -> list[str]:
     """Return the settings in which two runs differ."""
     first = settings(run)
-    second = settings(other)
+    second = settings(base)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
-def _pairing(run: RunFiles) -> tuple[Any, ...]:
+def _pairing(run: RunFiles) -> tuple[object, ...]:
     """Return the seed, partition and data, which two runs share whose sites can be compared."""
     partition = run.record["partition"]
     return (
@@ -253,8 +281,15 @@ def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles
     Raises:
         InputError: there are two.
     """
-    candidates = [row for row in rows if row.method == method and _pairing(row) == _pairing(run)]
-    candidates = [row for row in candidates if not _differing(run, row)] or candidates
+    candidates = []
+    with_settings = []
+    for row in rows:
+        if row.method == method and _pairing(row) == _pairing(run):
+            candidates.append(row)
+            if not _differing(run, row):
+                with_settings.append(row)
+
+    candidates = with_settings or candidates
     if len(candidates) > 1:
         raise InputError(
             f"{run.path} could be measured against {candidates[0].path} and {candidates[1].path}",
@@ -278,21 +313,23 @@ def write_gains(folders: Sequence[Path], file: Path) -> tuple[Gains, Path]:
 
 def draw(result: Gains) -> Picture:
     """Draw each site's gain under each method: a panel for each reference, small sites on grey."""
-    shown = [
-        reference
-        for reference in REFERENCES
-        if any(result.gains[name].get(reference) for name in result.methods)
-    ]
+    methods_of: dict[str, list[str]] = {}
+    for name in result.methods:
+        for reference, differences in result.gains[name].items():
+            if differences:
+                methods_of.setdefault(reference, []).append(name)
+
+    references = [reference for reference in REFERENCES if reference in methods_of]
     tone = dict(zip(result.methods, colours(len(result.methods)), strict=True))
-    title = f"{metrics.title(result.key)}: what each site gains" + (
-        ", PHANTOM data" if result.phantom else ""
-    )
+    title = f"{metrics.title(result.key)}: what each site gains"
+    if result.phantom:
+        title += ", PHANTOM data"
 
     def fill(figure: Figure) -> None:
-        panels: Any = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
-        for axes, reference in zip(panels[:, 0], shown, strict=True):
-            methods = [name for name in result.methods if result.gains[name].get(reference)]
-            step = 0.8 / max(1, len(methods))
+        panels: Any = figure.subplots(len(references), 1, sharex=True, squeeze=False)
+        for axes, reference in zip(panels[:, 0], references, strict=True):
+            methods = methods_of[reference]
+            step = 0.8 / len(methods)
             for column, site in enumerate(result.sites):
                 if site in result.small:
                     axes.axvspan(column - 0.5, column + 0.5, color="#eef0f3", zorder=0, linewidth=0)
@@ -316,6 +353,7 @@ def draw(result: Gains) -> Picture:
             axes.spines["bottom"].set_visible(False)
 
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
+        # level names of more letters than this run into each other
         slanted = max(map(len, result.sites)) * len(result.sites) > 75
         panels[-1, 0].set_xticks(range(len(names)), names, **(slant(35) if slanted else {}))
         for name in result.methods:
@@ -333,5 +371,5 @@ def draw(result: Gains) -> Picture:
     if result.small:
         caption += " Small sites on grey."
 
-    size = (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4)
+    size = (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(references) / 1.4)
     return render("gains", title, caption, size, fill, layout="constrained")

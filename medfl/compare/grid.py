@@ -104,8 +104,8 @@ class Grid:
     entries: tuple[Entry, ...]
     partitions: tuple[str | None, ...] = (None,)
     seeds: tuple[int, ...] = (0, 1, 2)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     requested: Mapping[str, Any] = field(default_factory=dict)
     search: str = ""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from medfl.compare.checks import GRID
 from medfl.compare.comparison import Comparison
 from medfl.compare.cost_curves import embedded
+from medfl.compare.side_by_side import over_rounds
 from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
 from medfl.evaluation import metrics
@@ -56,17 +56,31 @@ def write_grid_page(folder: Path) -> Path:
     return path
 
 
-def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
+def _context(comparison: Comparison, begun: int) -> dict[str, object]:
     methods = comparison.methods
-    against = _BASE if _BASE in methods else methods[0]
-    scored = {
-        row.partition
-        for row in comparison.rows
-        if row.method == against and any(r.progress() for r in row.runs.values())
-    }
-    target = against if scored == set(comparison.partitions) else None
-    runs = comparison.runs()
+    if _BASE in methods:
+        against = _BASE
+    else:
+        against = methods[0]
 
+    # without scored rounds of the reference on every partition there is no value to reach
+    target: str | None = against
+    for partition in comparison.partitions:
+        rows = [row for row in comparison.on(partition) if row.method == against]
+        if not any(run.progress() for row in rows for run in row.runs.values()):
+            target = None
+
+    tables = []
+    for title, table in all_tables(comparison, against, target, "html"):
+        tables.append((title, Markup(table)))  # noqa: S704
+
+    costs = []
+    for partition in comparison.partitions:
+        picture = embedded(comparison.runs(partition))
+        if picture:
+            costs.append((partition, *picture))
+
+    runs = comparison.runs()
     return {
         "run": runs[0].record,
         "key": comparison.key,
@@ -77,52 +91,36 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
         "begun": begun,
         "against": against,
         "judged_by": comparison.judged_by.title,
-        "tables": [
-            (title, Markup(table))
-            for title, table in all_tables(comparison, against, target, "html")
-        ],  # noqa: S704
+        "tables": tables,
         "learning": [_learning(comparison, partition) for partition in comparison.partitions],
-        "costs": [
-            (partition, *drawn)
-            for partition in comparison.partitions
-            if (drawn := embedded(comparison.runs(partition)))
-        ],
+        "costs": costs,
     }
 
 
 def _learning(comparison: Comparison, partition: str) -> Chart:
     """Draw each method's validation metric over the rounds, the mean over its seeds."""
-    rows = comparison.on(partition)[: charts.TONES]
-    scored = [
-        [{point[0]: point[3] for point in run.progress()} for run in row.runs.values()]
-        for row in rows
-    ]
-    numbers = sorted({number for row in scored for run in row for number in run})
-    lines = {
-        f"tone-{i}": [_mean([run[number] for run in row if number in run]) for number in numbers]
-        for i, row in enumerate(scored)
-    }
-    title = f"{metrics.title(comparison.key)} on the validation set, {partition}"
+    rows = comparison.on(partition)
+    curves = {}
+    legend = []
+    personal = []
+    # the page has no more colours
+    for i, row in enumerate(rows[: charts.TONES]):
+        by_round = defaultdict[int, list[float]](list)
+        for run in row.runs.values():
+            for number, _, _, value in run.progress():
+                by_round[number].append(value)
 
-    if numbers:
-        svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
-    else:
-        svg = None
+        curves[f"tone-{i}"] = {n: statistics.fmean(values) for n, values in by_round.items()}
+        legend.append((f"tone-{i}", row.method))
+        if any(run.judged == "personal" for run in row.runs.values()):
+            personal.append(row.method)
 
-    legend = [(f"tone-{i}", row.method) for i, row in enumerate(rows)]
-    left = len(comparison.on(partition)) - len(rows)
-    caption = "Lines are means over the seeds." + (
-        f" {left} more methods are not drawn." if left else ""
-    )
-    personal = [
-        row.method for row in rows if any(run.judged == "personal" for run in row.runs.values())
-    ]
+    caption = "Lines are means over the seeds."
+    if len(rows) > len(legend):
+        caption += f" {len(rows) - len(legend)} more methods are not drawn."
 
     if personal:
         caption += f" Each site's own model on the site's own images, which is another question: {', '.join(personal)}."
 
-    return Chart(title, legend, svg, caption)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+    title = f"{metrics.title(comparison.key)} on the validation set, {partition}"
+    return over_rounds(title, legend, curves, caption)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
@@ -46,7 +45,7 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[str]:
     return [f"{label} ({i})" if count[label] > 1 else label for i, label in enumerate(unique, 1)]
 
 
-def settings(run: RunFiles) -> dict[str, Any]:
+def settings(run: RunFiles) -> dict[str, object]:
     """Return what decides how well a run does beside its method and options."""
     return {name: run.record[name] for name in _SETTINGS if name in run.record} | dict(
         run.record.get("config") or {}
@@ -56,8 +55,8 @@ def settings(run: RunFiles) -> dict[str, Any]:
 def _with_differing(
     labels: Sequence[str],
     runs: Sequence[RunFiles],
-    values: Sequence[Mapping[str, Any]],
-    text: Callable[[Any], str],
+    values: Sequence[Mapping[str, object]],
+    text: Callable[[object], str],
 ) -> list[str]:
     """Return the labels with the values in which a run differs from another of its method."""
     extended = []

@@ -60,17 +60,18 @@ def trials(
     Raises:
         InputError: no such method, a run setting of another form, or a count below 1 or above that of the combinations.
     """
-    points = [
-        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
-    ]
+    points = []
+    for combination in itertools.product(*values.values()):
+        points.append(dict(zip(values, combination, strict=True)))
+
     if count is not None and not 1 <= count <= len(points):
         allowed = f"1 to {len(points)}, the combinations of the values"
         raise InputError(f"--trials {count}", allowed, "change it, or leave it out to try all")
 
-    if count is not None:  # the order of the hashes is one drawn by the seed
-        points = sorted(points, key=lambda point: sha256(f"{seed} {point}".encode()).digest())[
-            :count
-        ]
+    # the order of the hashes is one drawn by the seed, and the same in every version of Python
+    if count is not None:
+        points.sort(key=lambda point: sha256(f"{seed} {point}".encode()).digest())
+        points = points[:count]
 
     return tuple(entry(method, point) for point in points)
 
@@ -82,18 +83,21 @@ def entry(method: str, point: Mapping[str, Any]) -> Entry:
         InputError: no such method, or a run setting of another form.
     """
     check_method_name(method)
-    settings = {name: _number(name, value) for name, value in point.items() if name in _RUN}
+    label = method
+    settings: dict[str, int | float] = {}
+    options: dict[str, str] = {}
+    for name, value in point.items():
+        label += f" {name}={value}"
+        if name in _RUN:
+            settings[name] = _number(name, value)
+        else:
+            options[name] = str(value)
+
     check_limits(settings)
-    options = {name: str(value) for name, value in point.items() if name not in _RUN}
-    return Entry(
-        " ".join([method, *(f"{name}={value}" for name, value in point.items())]),
-        method,
-        options,
-        settings,
-    )
+    return Entry(label, method, options, settings)
 
 
-def _number(name: str, value: Any) -> int | float:
+def _number(name: str, value: object) -> int | float:
     try:
         number: int | float = SETTINGS[name].kind(value)
     except ValueError as error:
@@ -150,7 +154,7 @@ def _read(file: Path) -> Entry:
     return replace(entry(document["method"], point), trials=document["trials"])
 
 
-def _wrong(document: Any) -> str:
+def _wrong(document: object) -> str:
     """Return what is wrong with the content of best.json, "" where nothing is."""
     if not isinstance(document, dict):
         return "is no object"

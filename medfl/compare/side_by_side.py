@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from medfl import methods
-from medfl.compare.checks import MUST_AGREE as SAME
-from medfl.compare.checks import require_same
+from medfl.compare.checks import MUST_AGREE, require_same
 from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
@@ -22,6 +21,8 @@ from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predict
 from medfl.report.run_files import MODEL_KINDS
 from medfl.report.templating import environment
 from medfl.storage.files import write_atomic
+
+ByRound = Mapping[int, float | None]  # round -> value, None or left out where there is none
 
 _SETTINGS = (
     "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
@@ -42,11 +43,13 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
         )
 
     runs = [RunFiles(Path(folder)) for folder in folders]
-    name, values = (
-        ("report.html.j2", context(runs[0]))
-        if len(runs) == 1
-        else ("several.html.j2", _context(runs))
-    )
+    if len(runs) == 1:
+        name = "report.html.j2"
+        values = context(runs[0])
+    else:
+        name = "several.html.j2"
+        values = _context(runs)
+
     page = environment().get_template(name).render(values)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, page.encode())
@@ -54,10 +57,27 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     return file
 
 
+def over_rounds(
+    title: str, legend: Sequence[tuple[str, str]], curves: Mapping[str, ByRound], caption: str = ""
+) -> Chart:
+    """Return a chart with a line for each curve, by colour name; without a picture where no curve has a value."""
+    numbers = sorted({number for curve in curves.values() for number in curve})
+    lines = {}
+    for tone, curve in curves.items():
+        lines[tone] = [curve.get(number) for number in numbers]
+
+    # no band of sites: the lines of several runs would hide under theirs
+    svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
+    return Chart(title, legend, svg, caption)
+
+
 def _check(runs: Sequence[RunFiles]) -> None:
     classes = {"classes": lambda run: ", ".join(run.classes)}
     require_same(
-        runs, "one page compares like with like", "write a page of each kind", {**SAME, **classes}
+        runs,
+        "one page compares like with like",
+        "write a page of each kind",
+        {**MUST_AGREE, **classes},
     )
     if len(runs) > charts.TONES:
         raise InputError(
@@ -67,63 +87,96 @@ def _check(runs: Sequence[RunFiles]) -> None:
         )
 
 
-def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
+class _Entry(NamedTuple):
+    """A run on the page: its name, its colour, its row of the table of runs, and its test predictions if any."""
+
+    run: RunFiles
+    name: str
+    tone: str
+    row: Mapping[str, object]
+    analysis: PredictionAnalysis | None
+
+
+def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
     _check(runs)
-    key = runs[0].key
-    higher = metrics.higher_is_better(runs[0].key)
-    labels = unique_labels(runs)
-    analyses = [analyse_predictions(run) for run in runs]
-    rows = [
-        _row(run, label, f"tone-{i}", analyses[i])
-        for i, (run, label) in enumerate(zip(runs, labels, strict=True))
-    ]
-    analysed = [
-        (row, analysis)
-        for row, analysis in zip(rows, analyses, strict=True)
-        if analysis is not None
-    ]
-    titles = {run.title(key) for run in runs}
+    first = runs[0]
+    entries = []
+    for i, (run, name) in enumerate(zip(runs, unique_labels(runs), strict=True)):
+        analysis = analyse_predictions(run)
+        entries.append(
+            _Entry(run, name, f"tone-{i}", _row(run, name, f"tone-{i}", analysis), analysis)
+        )
+
+    titles = {run.title(first.key) for run in runs}
+    if len(titles) == 1:
+        key_title = titles.pop()
+    else:
+        key_title = metrics.title(first.key)
+
     checksums = {str(run.record["data"].get("checksum") or "") for run in runs}
+    same_images = len(checksums) == 1
+    differences = []
+    confusions = []
+    calibrations = []
+    silent = []
+    for entry in entries:
+        # paired differences need the same test cases, so that runs on other images have none
+        if same_images and entry.run is not first:
+            difference = between_models(entry.run, first)
+            if difference is not None:
+                differences.append((entry.row, difference))
+
+        if entry.analysis is None:
+            silent.append(entry.name)
+            continue
+
+        confusions.append((entry.name, entry.analysis.confusion()))
+        calibration = entry.analysis.calibration()
+        if calibration is not None:
+            calibrations.append((entry.name, entry.tone, calibration))
 
     return {
-        "run": runs[0].record,
-        "key": key,
-        "key_title": titles.pop() if len(titles) == 1 else metrics.title(key),
-        "higher": higher,
-        "phantom": runs[0].phantom,
-        "rows": rows,
-        "differences": [
-            (row, difference)
-            for row, run in zip(rows[1:], runs[1:], strict=True)
-            if len(checksums) == 1 and (difference := between_models(run, runs[0])) is not None
-        ],
+        "run": first.record,
+        "key": first.key,
+        "key_title": key_title,
+        "higher": metrics.higher_is_better(first.key),
+        "phantom": first.phantom,
+        "rows": [entry.row for entry in entries],
+        "differences": differences,
         "differing": _differing(runs),
-        "same_images": len(checksums) == 1,
-        "classes": runs[0].classes,
+        "same_images": same_images,
+        "classes": first.classes,
         "level": f"{100 * bootstrap.LEVEL:g} %",
-        "learning": _learning(runs, labels),
+        "learning": _learning(entries),
         "cost_curves": embedded(runs),
-        "sites": _sites(runs),
-        "confusions": [(row["name"], analysis.confusion()) for row, analysis in analysed],
-        "roc": _roc(analysed),
-        "calibrations": [
-            (row["name"], row["tone"], calibration)
-            for row, analysis in analysed
-            if (calibration := analysis.calibration()) is not None
-        ],
-        "silent": [
-            row["name"] for row, analysis in zip(rows, analyses, strict=True) if analysis is None
-        ],
+        "sites": _sites(entries),
+        "confusions": confusions,
+        "roc": _roc(entries),
+        "calibrations": calibrations,
+        "silent": silent,
     }
 
 
 def _row(
     run: RunFiles, name: str, tone: str, analysis: PredictionAnalysis | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a run's row of the table of runs."""
-    judged = {when: values for kind, when, values in run.pooled() if kind == run.judged}
+    scores = {when: values for kind, when, values in run.pooled() if kind == run.judged}
     summary = run.summary or {}
-    sent = [entry.get("bytes_up", 0) + entry.get("bytes_down", 0) for entry in run.rounds]
+    # a run that is not finished has no summary: its rounds are added up instead
+    sent = sum(summary.get(way, 0) for way in ("bytes_up", "bytes_down"))
+    seconds = summary.get("seconds")
+    if not sent:
+        sent = sum(entry.get("bytes_up", 0) + entry.get("bytes_down", 0) for entry in run.rounds)
+
+    if not seconds:
+        seconds = sum(entry.get("seconds", 0) for entry in run.rounds)
+
+    ends = None
+    if analysis and run.finished:
+        ends = analysis.intervals.get(run.key)
+
+    site_values = run.site_values(run.judged, run.key)
     return {
         "name": name,
         "tone": tone,
@@ -132,14 +185,12 @@ def _row(
         "finished": run.finished,
         "judged": dict(MODEL_KINDS)[run.judged],
         "sites": len(run.site_names),
-        "last": (judged.get("last") or {}).get(run.key),
-        "best": (judged.get("best") or {}).get(run.key),
-        "ends": analysis.intervals.get(run.key) if analysis and run.finished else None,
-        "spread": metrics.spread(
-            run.site_values(run.judged, run.key), metrics.higher_is_better(run.key)
-        ),
-        "bytes": sum(summary.get(way, 0) for way in ("bytes_up", "bytes_down")) or sum(sent),
-        "seconds": summary.get("seconds") or sum(entry.get("seconds", 0) for entry in run.rounds),
+        "last": (scores.get("last") or {}).get(run.key),
+        "best": (scores.get("best") or {}).get(run.key),
+        "ends": ends,
+        "spread": metrics.spread(site_values, metrics.higher_is_better(run.key)),
+        "bytes": sent,
+        "seconds": seconds,
         "weights": summary.get("weights_sha256"),
     }
 
@@ -147,30 +198,29 @@ def _row(
 def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
     by_run: list[dict[str, str]] = []
+    defaults: dict[str, str] = {}
     for run in runs:
         values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
         values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
-        for section in ("options", "config"):
-            values |= {
-                f"{name} ({section[:6]})": setting(v)
-                for name, v in (run.record.get(section) or {}).items()
-            }
+        for section, kind in (("options", "option"), ("config", "config")):
+            for name, value in (run.record.get(section) or {}).items():
+                values[f"{name} ({kind})"] = setting(value)
 
         by_run.append(values)
+        for name, value in _defaults(run).items():
+            defaults[f"{name} (option)"] = setting(value)
 
-    names = dict.fromkeys(name for values in by_run for name in values)
-    table = [(name, [values.get(name, "–") for values in by_run]) for name in names]
-    defaults = {
-        f"{name} (option)": setting(value) for run in runs for name, value in _defaults(run).items()
-    }
-    return [
-        row
-        for row in table
-        if len({*row[1]}) > 1 and not {*row[1]} <= {"–", defaults.get(row[0], "")}
-    ]
+    rows = []
+    for name in dict.fromkeys(name for values in by_run for name in values):
+        texts = [values.get(name, "–") for values in by_run]
+        # a run without an option does not differ from a run with the option's default
+        if len(set(texts)) > 1 and not set(texts) <= {"–", defaults.get(name, "")}:
+            rows.append((name, texts))
+
+    return rows
 
 
-def _defaults(run: RunFiles) -> dict[str, Any]:
+def _defaults(run: RunFiles) -> dict[str, object]:
     """Return the option defaults of a shipped method; {} for others, whose modules a report does not import."""
     if run.method not in methods.names():
         return {}
@@ -180,121 +230,110 @@ def _defaults(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
+def _learning(entries: Sequence[_Entry]) -> list[Chart]:
     """Draw the runs' key metric and loss over the rounds."""
-    numbers = sorted({entry["round"] for run in runs for entry in run.rounds})
-    read: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
-        (
-            f"{metrics.title(runs[0].key)} on the validation set",
-            lambda e: (e.get("val") or {}).get(runs[0].key),
+    key = entries[0].run.key
+    legend = []
+    scores: dict[str, ByRound] = {}
+    losses: dict[str, ByRound] = {}
+    for entry in entries:
+        legend.append((entry.tone, entry.name))
+        rounds = entry.run.rounds
+        scores[entry.tone] = {row["round"]: (row.get("val") or {}).get(key) for row in rounds}
+        losses[entry.tone] = {row["round"]: row.get("train_loss") for row in rounds}
+
+    drawn = [
+        over_rounds(f"{metrics.title(key)} on the validation set", legend, scores),
+        over_rounds(
+            "Training loss",
+            legend,
+            losses,
+            "Each method's own loss: compare runs of one method only.",
         ),
-        ("Training loss", lambda e: e.get("train_loss")),
-    )
-    legend = [(f"tone-{i}", name) for i, name in enumerate(labels)]
-    drawn = list[Chart]()
-
-    for title, value in read:
-        lines = {}
-        for i, run in enumerate(runs):
-            by_round = {entry["round"]: value(entry) for entry in run.rounds}
-            lines[f"tone-{i}"] = [by_round.get(number) for number in numbers]
-
-        if numbers:
-            svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
-        else:
-            svg = None
-
-        if svg is not None:
-            if title == "Training loss":
-                caption = "Each method's own loss: compare runs of one method only."
-            else:
-                caption = ""
-
-            drawn.append(Chart(title, legend, svg, caption))
-
-    return drawn
+    ]
+    return [chart for chart in drawn if chart.svg is not None]
 
 
-def _sites(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
     """Return each site's metric in each run, None where the runs have different sites."""
-    if len({tuple(run.site_names) for run in runs}) > 1:
+    if len({tuple(entry.run.site_names) for entry in entries}) > 1:
         return None
 
-    columns = _columns(runs)
-    sizes = {
-        tuple((run.size(site, "train"), run.size(site, "test")) for site in run.site_names)
-        for run in runs
-    }
+    columns = _columns(entries)
     if not any(by_site for _, by_site in columns):
         return None
 
-    first = runs[0]
+    sizes = [
+        [(run.size(site, "train"), run.size(site, "test")) for site in run.site_names]
+        for run, *_ in entries
+    ]
+    rows = []
+    scale = 1.0  # the bars' full length
+    for site, (train, test) in zip(entries[0].run.site_names, sizes[0], strict=True):
+        values = [(tone, by_site.get(site)) for tone, by_site in columns]
+        rows.append((site, train, test, values))
+        scale = max([scale, *(by_site[site] for _, by_site in columns if site in by_site)])
+
     return {
-        "rows": [
-            (
-                site,
-                first.size(site, "train"),
-                first.size(site, "test"),
-                [(tone, of.get(site)) for tone, of in columns],
-            )
-            for site in first.site_names
-        ],
-        "scale": max([1.0, *(value for _, by_site in columns for value in by_site.values())]),
+        "rows": rows,
+        "scale": scale,
         "local": any(tone == "local" for tone, _ in columns),
-        "same": len(sizes) == 1,
+        "same": all(sizes_of_run == sizes[0] for sizes_of_run in sizes),
     }
 
 
-def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
+def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
     """Return (colour, site -> value) of each bar of a site: those of the runs and of their Local references.
 
     A Local reference that all runs share comes last, one of a single run after that run; one that is on the page as a
     run is left out.
     """
-    columns = [(f"tone-{i}", run.site_values(run.judged, run.key)) for i, run in enumerate(runs)]
-    shown = [
-        by_site for (_, by_site), run in zip(columns, runs, strict=True) if run.method == "local"
-    ]
-    references = [run.site_values("local", run.key) for run in runs]
+    runs = []
+    references = []
+    shown = []
+    for run, _, tone, *_ in entries:
+        by_site = run.site_values(run.judged, run.key)
+        runs.append((tone, by_site))
+        references.append(run.site_values("local", run.key))
+        if run.method == "local":
+            shown.append(by_site)
+
     first = references[0]
-
     if first and all(by_site == first for by_site in references):
-        if first in shown:
-            return columns
+        return runs if first in shown else [*runs, ("local", first)]
 
-        return [*columns, ("local", first)]
+    columns = []
+    for column, reference in zip(runs, references, strict=True):
+        columns.append(column)
+        if reference and reference not in shown:
+            columns.append(("local", reference))
 
-    beside = [
-        [("local", by_site)] if by_site and by_site not in shown else [] for by_site in references
-    ]
-    return [
-        column
-        for column_of_run, local in zip(columns, beside, strict=True)
-        for column in (column_of_run, *local)
-    ]
+    return columns
 
 
-def _roc(analysed: Sequence[tuple[Mapping[str, Any], PredictionAnalysis]]) -> dict[str, Any] | None:
+def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
     """Draw each run's curve: that of the second of two classes, else the mean of the classes'."""
-    drawn = [
-        (row, analysis.curves, entry) for row, analysis in analysed if (entry := analysis.roc())
-    ]
-    if not drawn:
+    by_tone = {}
+    rows = []
+    title = ""
+    for entry in entries:
+        analysis = entry.analysis
+        drawn = analysis and analysis.roc()
+        if not analysis or not drawn:
+            continue
+
+        area = drawn["mean"]
+        if area:
+            by_tone[entry.tone] = roc.macro(analysis.curves)
+            title = title or "Mean ROC curve over the classes"
+        else:
+            area = drawn["rows"][0]
+            by_tone[entry.tone] = (analysis.curves[0].fpr, analysis.curves[0].tpr)
+            title = title or f"ROC curve of {area['name']}"
+
+        rows.append((entry.name, entry.tone, area))
+
+    if not rows:
         return None
 
-    by_tone = {
-        row["tone"]: roc.macro(curves) if entry["mean"] else (curves[0].fpr, curves[0].tpr)
-        for row, curves, entry in drawn
-    }
-    table = [
-        (row["name"], row["tone"], entry["mean"] or entry["rows"][0]) for row, _, entry in drawn
-    ]
-    first = drawn[0][2]
-    one_class = "" if first["mean"] else first["rows"][0]["name"]
-
-    if one_class:
-        title = f"ROC curve of {one_class}"
-    else:
-        title = "Mean ROC curve over the classes"
-
-    return {"title": title, "svg": charts.roc(title, by_tone), "rows": table}
+    return {"title": title, "svg": charts.roc(title, by_tone), "rows": rows}

@@ -31,20 +31,24 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
 
     A value is bold where it is better than every other's by the paired interval over the seeds.
     """
-    heads = [
-        "method",
-        "seeds",
-        *(f"{column.title}, {_UNITS[column.scale][1]}" for column in comparison.columns),
-    ]
-    scored = [column for column in comparison.columns if column.scale == "metric"]
-    best = {column.name: comparison.clearly_best(partition, column) for column in scored}
+    heads = ["method", "seeds"]
+    best = {}
+    for column in comparison.columns:
+        heads.append(f"{column.title}, {_UNITS[column.scale][1]}")
+        # costs are no scores: fewer bytes make no method better
+        if column.scale == "metric":
+            best[column.name] = comparison.clearly_best(partition, column)
+
     lines = []
 
     for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
             text = _spread(MeanSd.of(list(row.values(column).values())), _UNITS[column.scale][0], 1)
-            cells.append(f"**{text}**" if best.get(column.name) is row else text)
+            if best.get(column.name) is row:
+                text = f"**{text}**"
+
+            cells.append(text)
 
         lines.append(cells)
 
@@ -64,15 +68,22 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
         "effect d_z",
         "",
     ]
-    lines = [
-        [
-            test.row.method, test.against.method, test.row.partition, str(test.count), f"{100 * test.difference:+.1f}",
-            "–" if math.isnan(test.low) else f"{100 * test.low:+.1f} to {100 * test.high:+.1f}",
-            "–" if math.isnan(test.p) else f"{test.p:.3f}", "–" if math.isnan(test.effect) else f"{test.effect:+.2f}",
-            test.word,
-        ]
-        for test in tests
-    ]  # fmt: skip
+    lines = []
+    for test in tests:
+        # one seed alone has a difference, and neither an interval nor a p-value
+        lines.append(
+            [
+                test.row.method,
+                test.against.method,
+                test.row.partition,
+                str(test.count),
+                f"{100 * test.difference:+.1f}",
+                _interval(test.low, test.high),
+                "–" if math.isnan(test.p) else f"{test.p:.3f}",
+                "–" if math.isnan(test.effect) else f"{test.effect:+.2f}",
+                test.word,
+            ]
+        )
 
     return formatted_table(heads, lines, format_)
 
@@ -80,13 +91,19 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
 def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> str:
     """Return the table of differences over the test cases of one seed."""
     heads = ["method", "against", "partition", "test cases", "difference", "95 % interval", ""]
-    lines = [
-        [
-            row.method, against.method, row.partition, str(test.cases), f"{100 * test.value:+.1f}",
-            "–" if test.ends is None else f"{100 * test.ends[0]:+.1f} to {100 * test.ends[1]:+.1f}", test.word,
-        ]
-        for row, against, test in tests
-    ]  # fmt: skip
+    lines = []
+    for row, against, test in tests:
+        lines.append(
+            [
+                row.method,
+                against.method,
+                row.partition,
+                str(test.cases),
+                f"{100 * test.value:+.1f}",
+                _interval(*(test.ends or (math.nan, math.nan))),
+                test.word,
+            ]
+        )
 
     return formatted_table(heads, lines, format_)
 
@@ -109,10 +126,8 @@ def target_table(comparison: Comparison, partition: str, value: float, format_: 
 
 def rank_table(ranks: dict[str, float], format_: str) -> str:
     """Return the table of mean ranks, the best first."""
-    lines = [
-        [method, f"{rank:.2f}"]
-        for method, rank in sorted(ranks.items(), key=lambda entry: entry[1])
-    ]
+    in_order = sorted(ranks.items(), key=lambda entry: entry[1])
+    lines = [[method, f"{rank:.2f}"] for method, rank in in_order]
     return formatted_table(["method", "mean rank"], lines, format_)
 
 
@@ -125,13 +140,15 @@ def as_csv(comparison: Comparison) -> str:
 
     for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
-            values = [column.read(run) for column in comparison.columns]
             source = run.record["data"]["source"]
             run_hash = (run.summary or {}).get("run_hash", "")
-            about = [row.partition, row.method, seed, source, run_hash, str(run.path)]
-            writer.writerow(
-                [*map(as_cell, about), *("" if value is None else repr(value) for value in values)]
-            )
+            cells = [row.partition, row.method, seed, source, run_hash, str(run.path)]
+            line = [*map(as_cell, cells)]
+            for column in comparison.columns:
+                value = column.read(run)
+                line.append("" if value is None else repr(value))
+
+            writer.writerow(line)
 
     return file.getvalue()
 
@@ -166,11 +183,11 @@ def write_tables(
 
     for format_ in ("md", "tex"):
         written[format_] = out / f"tables.{format_}"
-        parts = all_tables(comparison, against, target or against, format_)
-        texts = [
-            titled(f"{title}; {comparison.describe()}", table, format_) for title, table in parts
-        ]
-        write_atomic(written[format_], ("\n\n".join([*_HEADERS[format_], *texts]) + "\n").encode())
+        texts = [*_HEADERS[format_]]
+        for title, table in all_tables(comparison, against, target or against, format_):
+            texts.append(titled(f"{title}; {comparison.describe()}", table, format_))
+
+        write_atomic(written[format_], ("\n\n".join(texts) + "\n").encode())
 
     return written
 
@@ -178,16 +195,15 @@ def write_tables(
 def all_tables(
     comparison: Comparison, against: str, target: str | None, format_: str
 ) -> list[tuple[str, str]]:
-    """Return title and text of each table; arguments as of `write_tables`, without a target none of what it took."""
+    """Return title and text of each table; arguments as of `write_tables`, no table of costs without a target."""
     parts: list[tuple[str, str]] = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
+        title = f"Partition {partition}"
         if _BOLD[format_] in table:
-            bold = "; bold: better than all others by the paired 95 % interval"
-        else:
-            bold = ""
+            title += "; bold: better than all others by the paired 95 % interval"
 
-        parts.append((f"Partition {partition}{bold}", table))
+        parts.append((title, table))
         if target is not None:
             value = comparison.target_value(target, partition)
             title = f"To reach {100 * value:.1f} on the validation set ({target}), partition {partition}"
@@ -213,9 +229,21 @@ def titled(title: str, table: str, format_: str) -> str:
     if format_ == "md":
         return f"## {title}\n\n{table}"
     lines = ["\\begin{table}", "\\centering", f"\\caption{{{latex_text(title)}}}"]
-    wide = len(table.partition("\n")[0].rpartition("{")[2]) > _MAX_COLUMNS + 1
-    body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
-    return "\n".join([*lines, *body, "\\end{table}"])
+    # the first line is \begin{tabular}{lrr...}: a letter a column, and the closing brace
+    columns = len(table.partition("\n")[0].rpartition("{")[2]) - 1
+    if columns > _MAX_COLUMNS:
+        lines.append("\\resizebox{\\textwidth}{!}{%")
+        table += "}"
+
+    return "\n".join([*lines, table, "\\end{table}"])
+
+
+def _interval(low: float, high: float) -> str:
+    """Return an interval in percentage points; a dash where it has no ends."""
+    if math.isnan(low):
+        return "–"
+
+    return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
 
 def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:

@@ -29,13 +29,15 @@ def searched(
     count: int | None,
     seeds: tuple[int, ...],
     partition: str | None,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
-    requested: Mapping[str, Any],
+    options: Mapping[str, object],
+    config: Mapping[str, object],
+    requested: Mapping[str, object],
 ) -> Grid:
     """Return the grid of a search's trials; `values` and `count` as of `search.trials`, the others as of `Grid`."""
     text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
-    text += f" ({count} of them, seed {seeds[0]})" if count else ""
+    if count:
+        text += f" ({count} of them, seed {seeds[0]})"
+
     entries = trials(method, values, count, seeds[0])
     return Grid(
         bundle, entries, (partition,), seeds, options, config, {**requested, "method": method}, text
@@ -58,9 +60,10 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     cells, failed = run_missing(grid, launch)
     done = [cell for cell in cells if cell.done(None)]
     key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
-    figures = [
-        _mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries
-    ]
+    figures = []
+    for entry in grid.entries:
+        figures.append(_mean([cell for cell in cells if cell.entry == entry], key))
+
     validated = [figure for figure in figures if figure is not None]
 
     if not validated:
@@ -88,12 +91,16 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
 
 def _mean(cells: Sequence[Cell], key: str) -> float | None:
     """Return the mean of the validation figures of a trial's seeds, None unless all have one."""
-    values = [cell.validated(key) if cell.done(None) else None for cell in cells]
-    if None in values:
-        return None
+    values = []
+    for cell in cells:
+        value = cell.validated(key) if cell.done(None) else None
+        if value is None:
+            return None
 
-    return statistics.fmean(value for value in values if value is not None)
+        values.append(value)
+
+    return statistics.fmean(values)
 
 
-def _settings(options: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
+def _settings(options: Mapping[str, object], entry: Entry) -> dict[str, object]:
     return {"options": {**options, **entry.options}, "requested": dict(entry.settings)}

@@ -26,9 +26,10 @@ _SETTINGS: Mapping[str, Any] = {
     "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,
 }  # fmt: skip
 """Fields of a `Launch` that a record has; a cross-validation is resumed with them."""
-_OWN = {"bundle", "options", "config"}
+_ARGUMENTS = {"bundle", "options", "config"}
+"""Fields of a `Request` that a record has beside `requested`, not in it."""
 _CHANGES = {"rounds", "data"}
-"""What a resumed cross-validation may be asked for."""
+"""Settings that may be given when a cross-validation is resumed."""
 
 
 def cross_validate(
@@ -43,9 +44,9 @@ def cross_validate(
 ) -> dict[str, Any]:
     """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
 
-    Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration; patients stay together where
-    they are known. Of what a fold does not test, an eighth validates. `launch` says how each fold is run, `settings`
-    are fields of it by name, as of `medfl.federate`.
+    Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration. The images of a patient are in
+    one fold where patients are known. An eighth of the images that a fold does not test validates. `launch` says how
+    each fold is run; `settings` are fields of it by name, as in `medfl.federate`.
 
     Raises:
         InputError: bad input; nothing was written.
@@ -53,8 +54,12 @@ def cross_validate(
     """
     check_folds(folds)
     launch = (launch or Launch(command="medfl.runs.folds.cross_validate(...)")).having(**settings)
+    # a folder as an absolute path: the record is read from other working folders too
+    if bundle not in shipped():
+        bundle = str(Path(bundle).expanduser().resolve())
+
     record = {
-        "folds": folds, "bundle": bundle if bundle in shipped() else str(Path(bundle).expanduser().resolve()),
+        "folds": folds, "bundle": bundle,
         "options": dict(options or {}), "config": dict(config or {}), "requested": _wherever(requested or {}),
         "settings": {name: getattr(launch, name) for name in _SETTINGS}, "command": launch.command,
     }  # fmt: skip
@@ -83,27 +88,26 @@ def resume(
     launch: Launch | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Go on with the cross-validation in a folder, perhaps for more rounds; as `cross_validate`.
+    """Go on with the cross-validation in a folder, perhaps for more rounds; returns the same as `cross_validate`.
 
-    Of the launch only what a record does not have counts: jobs, track, progress, say.
+    Only those fields of `launch` count that the folder has no record of: jobs, track, progress, say.
 
     Raises:
-        InputError: there is none, its images have changed, or other settings are asked for than its own.
+        InputError: there is no cross-validation, its images have changed, or its settings are not to be changed so.
     """
     launch = (launch or Launch()).having(**settings)
     root = Path(folder)
-    asked = dict(requested or {})
+    changes = dict(requested or {})
     record = report.read_record(root)
     require_plain(root)
     allowed = {
         "settings": {*_SETTINGS},
-        "requested": {field.name for field in fields(Request)} - _OWN,
+        "requested": {field.name for field in fields(Request)} - _ARGUMENTS,
     }
-    odd = [
-        f"{key!r} under {name}"
-        for name, known in allowed.items()
-        for key in sorted(record[name].keys() - known)
-    ]
+    odd = []
+    for name, keys in allowed.items():
+        odd += [f"{key!r} under {name}" for key in sorted(record[name].keys() - keys)]
+
     odd += type_errors(record["settings"], _SETTINGS, "settings.")
 
     if odd:
@@ -113,20 +117,22 @@ def resume(
             "restore it",
         )
 
-    for what, where in (("method", "requested"), ("runtime", "settings")):
-        refuse_untrusted_module(str(record[where].get(what, "")), what, root / FOLDS)
+    # a record may come from somebody else: it must not have code of its own imported
+    for name, section in (("method", "requested"), ("runtime", "settings")):
+        refuse_untrusted_module(str(record[section].get(name, "")), name, root / FOLDS)
 
-    if other := sorted(asked.keys() - _CHANGES):
+    fixed = sorted(changes.keys() - _CHANGES)
+    if fixed:
         raise InputError(
-            f"--resume of a cross-validation with {', '.join(other)}",
+            f"--resume of a cross-validation with {', '.join(fixed)}",
             "it is resumed with its own settings; only --rounds may grow",
             "leave them out, or start in another folder",
         )
 
+    # a fold that was begun has its own record, which is checked when it is resumed
     new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
-    for number, plan in zip(
-        new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True
-    ):
+    plans = _plans({**record, "requested": {**record["requested"], **changes}}, new)
+    for number, plan in zip(new, plans, strict=True):
         if plan.run.data.checksum != record["images"][number - 1]:
             raise InputError(
                 f"other images in {plan.run.data.folder} than when {root} was begun",
@@ -135,9 +141,8 @@ def resume(
             )
 
     recorded = {name: record["settings"].get(name, getattr(Launch(), name)) for name in _SETTINGS}
-    return _run(
-        root, record, asked, launch.having(**recorded, command=record["command"], resume=False)
-    )
+    launch = launch.having(**recorded, command=record["command"], resume=False)
+    return _run(root, record, changes, launch)
 
 
 def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,16 +157,14 @@ def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
 def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
     """Return the plan of each fold."""
     for number in numbers:
-        config = _config(record, number)
         try:
-            yield make_plan(
-                Request(
-                    record["bundle"],
-                    options=record["options"],
-                    config=config,
-                    **record["requested"],
-                )
+            request = Request(
+                record["bundle"],
+                options=record["options"],
+                config=_config(record, number),
+                **record["requested"],
             )
+            yield make_plan(request)
         except InputError as error:
             if "split" in Bundle(record["bundle"]):
                 raise
@@ -187,25 +190,25 @@ def _require_disjoint(plans: list[Plan]) -> None:
 
 
 def _run(
-    folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], launch: Launch
+    folder: Path, record: Mapping[str, Any], changes: Mapping[str, Any], launch: Launch
 ) -> dict[str, Any]:
-    """Run what is missing of the folds, and write what all of them say."""
+    """Run the folds that are missing or have too few rounds, and write the summary of all."""
     for number in range(1, record["folds"] + 1):
         fold_folder = report.fold_folder(folder, number)
-        if _is_done(fold_folder, asked):
+        if _is_done(fold_folder, changes):
             continue
 
         launch.say(f"fold {number} of {record['folds']}")
         of_fold = replace(launch, out=fold_folder, command=f"{launch.command} (fold {number})")
         if _begun(folder, number):
             # the fold's own record says whether it has a Local reference
-            federate(requested=asked, launch=replace(of_fold, resume=True, with_local=False))
+            federate(requested=changes, launch=replace(of_fold, resume=True, with_local=False))
         else:
             federate(
                 record["bundle"],
                 options=record["options"],
                 config=_config(record, number),
-                requested={**record["requested"], **asked},
+                requested={**record["requested"], **changes},
                 launch=of_fold,
             )
 
@@ -217,10 +220,10 @@ def _begun(folder: Path, number: int) -> bool:
     return (report.fold_folder(folder, number) / "run.json").is_file()
 
 
-def _is_done(folder: Path, asked: Mapping[str, Any]) -> bool:
-    """Tell whether a fold has its summary after as many rounds as are asked for."""
+def _is_done(folder: Path, changes: Mapping[str, Any]) -> bool:
+    """Tell whether a fold has its summary after the rounds of its record, or the changed number of them."""
     if not (folder / "summary.json").is_file():
         return False
     run = RunFiles(folder)
     rounds = int(run.record["rounds"])
-    return run.finished and rounds >= asked.get("rounds", rounds)
+    return run.finished and rounds >= changes.get("rounds", rounds)

@@ -72,23 +72,33 @@ def tensors(path: Path) -> dict[str, Tensor]:
         warnings.simplefilter("ignore")
         checkpoint: Any = load_pickled(path)
 
-    inner = next(
-        (checkpoint[key] for key in _WITHIN if isinstance(checkpoint.get(key), Mapping)), checkpoint
-    )
-    if not inner or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inner.items()):
-        raise ValueError("it holds other things than tensors by name")
+    for key in _WITHIN:
+        if isinstance(checkpoint.get(key), Mapping):
+            checkpoint = checkpoint[key]
+            break
 
-    return _finite({name: tensor.detach() for name, tensor in inner.items()})
+    weights = {}
+    for name, tensor in checkpoint.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError("it holds other things than tensors by name")
+
+        weights[name] = tensor.detach()
+
+    if not weights:
+        raise ValueError("it holds no tensors")
+
+    return _finite(weights)
 
 
 def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in weights.items():
+        # an expanded tensor of a pickle: a small file could fill the memory
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise ValueError(f"{name!r} has more numbers than the file")
 
-    odd = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
-    if odd:
-        raise ValueError(f"{odd[0]!r} is not finite")
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name!r} is not finite")
 
     return dict(weights)
 
@@ -103,9 +113,8 @@ def write_for_job(bundle: Problem, run: Run, folder: Path) -> list[Path]:
     """Write a run's initial weights as a job carries them; return the files written."""
     if not run.init or bundle.start is None:
         return []
-    data = safetensors.torch.save(
-        {name: tensor.contiguous() for name, tensor in bundle.start.items()}
-    )
+    weights = {name: tensor.contiguous() for name, tensor in bundle.start.items()}
+    data = safetensors.torch.save(weights)
     (folder / JOB_FILE).write_text(json.dumps({"safetensors": base64.b64encode(data).decode()}))
     return [folder / JOB_FILE]
 
@@ -116,16 +125,15 @@ def restored(bundle: Problem, run: Run, folder: Path | None) -> Problem:
     Raises:
         InputError: they are damaged, or others.
     """
-    if folder:
-        path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None)
-    else:
-        path = None
-
+    path = first_file(folder, FILE, JOB_FILE)
     if not run.init or path is None:
         return bundle
 
     try:
-        weights = _from_job(path) if path.name == JOB_FILE else tensors(path)
+        if path.name == JOB_FILE:
+            weights = _from_job(path)
+        else:
+            weights = tensors(path)
     except Exception as error:  # as in `read`
         raise InputError(
             f"{path} is damaged ({error})", "the run's initial weights", "restore it"
@@ -139,6 +147,15 @@ def restored(bundle: Problem, run: Run, folder: Path | None) -> Problem:
         )
 
     return bundle.replaced(start=weights)
+
+
+def first_file(folder: Path | None, *names: str) -> Path | None:
+    """Return the first of these files that a folder has, None if it has none of them or there is no folder."""
+    for name in names:
+        if folder and (folder / name).is_file():
+            return folder / name
+
+    return None
 
 
 def _from_job(path: Path) -> dict[str, Tensor]:

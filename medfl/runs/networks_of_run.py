@@ -1,8 +1,8 @@
-"""Which network a run's folder holds: the global model, or the one that a site is judged by, as they predict.
+"""The networks of a run's folder, ready to predict: the global model, or the one that a site is judged by.
 
-A global model is the run's network with the weights of its file; it needs no images. What is more than that (a site's
-own model, a network that a method puts together, the newest round of a run that was interrupted) is made by the method
-from the saved States, as the run made it for its scores.
+A global model is the run's network with the weights of its file; it needs no images. Every other network is made by the
+method from the saved States, as the run made it for its scores: a site's own model, a network that a method assembles,
+and the newest round of an interrupted run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A trained network on the CPU in evaluation mode, which belongs to the caller.
+    """A trained network on the CPU in evaluation mode; the caller may change it.
 
-    It is that of a site ("": the global model) after a round; `config` has the ids of the bundle that it is built with.
+    Attributes:
+        site: whose model it is, "" for the global one.
+        round: after which it was taken.
+        config: ids of the bundle's configuration that the site's network is built with.
     """
 
     network: nn.Module
@@ -53,7 +56,7 @@ class RunNetworks:
     """What a run's folder holds: its last networks, or the best by the validation metric.
 
     Raises:
-        InputError: no run is there, or its bundle has changed; a shipped one may have, that is said.
+        InputError: no run is there, or its bundle has changed. A shipped bundle may have, which a note says.
     """
 
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
@@ -76,14 +79,13 @@ class RunNetworks:
         self.bundle: Problem = bundle_of_run(self.run, path, CPU, allow_changed=True)
 
         if self.bundle.dataset and self.bundle.sha256 != run.bundle_sha256:
-            was = f"medfl {run.versions.get('medfl')}, which made the run"
             say(
-                f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network"
+                f"note: bundle {run.bundle!r} is not that of medfl {run.versions.get('medfl')}, which made the run: "
+                "the run's weights are put into today's network"
             )
 
-        if self.document.get(
-            "task"
-        ):  # as recorded: to find them a bundle that does not ship opens its training images
+        # as recorded: to find task and classes, a third-party bundle would open its training images
+        if self.document.get("task"):
             classes = tuple(self.document.get("classes") or ())
             self.bundle = self.bundle.replaced(task=self.document["task"], classes=classes)
 
@@ -195,10 +197,15 @@ class RunNetworks:
             )
 
         weights = load_weights(file)
-        recorded = document.get("weights_sha256" if self.which == "last" else "best_sha256")
-        if recorded and recorded != (
-            weights_sha256(weights) if self.which == "last" else file_sha256(file)
-        ):
+        # the last weights are recorded by the hash of their tensors, the best by that of their file
+        if self.which == "last":
+            recorded = document.get("weights_sha256")
+            sha256 = weights_sha256(weights)
+        else:
+            recorded = document.get("best_sha256")
+            sha256 = file_sha256(file)
+
+        if recorded and recorded != sha256:
             raise InputError(
                 f"{file} is not as the run wrote it",
                 f"its SHA-256 was {str(recorded)[:12]}…",
@@ -209,7 +216,7 @@ class RunNetworks:
 
     def _from_file(self) -> nn.Module | None:
         """Return the global model; None where it is more than the run's network with these weights."""
-        _ = self.round
+        _ = self.round  # refuses a run without weights, which `_weights` does not
         if self._weights is None:
             return None
         if any("/" in key and key.partition("/")[0] in self.sites for key in self._weights):
@@ -231,13 +238,17 @@ class RunNetworks:
         """Put a site's weights of the best round in, where these are all that its prediction depends on."""
         prefix = f"{name}/"
         weights = self._weights or {}
-        site_weights = {
-            key.removeprefix(prefix): v for key, v in weights.items() if key.startswith(prefix)
-        }
-        plain = federation.site(name, self.round).network()
-        same = type(plain) is type(network) and plain.state_dict().keys() == site_weights.keys()
+        site_weights = {}
+        for key, tensor in weights.items():
+            if key.startswith(prefix):
+                site_weights[key.removeprefix(prefix)] = tensor
 
-        if not same or any(module._forward_hooks for module in network.modules()):
+        # a wrapped network or one with hooks predicts by more than its weights
+        plain = federation.site(name, self.round).network()
+        is_plain = type(plain) is type(network) and not any(
+            module._forward_hooks for module in network.modules()
+        )
+        if not is_plain or plain.state_dict().keys() != site_weights.keys():
             raise InputError(
                 f"--which best --site {name} of method {self.run.method!r}",
                 "the best round's States of the sites are not kept",
@@ -268,15 +279,15 @@ class _States:
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""
         federation = self.federation
-        best = self.networks.which == "best"
-        if best:
+        if self.networks.which == "best":
             server = self.folder.best_state()
         else:
             server = self.folder.server_state(self.manifest)
 
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
-            return None if network is None else deepcopy(network)
+            # the pool lends the network to others when the scope ends
+            return deepcopy(network)
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
@@ -287,6 +298,6 @@ class _States:
             down = federation.method.broadcast(federation.host(round_), server, name)
 
         state_file = self.folder.readable_state(name, self.networks.run_hash)
-        state = None if state_file is None else load_state(state_file)
+        state = load_state(state_file) if state_file else None
         with judged(federation, round_, name, state, down) as network:
             return deepcopy(network)

@@ -1,4 +1,4 @@
-"""How many steps a round and a run have: fitted to the smallest site where a protocol leaves it open, and said."""
+"""How many steps a round and a run have: fitted to the smallest site where a protocol leaves it open."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def fit_schedule(
 ) -> dict[str, Any]:
     """Return a protocol's values with numbers in the place of "auto".
 
-    A batch is a power of two, 2 at least, that the smallest site's images fill four times; local epochs are so many
-    that this site has 20 steps a round, 10 at most; rounds so many that it has 240 steps of a segmentation, else 640,
-    in the whole run. They are 5 to 30, above 5 only while all sites together train on at most 20,000 images.
+    The smallest site decides. The batch is the largest power of two that its images fill four times, 2 at least. Local
+    epochs give it 20 steps a round, but are 10 at most. Rounds give it 240 steps in the whole run for segmentation, 640
+    otherwise; they are 5 to 30, and above 5 only while all sites together train on at most 20,000 images.
 
     Args:
         chosen: by name, among them `batch_size`, `local_epochs` and `rounds`.
@@ -62,29 +62,29 @@ def rounds_note(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
         return ()
     least = min(len(ids["train"]) for ids in run.partition.sites.values())
     count = run.rounds * run.local_epochs * math.ceil(least / run.batch_size)
-    reason = (
-        f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
+    return (
+        f"{run.rounds} rounds, fitted to the smallest site, whose {least} training images then make {count} steps in "
+        "all; --rounds N for another number",
     )
-    return (f"{run.rounds} rounds, {reason}; --rounds N for another number",)
 
 
 def steps_note(run: Run) -> str:
     """Say how many steps a site has in a round, and what to do where they are few."""
     counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
-    each = {
+    steps = {
         name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()
     }
-    least = min(each.values())
-    most = max(each.values())
-    shown = str(least) if least == most else f"{least} to {most}"
-    line = f"steps a round: {shown} (batch {run.batch_size}, local epochs {run.local_epochs})"
+    least = min(steps.values())
+    most = max(steps.values())
+    extent = str(least) if least == most else f"{least} to {most}"
+    line = f"steps a round: {extent} (batch {run.batch_size}, local epochs {run.local_epochs})"
 
     if least >= FEW or run.method == "central":
         return line
 
-    name = min(each, key=lambda site: each[site])
+    name = min(steps, key=lambda site: steps[site])
     better = fit_schedule(
         {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, ""
     )
     advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
-    return f"{line}; few at {name}, which has {counts[name]} training images: more are had with {advice}"
+    return f"{line}; few at {name}, which has {counts[name]} training images: for more use {advice}"

@@ -1,4 +1,4 @@
-"""`medfl predict`: what a trained network says of new images, as files: class probabilities, or masks; and scores."""
+"""`medfl predict`: the class probabilities or masks that a trained network predicts for new images, and scores."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from medfl.evaluation.metrics import Cases, is_distance, summarise
 from medfl.evaluation.slices import unit
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
+from medfl.runs.result_tables import Record
 from medfl.storage.places import require_unused
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, threads
@@ -44,9 +45,8 @@ BY_CASE = "scores_by_case.csv"
 # read at once for masks, and of volumes one; of images to be classified at least so many
 _PICTURES = 32
 _LONGEST = 1000  # characters of a path below the folder
-_OUTPUT = re.compile(
-    r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE
-)  # of a folder that is called as a file written
+# the dot of a folder that is named like a file which is written, as "a.png/1.png"
+_OUTPUT = re.compile(r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE)
 _CUBIC_MM = 1000.0  # in a millilitre
 
 
@@ -55,13 +55,13 @@ class Predictions:
     """What was predicted.
 
     Attributes:
-        rows: of predictions.csv, by id.
-        cases: outcomes of the images with a reference.
-        failed: id -> what went wrong with an image, or with its reference.
-        units: of distances on the images with a reference.
+        rows: id -> row of predictions.csv.
+        cases: scores of the images with a reference.
+        failed: id -> error of an image, or of its reference.
+        units: in which distances were measured: pixels, millimetres or both.
     """
 
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, Record] = field(default_factory=dict)
     cases: list[Cases] = field(default_factory=list)
     failed: dict[str, Exception] = field(default_factory=dict)
     units: set[str] = field(default_factory=set)
@@ -80,7 +80,7 @@ def predict(
     progress: bool = False,
     say: Print = str,
 ) -> dict[str, Any]:
-    """Write what a trained network says of images into a new folder.
+    """Write a trained network's predictions for images into a new folder.
 
     Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
     image on the grid of its file, NIfTI of volumes and DICOM series, PNG of pictures, and predictions.csv with id, mask
@@ -92,10 +92,10 @@ def predict(
         images: a folder, a file, or a list of these; `Result.predict` says which.
         out: new or empty folder.
         reference: folder of masks or of class folders, or table of classes; `medfl.runs.references` finds them.
-        which: of a run, the weights of the "last" or of the "best" round.
-        site: of a run whose method has a model for each site, whose.
+        which: weights of a run's "last" or "best" round.
+        site: whose model, where the run's method has one for each site.
         device: auto, cpu or cuda[:i].
-        thread_count: None takes the run's, of a bundle as many as PyTorch takes.
+        thread_count: default: that of the run; for a bundle PyTorch's own.
         progress: show a bar.
         say: where lines for the user go.
 
@@ -103,7 +103,7 @@ def predict(
         Everything that was written and what failed, for JSON.
 
     Raises:
-        InputError: no model, no image, none that can be predicted, or `out` is in use; nothing is written.
+        InputError: there is no model or image, no image can be predicted, or `out` is in use; nothing is written.
         RunError: the disk is full.
     """
     folder = Path(out).expanduser()
@@ -165,40 +165,44 @@ class _Writer:
         self.predictions = Predictions()
 
     def write(self, progress: bool) -> Predictions:
-        """Predict everything; what fails is told in what is returned."""
+        """Predict every image; the errors of those that fail are among the predictions."""
         with terminal.bar(
             total=len(self.files), desc="predicting", unit="image", shown=progress
         ) as bar:
             for idents in self._groups():
-                for prepared, outcome in self._outcomes(
-                    {ident: self.files[ident] for ident in idents}, self.targets
-                ):
+                group = {ident: self.files[ident] for ident in idents}
+                for prepared, outcome in self._outcomes(group, self.targets):
                     self._take(prepared, outcome)
+
                 bar.update(len(idents))
 
+        # images that failed in a batch come later than the rest of it
         rows = self.predictions.rows
         self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
         return self.predictions
 
     def _groups(self) -> Iterator[Sequence[str]]:
-        """Give the ids that are read at once: as many as memory holds of any size."""
+        """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
-        if isinstance(
-            evaluator, ClassEvaluator
-        ):  # whole batches, so that all but the last are those of a run
-            yield from _batched(
-                [*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size)
-            )
+        if isinstance(evaluator, ClassEvaluator):
+            # whole batches, so that all but the last are those of a run
+            size = evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size)
+            yield from _batched([*self.files], size)
             return
 
-        volumes = {i: uri for i, uri in self.files.items() if os.path.isdir(uri) or is_nifti(uri)}
-        yield from _batched([*volumes], 1)
-        yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
+        pictures = []
+        for ident, uri in self.files.items():
+            if os.path.isdir(uri) or is_nifti(uri):
+                yield (ident,)
+            else:
+                pictures.append(ident)
+
+        yield from _batched(pictures, _PICTURES)
 
     def _outcomes(
         self, files: Mapping[str, str], targets: Mapping[str, int | str]
     ) -> Iterator[_Outcome]:
-        """Yield the outcomes of images; of one that fails with its reference, without it."""
+        """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
             outcome = self._judged(files, labels)
@@ -211,14 +215,25 @@ class _Writer:
     def _apart(
         self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception
     ) -> Iterator[_Outcome]:
-        """Yield the outcomes of images that fail together: of those that can be read, and of each of the others."""
+        """Retry a failed batch: the readable images together, the rest one by one."""
         if len(files) > 1:
-            readable = {
-                ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)
-            }
-            together = readable if len(readable) < len(files) else {}
-            alone = [{ident: uri} for ident, uri in files.items() if ident not in together]
-            for part in filter(None, [together, *alone]):
+            together = {}
+            alone = []
+            for ident, uri in files.items():
+                if self._is_read(ident, uri, labels):
+                    together[ident] = uri
+                else:
+                    alone.append({ident: uri})
+
+            # all can be read: the network fails on one of them, and only one by one shows on which
+            if not alone:
+                alone = [{ident: uri} for ident, uri in files.items()]
+                together = {}
+
+            if together:
+                yield from self._outcomes(together, labels)
+
+            for part in alone:
                 yield from self._outcomes(part, labels)
 
             return
@@ -232,8 +247,9 @@ class _Writer:
         """Return the error of a file that is one channel of an image of several, named like it but alone."""
         count = new_images.channels_of(self.predictor.metadata)
         uri = self.files[ident]
-        named = count > 1 and is_channel(ident) and is_nifti(uri)
-        if not (named and self._is_read(ident, uri, {}) and len(nib.load(uri).shape) < 4):  # type: ignore[attr-defined]
+        if count < 2 or not is_channel(ident) or not is_nifti(uri):
+            return None
+        if not self._is_read(ident, uri, {}) or len(nib.load(uri).shape) > 3:  # type: ignore[attr-defined]
             return None
 
         allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"
@@ -244,7 +260,7 @@ class _Writer:
             new_images.of_files(
                 self.predictor.transforms, self.predictor.task, {ident: uri}, labels
             )
-        except Exception:  # told when it is predicted alone
+        except Exception:  # reported when the image is predicted alone
             return False
         return True
 
@@ -264,7 +280,9 @@ class _Writer:
                     "check image and network",
                 )
 
-            self.predictions.cases += [cases.select(labelled)] if labelled else []
+            if labelled:
+                self.predictions.cases.append(cases.select(labelled))
+
             return prepared, cases
 
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
@@ -297,11 +315,9 @@ class _Writer:
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
         idents = prepared.ids(range(len(prepared)))
         if isinstance(outcome, Cases):
-            probabilities = outcome.values["probabilities"].tolist()
-            self.predictions.rows |= {
-                i: _class_row(i, p, self.predictor.classes)
-                for i, p in zip(idents, probabilities, strict=True)
-            }
+            for ident, row in zip(idents, outcome.values["probabilities"].tolist(), strict=True):
+                self.predictions.rows[ident] = _class_row(ident, row, self.predictor.classes)
+
             return
 
         for index, (ident, masks) in enumerate(zip(idents, outcome, strict=True)):
@@ -319,40 +335,42 @@ def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (idents[start : start + size] for start in range(0, len(idents), size))
 
 
-def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> dict[str, Any]:
-    if len(classes) == len(probabilities):
-        names: Sequence[str] = classes
-    else:
-        names = [f"class {i}" for i in range(len(probabilities))]
+def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
+    """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
+    if len(classes) == count:
+        return classes
 
-    return {
-        "id": ident,
-        "prediction": names[probabilities.index(max(probabilities))],
-        **{name: float(f"{p:.9g}") for name, p in zip(names, probabilities, strict=True)},
-    }
+    return [f"class {index}" for index in range(count)]
+
+
+def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> Record:
+    names = _names(classes, len(probabilities))
+    row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
+    for name, probability in zip(names, probabilities, strict=True):
+        # a float32 has nine significant digits
+        row[name] = float(f"{probability:.9g}")
+
+    return row
 
 
 def _amounts(
     mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]
 ) -> dict[str, float]:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
-    if len(classes) == count:
-        names: Sequence[str] = classes
-    else:
-        names = [f"class {index}" for index in range(count)]
-
-    pixels = np.bincount(mask.ravel(), minlength=count)[1:].tolist()
+    pixels = np.bincount(mask.ravel(), minlength=count).tolist()
+    # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres
+    voxel = 0.0
     if mask.ndim == 3:
         voxel = abs(float(np.linalg.det(geometry.original_affine[:3, :3]))) / _CUBIC_MM
-        return {
-            f"{name}_ml": float(f"{n * voxel:.6g}")
-            for name, n in zip(names[1:], pixels, strict=True)
-        }
 
-    return {
-        f"{name}_share": float(f"{n / mask.size:.6g}")
-        for name, n in zip(names[1:], pixels, strict=True)
-    }
+    amounts = {}
+    for name, number in list(zip(_names(classes, count), pixels, strict=True))[1:]:
+        if mask.ndim == 3:
+            amounts[f"{name}_ml"] = float(f"{number * voxel:.6g}")
+        else:
+            amounts[f"{name}_share"] = float(f"{number / mask.size:.6g}")
+
+    return amounts
 
 
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
@@ -383,13 +401,15 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
-    what = "the one image cannot" if count == 1 else f"none of the {count} images can"
-    given, *others = error._parts if isinstance(error, InputError) else [_problem(error)]
-    allowed, advice = others or (
-        "images like those that the network was trained on",
-        "give such images",
-    )
-    return InputError(f"{what} be predicted: {given}", allowed, advice)
+    images = "the one image cannot" if count == 1 else f"none of the {count} images can"
+    if isinstance(error, InputError):
+        problem, allowed, advice = error._parts
+    else:
+        problem = _problem(error)
+        allowed = "images like those that the network was trained on"
+        advice = "give such images"
+
+    return InputError(f"{images} be predicted: {problem}", allowed, advice)
 
 
 def _problem(error: Exception) -> str:
@@ -422,45 +442,53 @@ def _document(
         if predictor.task == "segmentation":
             structures = by_structure(scores, cases.values, predictor.classes, scored)
 
-        table.write_table(
-            SCORES, [{"metric": name, "value": value} for name, value in scores.items()]
-        )
+        lines = [{"metric": name, "value": value} for name, value in scores.items()]
+        table.write_table(SCORES, lines)
         table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
 
     table.write_table(PREDICTIONS, [*predictions.rows.values()])
+    failed = []
+    for ident, error in predictions.failed.items():
+        failed.append({"id": ident, "file": files[ident], "problem": _problem(error)})
+
+    units = {}
+    for name in scores or ():
+        if is_distance(name):
+            units[name] = " or ".join(sorted(predictions.units))
+
     return {
-        "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
-        "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
+        "model": predictor.title,
+        "task": predictor.task,
+        "classes": [*predictor.classes],
+        "data_source": predictor.data_source,
+        "out": str(folder),
+        "images": len(files),
+        "files": written,
         "predictions": [*predictions.rows.values()],
-        "failed": [{"id": i, "file": files[i], "problem": _problem(error)} for i, error in predictions.failed.items()],
-        "scores": scores, "structures": structures, "scored": scored,
+        "failed": failed,
+        "scores": scores,
+        "structures": structures,
+        "scored": scored,
         "with_reference": len(targets),
-        "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},
-    }  # fmt: skip
+        "units": units,
+    }
 
 
-def _by_case(
-    cases: Cases, predictions: Predictions, classes: tuple[str, ...]
-) -> list[dict[str, Any]]:
+def _by_case(cases: Cases, predictions: Predictions, classes: tuple[str, ...]) -> list[Record]:
     rows = []
     for index, ident in enumerate(cases.ids):
+        row: Record = {"id": ident}
+        rows.append(row)
         if cases.is_classification:
-            label = int(cases.values["label"][index])
-            rows.append(
-                {
-                    "id": ident,
-                    "label": classes[label],
-                    "prediction": predictions.rows[ident]["prediction"],
-                }
-            )
-        else:
-            values = {name: float(numbers[index]) for name, numbers in cases.values.items()}
-            rows.append(
-                {
-                    "id": ident,
-                    **{name: value for name, value in values.items() if not math.isnan(value)},
-                }
-            )
+            row["label"] = classes[int(cases.values["label"][index])]
+            row["prediction"] = predictions.rows[ident]["prediction"]
+            continue
+
+        for name, numbers in cases.values.items():
+            value = float(numbers[index])
+            # a structure that the image does not have has no score
+            if not math.isnan(value):
+                row[name] = value
 
     return rows

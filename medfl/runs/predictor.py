@@ -215,6 +215,6 @@ def _tolerance(path: Path) -> float:
     return 1.0
 
 
-def _no_loss(prediction: Any, target: Any) -> Tensor:
+def _no_loss(prediction: object, target: object) -> Tensor:
     """Score no loss: new images are judged by what is seen of them."""
     return torch.zeros(())

@@ -1,13 +1,14 @@
-"""Find and open the public data of a run: another bundle's images, without augmentation, as fit the sites' networks.
+"""Find and open the public data of a run: another bundle's images, not augmented, in the sites' dimensions.
 
-A method that uses public data has the options of `medfl.methods._parts.public`; what is not given comes from the public
-bundle's own protocol (key `public`: section, items, split).
+A method that uses public data has the options of `medfl.methods._parts.public`. Those that are not given come from the
+public bundle's own protocol (key `public`: section, items, split).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,13 +37,13 @@ _AUGMENTATION = "train#random_transforms"
 
 @dataclass(frozen=True)
 class PublicPlan:
-    """The public data of a run before an image of them is read.
+    """The public data of a run, before any image is read.
 
     Attributes:
         opened: the public bundle on its images.
         section: which of its sections is taken.
         indices: which of that section's items.
-        teachers: those whose answers the method learns from, not asked yet.
+        teachers: whose answers the method learns from; not asked yet.
         channels: of the sites' images.
         depth: how often an image is repeated for sites with volumes, 0 where they have images.
         record: what the run says of all this.
@@ -57,7 +58,7 @@ class PublicPlan:
     record: PublicRecord
 
     def prepare(self, *, jobs: int = 1, progress: bool = False, say: Print = str) -> Public:
-        """Read the images, and ask the teachers what the cache does not know.
+        """Read the images, and ask the teachers for the answers that are not in the cache.
 
         Raises:
             InputError: an image cannot be read, or a teacher does not fit these data.
@@ -72,7 +73,7 @@ class PublicPlan:
         shard = Shard.of(prepared, self.indices)
         task = Task(bundle.task, bundle.classes or bundle.structures)
         public = Public(bundle.name, shard, task, (), self.depth, self.channels)
-        asked = Questions(
+        questions = Questions(
             bundle,
             self.section,
             self.indices,
@@ -80,56 +81,51 @@ class PublicPlan:
             self.record.data.checksum,
             replace(public, channels=0),
         )
-        answers = tuple(
-            obtain(teacher, asked, progress=progress, say=say) for teacher in self.teachers
-        )
-
-        return replace(public, answers=answers)
+        answers = [obtain(t, questions, progress=progress, say=say) for t in self.teachers]
+        return replace(public, answers=tuple(answers))
 
     def _refuse_crops(self, prepared: Prepared) -> None:
         """Raise an InputError if sites would take a part of what a teacher segments."""
-        sizes = [
-            tuple(
-                next(prepared.deterministic(uncropped).batches(torch.tensor([0]), 1, None))[
-                    0
-                ].shape[2:]
-            )
-            for uncropped in (False, True)
-        ]
-
-        if sizes[0] != sizes[1]:
+        patch = _size_of_first(prepared.deterministic(False))
+        image = _size_of_first(prepared.deterministic(True))
+        if patch != image:
             raise InputError(
-                f"public data {self.opened.bundle.name!r}, section {self.section}: patches {sizes[0]} of images "
-                f"{sizes[1]}",
+                f"public data {self.opened.bundle.name!r}, section {self.section}: patches {patch} of images {image}",
                 "teachers segment whole images",
                 "take the section validate or test with --set public_section=NAME, or set teachers= for none",
             )
 
     def notes(self, bundle: Problem, used: Mapping[str, Sequence[Item]]) -> list[str]:
-        """Say what these data are, for a user of the run."""
+        """Return lines on these data for a user of the run."""
         record = self.record
         public = self.opened.bundle
-        said = [f"public data: {record.items} items of {public.name}, section {self.section}"]
+        lines = [f"public data: {record.items} items of {public.name}, section {self.section}"]
         if record.data.source == PHANTOM:
-            said.append(f"PUBLIC DATA ARE PHANTOMS: drawn images in the place of {public.name}")
+            lines.append(f"PUBLIC DATA ARE PHANTOMS: drawn images in the place of {public.name}")
 
         if self.depth:
-            said.append(
+            lines.append(
                 f"public images are flat, the sites have volumes: each is repeated {self.depth} times along a third "
                 "axis, and outputs are averaged over it (lift=pseudo3d)"
             )
 
-        said += [f"teacher: {teacher.name}" for teacher in self.teachers]
+        lines += [f"teacher: {teacher.name}" for teacher in self.teachers]
         if public.name == bundle.name:
             site_ids = {str(item["id"]) for items in used.values() for item in items}
             chosen = [public.items(self.section)[i]["id"] for i in self.indices]
             common = sum(str(ident) in site_ids for ident in chosen)
             if common:
-                said.append(
+                lines.append(
                     f"{common} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES: results are optimistic"
                 )
 
-        return said
+        return lines
+
+
+def _size_of_first(prepared: Prepared) -> tuple[int, ...]:
+    """Return (H, W[, D]) of the first image."""
+    images, *_ = next(prepared.batches(torch.tensor([0]), 1, None))
+    return tuple(images.shape[2:])
 
 
 def plan_public(
@@ -159,14 +155,14 @@ def plan_public(
         )
 
     name, data = read_public(str(options["public"]))
-    if name in shipped() or data is None:
-        own_data = {}
-    else:
-        own_data = {"dataset_dir": str(Path(data).expanduser().resolve())}
+    overrides = {}
+    # a shipped bundle finds its own data
+    if name not in shipped() and data is not None:
+        overrides["dataset_dir"] = str(Path(data).expanduser().resolve())
 
-    plain = Bundle(name, own_data, policy=bundle.policy)
-    said: Mapping[str, Any] = plain.protocol.get("public") or {}
-    section = str(options["public_section"] or said.get("section") or "test")
+    plain = Bundle(name, overrides, policy=bundle.policy)
+    protocol: Mapping[str, Any] = plain.protocol.get("public") or {}
+    section = str(options["public_section"] or protocol.get("section") or "test")
     number = int(options["public_items"])
 
     if plain.task != bundle.task:
@@ -177,26 +173,25 @@ def plan_public(
         )
 
     depth = _depth(plain, bundle, str(options["lift"]))
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size
 
+    # all sites and teachers see the same images
     if section == "train" and plain.dataset:
         config[_AUGMENTATION] = []
 
-    preferred = said.get("split") or plain.protocol.get("split")
+    preferred = protocol.get("split") or plain.protocol.get("split")
     problem = open_problem(name, config, device, bundle.policy)
     opened = with_data(problem, folder or data, config, say=say, preferred=preferred)
     items = opened.bundle.items(section)
-    indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
-
+    indices = chosen_items(items, number or min(int(protocol.get("items") or 0), len(items)))
+    teachers = []
     if learner.uses_teachers:
-        asked = split_names(str(options.get("teachers", "")))
-    else:
-        asked = ()
+        for teacher in split_names(str(options.get("teachers", ""))):
+            teachers.append(open_teacher(teacher, opened.bundle, torch.device(device)))
 
-    teachers = tuple(open_teacher(one, opened.bundle, torch.device(device)) for one in asked)
     ids = json.dumps([items[i]["id"] for i in indices])
     record = PublicRecord(
         bundle=opened.bundle.name,
@@ -209,7 +204,7 @@ def plan_public(
         teachers=tuple((teacher.name, teacher.sha256) for teacher in teachers),
     )
 
-    return PublicPlan(opened, section, indices, teachers, bundle.channels, depth, record)
+    return PublicPlan(opened, section, indices, tuple(teachers), bundle.channels, depth, record)
 
 
 def read_public(text: str) -> tuple[str, str | None]:
@@ -240,14 +235,16 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
     with stream(0, "public items") as generator:
         order = torch.randperm(len(items), generator=generator).tolist()
 
-    turns: dict[Any, int] = {}
-    ranked: list[tuple[int, int, int]] = []
+    # the classes take turns: each has its first item drawn before any has its second
+    counts = Counter[object]()
+    turns = {}
     for position in order:
         label = items[position].get("label")
-        turns[label] = turns.get(label, -1) + 1
-        ranked.append((turns[label], len(ranked), position))
+        turns[position] = counts[label]
+        counts[label] += 1
 
-    return tuple(sorted(position for _, _, position in sorted(ranked)[:number]))
+    # sorting is stable, and so keeps the drawn order within a turn
+    return tuple(sorted(sorted(order, key=turns.__getitem__)[:number]))
 
 
 def _depth(public: Problem, bundle: Problem, lift: str) -> int:
@@ -257,16 +254,16 @@ def _depth(public: Problem, bundle: Problem, lift: str) -> int:
     if has == needs:
         return 0
 
-    given = f"public data {public.name!r} with {has} dimensions for the {needs} dimensions of bundle {bundle.name!r}"
+    pair = f"public data {public.name!r} with {has} dimensions for the {needs} dimensions of bundle {bundle.name!r}"
     if has > needs:
         raise InputError(
-            given,
+            pair,
             "volumes are not cut into slices for sites with images",
             "name a bundle of images",
         )
     if lift == "refuse":
         raise InputError(
-            given,
+            pair,
             "lift=refuse takes data of equal dimensions only",
             "allow it with --set lift=pseudo3d (see its help)",
         )
@@ -281,13 +278,16 @@ def _dimensions(bundle: Problem) -> int:
     return len(shape) or 2
 
 
-def _size(bundle: Problem, public: Problem, wanted: int, depth: int) -> Any:
-    """Return the size to which public images are brought, None for their bundle's own."""
-    if wanted or bundle.task != "segmentation" or not (bundle.dataset and public.dataset):
-        return wanted or None
+def _size(bundle: Problem, public: Problem, option: int, depth: int) -> Any:
+    """Return the size to which public images are brought, None for their bundle's own; `option`: 0 for none."""
+    if option:
+        return option
+    if bundle.task != "segmentation" or not bundle.dataset or not public.dataset:
+        return None
     if not depth:
         return bundle.get("image_size")
 
+    # the sides of the sites' slices, down to a multiple of 16 that a U-Net halves four times
     sides = bundle.get("image_size") or bundle.get("patch_size")
     if sides:
         return max(_LEAST_SIDE, min(sides) // 16 * 16)

@@ -1,4 +1,4 @@
-"""The references that predictions of new images are scored by: masks, or classes, found by the images' names."""
+"""Reference masks or classes of new images, found by the images' names, to score predictions with."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
         [(without_ending(ident), uri) for ident, uri in files.items()], masks
     )
     names, matched = matching.match(images, masks)
-    of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
-    mask_uris = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
+    mask_of = {uri: matched[name] for name, uri in names.items() if name in matched}
+    mask_uris = {ident: mask_of[uri] for ident, uri in files.items() if uri in mask_of}
 
     if not mask_uris:
         raise _no_match(
@@ -69,18 +69,25 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     bare = Counter(_forms(ident)[-1] for ident in files)
     for ident in files:
         forms = _forms(ident)
-        forms = forms if bare[forms[-1]] == 1 else forms[:2]
-        labels = set(next((form_labels[form] for form in forms if form in form_labels), ()))
+        # files of one name in several folders are told apart by their paths alone
+        if bare[forms[-1]] > 1:
+            forms = forms[:2]
+
+        # the most exact form comes last, and so counts
+        labels = set[int]()
+        for form in reversed(forms):
+            labels = form_labels.get(form, labels)
+
         if len(labels) > 1:
-            named = ", ".join(sorted(classes[label] for label in labels))
+            several = ", ".join(sorted(classes[label] for label in labels))
             raise InputError(
-                f"--reference {path} has image {ident} as {named}",
+                f"--reference {path} has image {ident} as {several}",
                 "one class an image",
                 "give its path",
             )
 
         if labels:
-            class_indices[ident] = labels.pop()
+            class_indices[ident] = min(labels)
 
     if not class_indices:
         raise _no_match(path, "labels", "the path or the name of its image")
@@ -89,18 +96,23 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
 
 
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    named = own.class_folders(root)
-    if unknown := [name for name in named if name not in classes] or ([] if named else ["none"]):
+    folders = own.class_folders(root)
+    unknown = [name for name in folders if name not in classes]
+    if unknown or not folders:
+        unknown = unknown or ["none"]
         raise InputError(
             f"--reference {root} has the folders {tables.several(unknown, 'folders')}",
             f"a folder of images for each class: {', '.join(classes)}",
             "give such a folder, or a table with the columns id and label",
         )
 
-    below = [(name, path) for name in named for path, _ in tables.image_files(root / name)]
-    return [
-        (form, classes.index(name)) for name, path in below for form in (f"{name}/{path}", path)
-    ]
+    labels = []
+    for name in folders:
+        label = classes.index(name)
+        for path, _ in tables.image_files(root / name):
+            labels += [(f"{name}/{path}", label), (path, label)]
+
+    return labels
 
 
 def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
@@ -109,11 +121,11 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
             f"--reference {file} is not there", "a folder of classes or a table", "check the path"
         )
 
-    labels = {str(index): index for index in range(len(classes))} | {
-        name: at for at, name in enumerate(classes)
-    }
-    given_labels = label_table.read(file, [*files]).classes
-    for ident, label in given_labels.items():
+    # a class may be named by a number: its name then counts, not its index
+    labels = {str(index): index for index in range(len(classes))}
+    labels |= {name: index for index, name in enumerate(classes)}
+    label_of = label_table.read(file, [*files]).classes
+    for ident, label in label_of.items():
         if label not in labels:
             raise InputError(
                 f"{file}: label {label!r} of {ident}",
@@ -121,7 +133,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
                 "use one of these, or remove the row",
             )
 
-    return {ident: labels[label] for ident, label in given_labels.items()}
+    return {ident: labels[label] for ident, label in label_of.items()}
 
 
 def _forms(name: str) -> tuple[str, ...]:
@@ -130,7 +142,9 @@ def _forms(name: str) -> tuple[str, ...]:
     return name, without_ending(name), bare, without_ending(bare)
 
 
-def _no_match(path: Path, what: str, allowed: str) -> InputError:
+def _no_match(path: Path, references: str, allowed: str) -> InputError:
     return InputError(
-        f"--reference {path} has {what}, but for none of the images", allowed, "check the names"
+        f"--reference {path} has {references}, but for none of the images",
+        allowed,
+        "check the names",
     )

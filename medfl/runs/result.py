@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from medfl.runs.subgroups import Subgroups
 
 Images = new_images.Images
+T = TypeVar("T")
 
 
 class Result(ResultTables):
@@ -53,8 +54,8 @@ class Result(ResultTables):
         run: the record of all that the run depends on.
 
     Raises:
-        InputError: the folder is not a run's, or its run.json is damaged. Other files are read when they are first
-            asked for, and a damaged one is refused then.
+        InputError: the folder is not a run's, or its run.json is damaged. Other files are read at their first use;
+            a damaged one raises then.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
@@ -72,8 +73,12 @@ class Result(ResultTables):
         run = self.run
         key = self._files.key
         data = "PHANTOM data" if run.data.source == "phantom" else "real data"
-        last = (self.summary.get("last") or {}).get(key) if self.finished else None
-        score = f", {metrics.title(key).lower()} {last:.3f}" if last is not None else ""
+        score = ""
+        if self.finished:
+            last = (self.summary.get("last") or {}).get(key)
+            if last is not None:
+                score = f", {metrics.title(key).lower()} {last:.3f}"
+
         done = f"{len(self.rounds)} of {run.rounds} rounds"
 
         return f"<{run.method} on {run.bundle}, {data}, {len(run.partition.sites)} sites, {done}{score}: {self.path}>"
@@ -111,17 +116,18 @@ class Result(ResultTables):
     @cached_property
     def rounds(self) -> list[Record]:
         """One record a round: seconds, bytes, sites, train_loss, and validation metrics as `val_<name>`."""
-        columns = ("round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
-                "train_loss")  # fmt: skip
-        rows = [
-            {
-                **{name: entry[name] for name in columns if name in entry},
-                "sites": len(entry.get("cohort") or ()),
-                **{f"val_{name}": value for name, value in (entry.get("val") or {}).items()},
-                **(entry.get("observed") or {}),
-            }
-            for entry in self._files.rounds
-        ]
+        columns = (
+            "round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
+            "train_loss",
+        )  # fmt: skip
+        rows = []
+        for entry in self._files.rounds:
+            row: Record = {name: entry[name] for name in columns if name in entry}
+            row["sites"] = len(entry.get("cohort") or ())
+            for name, value in (entry.get("val") or {}).items():
+                row[f"val_{name}"] = value
+
+            rows.append(row | (entry.get("observed") or {}))
 
         return with_same_keys(rows)
 
@@ -132,13 +138,12 @@ class Result(ResultTables):
         for entry in self._files.rounds:
             for site, site_entry in (entry.get("sites") or {}).items():
                 row: Record = {"round": entry["round"], "site": site}
-                for kind, value in site_entry.items():
-                    row |= (
-                        {f"{kind}_{k}": v for k, v in value.items()}
-                        if isinstance(value, Mapping)
-                        else {kind: value}
-                    )
                 rows.append(row)
+                for kind, value in site_entry.items():
+                    if isinstance(value, Mapping):
+                        row |= {f"{kind}_{name}": number for name, number in value.items()}
+                    else:
+                        row[kind] = value
 
         return with_same_keys(rows)
 
@@ -149,7 +154,7 @@ class Result(ResultTables):
 
     @cached_property
     def predictions(self) -> list[Record]:
-        """One record a test case, as the run judged it; `cases` adds what the data say of it.
+        """One record a test case, by the model that the run is judged by; `cases` adds centre, age and the like.
 
         Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Else id, site and the
         case's metrics.
@@ -204,7 +209,7 @@ class Result(ResultTables):
 
         Args:
             by: the column.
-            min_count: groups with fewer cases are not told, nor what rests on fewer cases of a class.
+            min_count: groups with fewer cases are hidden, as are metrics that rest on fewer cases of a class.
 
         Raises:
             InputError: the data have no such column; as `cases`.
@@ -236,7 +241,7 @@ class Result(ResultTables):
         out: str | Path | None = None,
         reference: str | Path | None = None,
     ) -> list[Record]:
-        """Return what a trained network says of new images, or of the run's own items.
+        """Return a trained network's predictions for new images, or for the run's own items.
 
         New images go through the bundle's validation transforms. In classification a record has id, predicted and
         `p_<class>`; in segmentation id and mask, class indices on the grid of the image's file where that is known,
@@ -247,9 +252,11 @@ class Result(ResultTables):
                 (D1, D2, D3). None takes the run's items.
             section: which of the run's items: train, validate or test.
             which: weights of the "last" or the "best" round.
-            site: whose model, and of the run's items that site's; None: the one model, or each site's on its own items.
-            out: new folder for what is said of new images; the rows of its predictions.csv are returned instead.
-            reference: what these are scored by, in `out`; both as of `medfl.runs.predict.predict`.
+            site: the site whose model predicts, and whose items where the run's own are taken. None: the global model,
+                or each site's model on its own items.
+            out: new folder for the predictions of new images, as `medfl.runs.predict.predict` writes them; the rows of
+                its predictions.csv are returned.
+            reference: folder or table that new images are scored by, in `out`.
 
         Raises:
             InputError: no such image, section or site; an image that the bundle's transforms refuse.
@@ -283,16 +290,15 @@ class Result(ResultTables):
 
         prepared = self._prepared(section)
         owner = self._owners(section)
-        ids = {name: list(own.get(section, ())) for name, own in sites.items()}
         if self.plan.method.judged == "global":
-            return self._judge(self.network(which), prepared, ids[site] if site else None, owner)
+            ids = sites[site].get(section, ()) if site else None
+            return self._judge(self.network(which), prepared, ids, owner)
 
-        networks = self._networks(which, "all" if site is None else site)
-        return [
-            row
-            for name, own in networks.items()
-            for row in self._judge(own, prepared, ids[name], owner)
-        ]
+        rows = []
+        for name, network in self._networks(which, site or "all").items():
+            rows += self._judge(network, prepared, sites[name].get(section, ()), owner)
+
+        return rows
 
     def maps(
         self,
@@ -319,18 +325,14 @@ class Result(ResultTables):
         """
         self._require_classification("activation maps")
         network = self.network(which, site)
-        listed = [images] if isinstance(images, str | Path) else list(images)
-        if all(isinstance(entry, str) for entry in listed):
-            owners = self._owners(section)
-        else:
-            owners = {}
-
-        if listed and all(entry in owners for entry in listed):
-            prepared = self._prepared(section)
-            shard = _shard(prepared, [str(entry) for entry in listed])
+        entries = [images] if isinstance(images, str | Path) else list(images)
+        ids = [entry for entry in entries if isinstance(entry, str)]
+        # arrays are no ids; a text is an id of the run's items, or else the path of a file
+        if entries and len(ids) == len(entries) and self._owners(section).keys() >= set(ids):
+            shard = _shard(self._prepared(section), ids)
         else:
             prepared = new_images.prepared(self._trained(which).bundle, images)
-            shard = Shard.of(prepared, range(len(prepared)))
+            shard = _shard(prepared, None)
 
         with tf32(self.run.tf32):
             return activation_maps.compute(
@@ -361,18 +363,15 @@ class Result(ResultTables):
     def _owners(self, section: str) -> dict[str, str]:
         """Return id -> site of a section's items, "" where no site has it."""
         owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
-        owners |= {
-            ident: name
-            for name, own in self.run.partition.sites.items()
-            for ident in own.get(section, ())
-        }
+        for name, sections in self.run.partition.sites.items():
+            owners |= dict.fromkeys(sections.get(section, ()), name)
+
         return owners
 
     def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
         network = self.network(which, site)
         bundle = self._trained(which).bundle
-        prepared = new_images.prepared(bundle, images)
-        shard = Shard.of(prepared, range(len(prepared)))
+        shard = _shard(new_images.prepared(bundle, images), None)
 
         with tf32(self.run.tf32):
             if self.task == "segmentation":
@@ -389,23 +388,17 @@ class Result(ResultTables):
         ids: Sequence[str] | None,
         owner: Mapping[str, str],
     ) -> list[Record]:
-        if ids is None:
-            shard = Shard.of(prepared, range(len(prepared)))
-        else:
-            shard = _shard(prepared, ids)
-
+        bundle = self.plan.bundle
+        evaluator = bundle.evaluator
         shard = site_labels.with_recorded_classes(
-            shard, owner, self._files.summary or {}, self.plan.bundle
+            _shard(prepared, ids), owner, self._files.summary or {}, bundle
         )
         with tf32(self.run.tf32):
-            rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
-            if self.task == "segmentation" and not isinstance(
-                self.plan.bundle.evaluator, ClassEvaluator
-            ):
-                drawn = new_images.masks(self.plan.bundle, network, shard, self.device)
-                rows = [
-                    {**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)
-                ]
+            rows = self._records(evaluator(network, shard, self.device))
+            if self.task == "segmentation" and not isinstance(evaluator, ClassEvaluator):
+                masks = new_images.masks(bundle, network, shard, self.device)
+                for row, mask in zip(rows, masks, strict=True):
+                    row["mask"] = mask["mask"]
 
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
@@ -416,14 +409,10 @@ class Result(ResultTables):
             row: Record = {"id": ident}
             if cases.is_classification:
                 probabilities = values["probabilities"][index].tolist()
-                row |= {
-                    "label": int(values["label"][index]),
-                    "predicted": probabilities.index(max(probabilities)),
-                }
-                row |= {
-                    f"p_{name}": value
-                    for name, value in zip(self.classes, probabilities, strict=True)
-                }
+                row["label"] = int(values["label"][index])
+                row["predicted"] = probabilities.index(max(probabilities))
+                for name, probability in zip(self.classes, probabilities, strict=True):
+                    row[f"p_{name}"] = probability
             else:
                 row |= {name: float(numbers[index]) for name, numbers in values.items()}
 
@@ -431,7 +420,7 @@ class Result(ResultTables):
 
         return rows
 
-    def _needed(self, value: Any, file: str) -> Any:
+    def _needed(self, value: T | None, file: str) -> T:
         if value is None:
             raise InputError(
                 f"the run in {self.path} has no {file}: {len(self._files.rounds)} of {self.run.rounds} rounds are done",
@@ -464,6 +453,11 @@ def load_run(folder: str | Path, device: str = "cpu") -> Result:
     return Result(folder, device)
 
 
-def _shard(prepared: Prepared, ids: Sequence[str]) -> Shard:
-    position = {ident: index for index, ident in enumerate(prepared.ids(range(len(prepared))))}
-    return Shard.of(prepared, [position[ident] for ident in ids])
+def _shard(prepared: Prepared, ids: Sequence[str] | None) -> Shard:
+    """Return these items of prepared data, None for all."""
+    places = range(len(prepared))
+    if ids is None:
+        return Shard.of(prepared, places)
+
+    place_of = dict(zip(prepared.ids(places), places, strict=True))
+    return Shard.of(prepared, [place_of[ident] for ident in ids])

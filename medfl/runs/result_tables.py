@@ -15,12 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = dict[str, Any]
-"""Of a list in which all have the same keys and typed values."""
-TABLES = ("rounds", "site_rounds", "sites", "predictions")
+"""One row of a table: all rows have the same keys."""
+_INDEX = {
+    "rounds": ["round"],
+    "site_rounds": ["round", "site"],
+    "sites": ["site"],
+    "predictions": ["id"],
+}
+Points = tuple[list[int], list[float]]
+TABLES = tuple(_INDEX)
 
 
 class ResultTables(ABC):
-    """What `medfl.Result` makes of its lists of records."""
+    """The tables and curves that `medfl.Result` makes of its lists of records."""
 
     run: Any
 
@@ -53,15 +60,11 @@ class ResultTables(ABC):
         except ImportError as error:
             raise without_package("to_frame", "pandas") from error
 
-        index = {
-            "rounds": ["round"],
-            "site_rounds": ["round", "site"],
-            "sites": ["site"],
-            "predictions": ["id"],
-        }[table]
-        records = getattr(self, table)
-        frame = pandas.DataFrame.from_records(records)
-        return frame.set_index(index) if records else frame
+        frame = pandas.DataFrame.from_records(getattr(self, table))
+        if frame.empty:
+            return frame
+
+        return frame.set_index(_INDEX[table])
 
     def plot_curves(self, *metrics: str, by_site: bool = False, axes: Axes | None = None) -> Axes:
         """Draw validation metrics over the rounds with matplotlib.
@@ -69,7 +72,7 @@ class ResultTables(ABC):
         Args:
             metrics: columns of `rounds`, with or without "val_" ("accuracy", "train_loss"); default: the key metric,
                 which chooses the best round.
-            by_site: a thin line for each site as well, of the model that it received, where sites are scored.
+            by_site: add a thin line for each scored site, of the model that it received.
             axes: to draw on; default: new ones.
 
         Returns:
@@ -90,16 +93,11 @@ class ResultTables(ABC):
 
         for name in metrics or (self._key,):
             column = self._column(name)
-            points = [
-                (row["round"], row[column]) for row in self.rounds if row.get(column) is not None
-            ]
-            (line,) = axes.plot(
-                *zip(*points, strict=True), marker="o", markersize=3, label=_label(column)
-            )
-            for site in self._site_curves(column) if by_site else ():
-                axes.plot(
-                    *zip(*site, strict=True), color=line.get_color(), linewidth=0.6, alpha=0.5
-                )
+            points = _points(self.rounds, column)
+            (line,) = axes.plot(*points, marker="o", markersize=3, label=_label(column))
+            if by_site:
+                for points in self._site_curves(column):
+                    axes.plot(*points, color=line.get_color(), linewidth=0.6, alpha=0.5)
 
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -114,37 +112,38 @@ class ResultTables(ABC):
         """The metric by which the best round is chosen."""
 
     def _column(self, name: str) -> str:
-        columns = [
-            key
-            for key, value in self.rounds[-1].items()
-            if isinstance(value, int | float) and key != "round"
-        ]
-        columns += [
-            key
-            for row in self.rounds
-            for key in row
-            if key.startswith("val_") and key not in columns
-        ]
-        column = next((key for key in (f"val_{name}", name) if key in columns), None)
-        if column is None:
-            advice = did_you_mean(name, [key.removeprefix("val_") for key in columns], "choose one")
-            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(columns)}", advice)
+        """Return the column of a metric, the validation metric first; InputError if no round has it."""
+        columns = []
+        # the last round may be without a validation, and then has None; all records have the same keys
+        for key, value in self.rounds[-1].items():
+            is_number = isinstance(value, int | float) and key != "round"
+            if is_number or key.startswith("val_"):
+                columns.append(key)
 
-        return column
+        for column in (f"val_{name}", name):
+            if column in columns:
+                return column
 
-    def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:
-        """Return a list of (round, value) for each site that has the metric."""
+        advice = did_you_mean(name, [key.removeprefix("val_") for key in columns], "choose one")
+        raise InputError(f"metric {name!r}", f"the rounds have {', '.join(columns)}", advice)
+
+    def _site_curves(self, column: str) -> list[Points]:
+        """Return the points of each site that has the metric."""
         if column.startswith("val_"):
-            name = f"received_{column.removeprefix('val_')}"
-        else:
-            name = column
+            column = f"received_{column.removeprefix('val_')}"
 
-        curves: dict[str, list[tuple[int, float]]] = {}
+        by_site: dict[str, list[Record]] = {}
         for row in self.site_rounds:
-            if row.get(name) is not None:
-                curves.setdefault(row["site"], []).append((row["round"], row[name]))
+            if row.get(column) is not None:
+                by_site.setdefault(row["site"], []).append(row)
 
-        return [*curves.values()]
+        return [_points(rows, column) for rows in by_site.values()]
+
+
+def _points(rows: list[Record], column: str) -> Points:
+    """Return the rounds that have a value, and their values."""
+    scored = [row for row in rows if row.get(column) is not None]
+    return [row["round"] for row in scored], [row[column] for row in scored]
 
 
 def _label(column: str) -> str:
@@ -157,19 +156,23 @@ def _label(column: str) -> str:
 
 def with_same_keys(rows: list[Record]) -> list[Record]:
     """Give all records the same keys, None where one has no value."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    if rows:
-        return [{name: row.get(name) for name in names} for row in rows]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
 
-    return []
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 def parse_row(row: Mapping[str, str]) -> Record:
-    """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
-    return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
+    """Return a line of a table with its numbers parsed; ids and sites stay text, even of digits ("007")."""
+    record: Record = {}
+    for name, cell in row.items():
+        record[name] = cell if name in ("id", "site") else _value(cell)
+
+    return record
 
 
-def _value(cell: str) -> Any:
+def _value(cell: str) -> str | int | float | None:
     """Return a cell as a number where it is one, None where it is blank."""
     if cell == "":
         return None

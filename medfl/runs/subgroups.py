@@ -75,12 +75,12 @@ class Subgroups:
     total: Subgroup
     min_count: int
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, object]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
         names = list(self.total.metrics)
         rows = []
         for group in (*self.groups, self.total):
-            row: dict[str, Any] = {self.by: group.name, "cases": group.count}
+            row: dict[str, object] = {self.by: group.name, "cases": group.count}
             for name in names:
                 estimate = group.metrics.get(name)
                 if estimate:
@@ -96,20 +96,28 @@ class Subgroups:
 
     def notes(self) -> list[str]:
         """Return what a reader of the records must know."""
-        few = [group.name for group in self.groups if group.count is None]
-        why = f"fewer than {self.min_count} cases, or its count would reveal such a group"
-        said = [f"not told, {why}: {', '.join(few)}"] if few else []
-        thin = {group.name: group.small_classes for group in self.groups if group.small_classes}
+        hidden = []
+        thin = []
+        for group in self.groups:
+            if group.count is None:
+                hidden.append(group.name)
+
+            if group.small_classes:
+                thin.append(f"{group.name}: {', '.join(group.small_classes)}")
+
+        notes = []
+        if hidden:
+            reason = f"fewer than {self.min_count} cases, or its count would reveal such a group"
+            notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            listing = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
-            few_of = f"a class, or all others, have fewer than {self.min_count} cases"
-            said.append(f"no balanced accuracy and AUROC where {few_of}: {listing}")
+            reason = f"a class, or all others, have fewer than {self.min_count} cases"
+            notes.append(f"no balanced accuracy and AUROC where {reason}: {'; '.join(thin)}")
 
-        return [
-            *said,
-            "intervals of 95 %; images of one patient count as independent, so the true ones are wider",
-        ]
+        notes.append(
+            "intervals of 95 %; images of one patient count as independent, so the true ones are wider"
+        )
+        return notes
 
 
 def of(
@@ -138,32 +146,32 @@ def of(
         )
 
     values = _values(rows, by)
-    members = {
-        name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)
-    }
-    counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
-    told_indices = [index for name, index in members.items() if counts[name] is not None]
+    members = {}
+    for name in sorted(set(values.tolist()), key=_order):
+        members[name] = np.flatnonzero(values == name)
 
-    if told_indices:
-        together = np.sort(np.concatenate(told_indices))
-    else:
-        together = np.empty(0, np.int64)
+    counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
 
     def group(name: str, index: NDArray[np.int64]) -> Subgroup:
-        member_rows = [rows[i] for i in index]
-        if not member_rows or (index is not together and counts[name] is None):
+        group_rows = [rows[i] for i in index]
+        if not group_rows:
             return Subgroup(name, None, {}, {})
         if classes:
-            return _classified(name, member_rows, classes, min_count, seed)
+            return _classified(name, group_rows, classes, min_count, seed)
 
-        return _measured(name, member_rows, seed)
+        return _measured(name, group_rows, seed)
 
-    return Subgroups(
-        by,
-        tuple(group(*entry) for entry in members.items()),
-        group("all of these", together),
-        min_count,
-    )
+    groups = []
+    # without the hidden groups, whose metrics the total would otherwise reveal
+    together = np.empty(0, np.int64)
+    for name, index in members.items():
+        if counts[name] is None:
+            groups.append(Subgroup(name, None, {}, {}))
+        else:
+            groups.append(group(name, index))
+            together = np.append(together, index)
+
+    return Subgroups(by, tuple(groups), group("all of these", np.sort(together)), min_count)
 
 
 def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
@@ -171,10 +179,14 @@ def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
 
-    numbers = {
-        name for row in rows for name, value in row.items() if isinstance(value, int | float)
-    } - {"age"}
-    columns = [name for name in rows[0] if name not in _NO_GROUPS and name not in numbers]
+    # numbers are metrics and not groups, but for the age, which has bands
+    excluded = {*_NO_GROUPS}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "age":
+                excluded.add(name)
+
+    columns = [name for name in rows[0] if name not in excluded]
     if by not in columns:
         raise InputError(
             f"subgroups by {by!r}",
@@ -199,12 +211,13 @@ def _classified(
     hit = np.array([int(row["predicted"]) for row in rows]) == label
     probabilities = np.array([[float(row[f"p_{title}"]) for title in classes] for row in rows])
     cases = np.bincount(label, minlength=len(classes))
+    # a curve needs enough cases of the class and enough of all others
     enough = np.minimum(cases, len(rows) - cases) >= min_count
-    silent = tuple(
-        title
-        for title, n, reported in zip(classes, cases, enough, strict=True)
-        if n and not reported
-    )
+    silent = []
+    for title, count, is_enough in zip(classes, cases, enough, strict=True):
+        if count and not is_enough:
+            silent.append(title)
+
     times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
@@ -214,40 +227,37 @@ def _classified(
     if len(reported) > 1 and not silent:
         is_class = [label == k for k in reported]
         recall = np.stack([times @ (hit & k) / k.sum() for k in is_class])
-        estimates["balanced_accuracy"] = _estimate(
-            float(np.mean([hit[k].mean() for k in is_class])), recall.mean(0)
-        )
+        mean_recall = float(np.mean([hit[k].mean() for k in is_class]))
+        estimates["balanced_accuracy"] = _estimate(mean_recall, recall.mean(0))
 
     if len(classes) == 2 and 1 in areas:
         estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
         drawn = bootstrap.areas(label, probabilities, times)[:, reported].mean(1)
-        estimates["auroc"] = _estimate(
-            float(np.mean([area.value for area in areas.values()])), drawn
-        )
+        mean_area = float(np.mean([area.value for area in areas.values()]))
+        estimates["auroc"] = _estimate(mean_area, drawn)
 
-    return Subgroup(
-        name, len(rows), estimates, {classes[k]: area for k, area in areas.items()}, silent
-    )
+    area_of = {classes[k]: area for k, area in areas.items()}
+    return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
 def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
     """Return the means of all numbers of the rows."""
-    names = [
-        key
-        for key in rows[0]
-        if key not in _NO_METRICS and any(isinstance(row[key], float) for row in rows)
-    ]
-    values = {
-        key: np.array(
-            [np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64
-        )
-        for key in names
-    }
+    values = {}
+    for key in rows[0]:
+        if key in _NO_METRICS:
+            continue
+
+        column = [row[key] for row in rows]
+        if any(isinstance(value, float) for value in column):
+            # as float64, None is NaN: a case without this structure
+            values[key] = np.array(column, dtype=np.float64)
+
     ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
-    estimates = {
-        key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends
-    }
+    estimates = {}
+    for key, numbers in values.items():
+        if key in ends:
+            estimates[key] = Estimate(float(np.nanmean(numbers)), *ends[key])
 
     return Subgroup(name, len(rows), estimates, {})
 

@@ -1,8 +1,7 @@
-"""The text embeddings of a run: said in its record, kept in its folder, and taken from there ever after.
+"""The text embeddings of a run: its record has their checksum, and its folder a copy, which is used from then on.
 
-So neither the language model nor a file of the user's has to be there when a run is resumed, repeated or exported, nor
-at the sites of a FLARE job, which carries them. The weights that it begins with (`medfl.runs.initial_weights`) go the
-same way.
+So a run is resumed, repeated or exported without the language model or the user's file of embeddings. A FLARE job
+carries them to its sites. The weights that a run begins with (`medfl.runs.initial_weights`) are kept the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def language_model(method: Method) -> str:
 
 
 def make_record(bundle: Problem, method: Method) -> TextRecord | None:
-    """Say which embeddings a method takes of a bundle, None for none; InputError if they are not here or do not fit."""
+    """Return the record of a method's embeddings, None if it uses none; InputError if they are missing or misfit."""
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
         return None
@@ -79,32 +78,29 @@ def write_for_job(bundle: Problem, run: Run, method: Method, folder: Path) -> li
 def restored(bundle: Problem, run: Run, method: Method, folder: Path | None) -> Problem:
     """Return a recorded run's problem with the embeddings and initial weights that it had.
 
-    They are in a folder, that of the run or of a job's configuration; the embeddings are also found anew. Records that
-    say nothing of embeddings take what is found.
+    Both are read from `folder`, that of the run or of a job's configuration. Embeddings that are not there are made
+    again, and must have the record's checksum; records without a checksum take them as they are.
 
     Raises:
-        InputError: there are none, or others.
+        InputError: there are none, or others than the record's.
     """
     bundle = initial_weights.restored(bundle, run, folder)
     if run.text is None:
         return bundle
 
-    if folder:
-        path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None)
-    else:
-        path = None
-
+    path = initial_weights.first_file(folder, FILE, JOB_FILE)
     if path is not None:
         embeddings = _read(path)
-        where = str(path)
+        source = str(path)
         bundle = bundle.with_embeddings(language_model(method), embeddings, run.text.plm)
     else:
         embeddings = bundle.embeddings(language_model(method))
-        where = f"plm={run.options.get('plm', '')}"
+        source = f"plm={run.options.get('plm', '')}"
 
-    if fingerprint(embeddings) != run.text.sha256:
+    checksum = fingerprint(embeddings)
+    if checksum != run.text.sha256:
         raise InputError(
-            f"the text embeddings of {where} (checksum {fingerprint(embeddings)[:12]})",
+            f"the text embeddings of {source} (checksum {checksum[:12]})",
             f"the run used those of {run.text.plm!r} with checksum {run.text.sha256[:12]}",
             "restore them, or start a new run",
         )
@@ -134,6 +130,5 @@ def _read(path: Path) -> Tensor:
 def _from_job(path: Path) -> Tensor:
     document = json_values(path, _MAX_BYTES)
     values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
-    return torch.from_numpy(values.astype(np.float32)).reshape(
-        [int(side) for side in document["shape"]]
-    )
+    # the file's numbers are little-endian, whatever the machine's are
+    return torch.from_numpy(values.astype(np.float32)).reshape(*map(int, document["shape"]))

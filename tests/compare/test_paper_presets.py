@@ -11,8 +11,7 @@ from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import papers
 from medfl.compare.papers import tables
-from medfl.compare.papers.departures import departures
-from medfl.compare.papers.runs import _ours, presets_of
+from medfl.compare.papers.runs import _ours, departures, presets_of
 from medfl.methods import load, options_of
 
 

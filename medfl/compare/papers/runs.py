@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +15,17 @@ from medfl.compare import papers
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
-from medfl.compare.papers.departures import departures
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import write_tables
 from medfl.core.errors import InputError
 from medfl.core.tables import formatted_table
-from medfl.methods import load, values_of
+from medfl.methods import load, method_class, options_of, values_of
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 
 PAPER = "paper"
 """The preset with what a bundle's paper prints, which its tables' runs have; of a second paper it is paper-NAME."""
+_OURS = re.compile(r"\(ours\b|\bours[;)]")  # in the help text of an option that no paper has
 _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
 
 
@@ -35,8 +38,8 @@ def run(
     seeds: Sequence[int] | None = None,
     partitions: Sequence[str] | None = None,
     scale: float = 1.0,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
+    options: Mapping[str, object],
+    config: Mapping[str, object],
     requested: Mapping[str, Any],
 ) -> tuple[list[str], int, dict[str, Any]]:
     """Run what is missing of a published table, a folder for each grid, and compare.
@@ -51,74 +54,74 @@ def run(
     Raises:
         InputError: no run of the table is left, or a run would be refused.
     """
-    grids = [
-        (number, restricted(table, grid, methods, partitions))
-        for number, grid in enumerate(table.grids, 1)
-    ]
-    grids = [
-        (n, grid)
-        for n, grid in grids
-        if grid.entries and grid.partitions and bundle in (None, grid.bundle)
-    ]
+    grids = []
+    for number, full in enumerate(table.grids, 1):
+        grid = restricted(table, full, methods, partitions)
+        if grid.entries and grid.partitions and bundle in (None, grid.bundle):
+            grids.append((number, grid))
+
     if not grids:
-        offered = sorted({grid.bundle for grid in table.grids})
+        bundles = sorted({grid.bundle for grid in table.grids})
+        specs = dict[str, None]()
+        for full in table.grids:
+            specs |= dict.fromkeys(_spec(full, partition) for partition in full.partitions)
+
         raise InputError(
             f"--paper {table.key} with bundle {bundle or 'any'} and methods {', '.join(methods) or 'all'}, "
             f"partitions {', '.join(partitions or ()) or 'all'}",
-            f"its bundles are {', '.join(offered)}, its rows {', '.join(dict.fromkeys(table.names.values()))}, its "
-            f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
+            f"its bundles are {', '.join(bundles)}, its rows {', '.join(dict.fromkeys(table.names.values()))}, its "
+            f"partitions {', '.join(specs)}",
             "give --methods and --partition from these lists, and one of the bundles",
         )
 
     out = launch.folder
-    lines, code = [f"# {table.paper}: {table.title}"], 0
+    lines = [f"# {table.paper}: {table.title}"]
     collected: list[tuple[Comparison, dict[str, str]]] = []
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
 
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
-        if laid := presets_of(grid, requested.get("presets", ())):
-            presets = {"presets": laid}
-        else:
-            presets = {}
+        grid_requested = {**grid.requested, **requested}
+        presets = presets_of(grid, requested.get("presets", ()))
+        if presets:
+            grid_requested["presets"] = presets
 
         grid = replace(
             grid,
             seeds=tuple(seeds) if seeds is not None else grid.seeds,
             options={**grid.options, **options},
             config={**grid.config, **config},
-            requested={**grid.requested, **requested, **presets},
+            requested=grid_requested,
         )
-        changed = [
-            f"{name}={value}"
-            for part in (options, config, requested)
-            for name, value in part.items()
-        ]
-        heading = f"{grid.bundle}, {rounds}" + (
-            f", changed: {', '.join(changed)}" if changed else ""
-        )
+        heading = f"{grid.bundle}, {rounds}"
+        changes = [*options.items(), *config.items(), *requested.items()]
+        if changes:
+            heading += f", changed: {', '.join(f'{name}={value}' for name, value in changes)}"
+
         launch.say(f"{table.key}: {heading}")
-        folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
+        folder = out / grid.bundle
+        # several grids of a table may be of one bundle
+        if len(table.grids) > 1:
+            folder = out / f"{number}-{grid.bundle}"
+
         comparison, failed = compare(grid, replace(launch, out=folder))
         document["failed"] |= failed
 
         if comparison is not None and comparison.phantom:
-            phantom = "PHANTOM images, not the paper's: "
-        else:
-            phantom = ""
+            heading = f"PHANTOM images, not the paper's: {heading}"
 
-        lines += ["", f"## {phantom}{heading}"]
+        lines += ["", f"## {heading}"]
         if comparison is None:
             lines.append("no run finished")
         else:
             write_tables(comparison, folder)
-            collected.append((comparison, _labels(grid, comparison)))
-            rows = paper_tables.beside(table, *collected[-1])
+            labels = _labels(grid, comparison)
+            collected.append((comparison, labels))
+            rows = paper_tables.beside(table, comparison, labels)
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
             lines += [formatted_table(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
 
         lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
-        code = 1 if failed else code
 
     if collected and (averaged := paper_tables.averages(table, collected)):
         lines += ["", "## Averages over the partitions", formatted_table(_HEADS, averaged, "md")]
@@ -134,14 +137,14 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
 
-    return lines, code, document
+    return lines, 1 if document["failed"] else 0, document
 
 
 def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
     """Return the presets of a grid's runs: `paper` of the bundle unless the grid has one of its own, and `more`."""
     presets = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
-    named = any(name.partition("-")[0] == PAPER for name in presets)
-    if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}):
+    has_own = any(name.partition("-")[0] == PAPER for name in presets)
+    if has_own or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}):
         return presets
 
     return [PAPER, *presets]
@@ -151,24 +154,39 @@ def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
     protocols = {}
     for grid in grids:
         protocol = Bundle(grid.bundle).protocol
-        laid = presets_of(grid)
-        if not any(
-            name.startswith(f"{PAPER}-") for name in laid
-        ):  # which stand in place of the protocol
+        presets = presets_of(grid)
+        # the preset of a second paper replaces the protocol, whose text then does not hold
+        if not any(name.startswith(f"{PAPER}-") for name in presets):
             protocols[f"bundle {grid.bundle}"] = str(protocol.get("protocol", ""))
 
-        texts = {
-            name: values.get("about", "")
-            for name, values in protocol.get("presets", {}).items()
-            if name in laid
-        }
-        protocols |= {
-            f"bundle {grid.bundle}, preset {name}": about for name, about in texts.items()
-        }
+        for name, values in protocol.get("presets", {}).items():
+            if name in presets:
+                protocols[f"bundle {grid.bundle}, preset {name}"] = values.get("about", "")
 
-    return departures(
-        (entry.method for grid in grids for entry in grid.entries), protocols, table.notes
-    )
+    methods = [entry.method for grid in grids for entry in grid.entries]
+    return departures(methods, protocols, table.notes)
+
+
+def departures(
+    methods: Iterable[str], protocols: Mapping[str, str], notes: Iterable[str]
+) -> list[str]:
+    """Return lines of a list: the notes, what protocols and presets say of themselves, and each method's departures."""
+    lines = [f"- {note}" for note in notes]
+    lines += [f"- {source}: {text}" for source, text in protocols.items() if text]
+    for name in dict.fromkeys(methods):
+        kind = method_class(name)
+        document = inspect.getdoc(importlib.import_module(kind.__module__)) or ""
+        for paragraph in document.split("\n\n"):
+            # methods list what they do otherwise than their paper under this word
+            _, word, text = paragraph.partition("Departures")
+            if word:
+                lines.append(f"- {name}: {' '.join((word + text).split())}")
+
+        for option in options_of(kind):
+            if _OURS.search(option["help"]):
+                lines.append(f"- {name}: {option['name']}={option['default']}: {option['help']}")
+
+    return lines or ["- nothing that is known"]
 
 
 def published(comparison: Comparison) -> list[str]:
@@ -179,25 +197,28 @@ def published(comparison: Comparison) -> list[str]:
     bundle = comparison.rows[0].first.record["bundle"]
     rows = list[list[str]]()
     notes = list[str]()
+    bundles = set[str]()
     for key in papers.names():
         table = paper_tables.load(key)
-        for grid in (grid for grid in table.grids if grid.bundle == bundle):
-            candidates = [
-                [key, *row]
-                for row in paper_tables.beside(table, comparison, _labels(grid, comparison))
-            ]
-            rows += [row for row in candidates if row not in rows]
+        for grid in table.grids:
+            bundles.add(grid.bundle)
+            if grid.bundle != bundle:
+                continue
+
+            # two grids of a table may both have a row, as where their seeds differ
+            for row in paper_tables.beside(table, comparison, _labels(grid, comparison)):
+                if [key, *row] not in rows:
+                    rows.append([key, *row])
 
         if any(row[0] == key for row in rows):
-            notes += [
+            notes.append(
                 f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"
-            ]
+            )
 
     if not rows:
-        offered = sorted({g.bundle for key in papers.names() for g in paper_tables.load(key).grids})
         return [
             f"no published figures for {bundle} with these methods, partitions and numbers of sites; tables have "
-            f"{', '.join(offered)}"
+            f"{', '.join(sorted(bundles))}"
         ]
 
     return [
@@ -215,11 +236,19 @@ def restricted(
     A method is given by its name, for all its variants, or by that of the table's row.
     """
     names = {name.lower() for name in methods}
-    entries = [
-        e for e in grid.entries if not names or {e.method, table.names[e.label].lower()} & names
-    ]
-    specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
-    return replace(grid, entries=tuple(entries), partitions=specs)
+    entries = grid.entries
+    specs = grid.partitions
+    if names:
+        entries = tuple(
+            entry
+            for entry in grid.entries
+            if entry.method in names or table.names[entry.label].lower() in names
+        )
+
+    if partitions:
+        specs = tuple(spec for spec in grid.partitions if _spec(grid, spec) in partitions)
+
+    return replace(grid, entries=entries, partitions=specs)
 
 
 def _spec(grid: Grid, partition: str | None) -> str:
@@ -238,6 +267,7 @@ def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
         for entry in grid.entries:
             if entry.method != run["method"]:
                 continue
+            # compared as the method reads them, with its defaults
             values = values_of(load(entry.method, {**entry.options}))
             if all(run["options"].get(name) == values[name] for name in entry.options):
                 labels[row.method] = entry.label

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -98,14 +99,16 @@ class PaperTable:
         self, bundle: str, partition: str, name: str, num_sites: int | None = None
     ) -> dict[str, Figure]:
         """Return metric -> figure of a method on a partition of a bundle."""
-        return {
-            figure.metric: figure
-            for figure in self.figures
-            if figure.bundle == bundle
-            and figure.name == name
-            and figure.partition in (None, partition)
-            and figure.num_sites in (None, num_sites)
-        }
+        figures = {}
+        for figure in self.figures:
+            if (figure.bundle, figure.name) != (bundle, name):
+                continue
+
+            # a figure that names no partition or number of sites holds for all
+            if figure.partition in (None, partition) and figure.num_sites in (None, num_sites):
+                figures[figure.metric] = figure
+
+        return figures
 
 
 def load(key: str) -> PaperTable:
@@ -121,11 +124,12 @@ def load(key: str) -> PaperTable:
     grids = []
 
     for grid in document["grids"]:
-        entries = tuple(Entry.read(method["run"]) for method in grid["methods"])
-        names_by_label |= {
-            entry.label: method["name"]
-            for entry, method in zip(entries, grid["methods"], strict=True)
-        }
+        entries = []
+        for method in grid["methods"]:
+            entry = Entry.read(method["run"])
+            entries.append(entry)
+            names_by_label[entry.label] = method["name"]
+
         requested = dict(grid.get("requested") or {})
         if grid.get("presets"):
             requested["presets"] = list(grid["presets"])
@@ -133,7 +137,7 @@ def load(key: str) -> PaperTable:
         grids.append(
             Grid(
                 grid["bundle"],
-                entries,
+                tuple(entries),
                 tuple(grid.get("partitions") or (None,)),
                 tuple(grid.get("seeds") or document.get("seeds") or (0, 1, 2)),
                 grid.get("options") or {},
@@ -142,15 +146,17 @@ def load(key: str) -> PaperTable:
             )
         )
 
+    figures: list[Figure] = []
+    for block in document.get("published") or ():
+        figures += _figures(block, unit)
+
     return PaperTable(
         key,
         document["paper"],
         document["title"],
         tuple(grids),
         names_by_label,
-        tuple(
-            figure for block in document.get("published") or () for figure in _figures(block, unit)
-        ),
+        tuple(figures),
         tuple(document.get("notes") or ()),
         document.get("round", "last"),
         document.get("spread", "seeds"),
@@ -159,21 +165,29 @@ def load(key: str) -> PaperTable:
 
 def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
     for name, row in block["rows"].items():
-        if len(block["columns"]) == 1 and not isinstance(row, list):
-            values = [row]
-        else:
-            values = row
-
+        # one column may stand without the brackets of a list
+        values = row if isinstance(row, list) else [row]
         for metric, value in zip(block["columns"], values, strict=True):
             if value is None:
                 continue
 
-            mean, sd = value if isinstance(value, list) else (value, None)
             scale = 1.0 if metric in COUNTS else unit
+            sd = None
+            if isinstance(value, list):
+                mean = value[0] / scale
+                sd = value[1] / scale
+            else:
+                mean = value / scale
+
             yield Figure(
-                block["bundle"], block.get("partition"), block.get("num_sites"), name, metric, mean / scale,
-                None if sd is None else sd / scale,
-            )  # fmt: skip
+                block["bundle"],
+                block.get("partition"),
+                block.get("num_sites"),
+                name,
+                metric,
+                mean,
+                sd,
+            )
 
 
 def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid, str]:
@@ -198,6 +212,7 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
             f"--scale {factor:g} of rounds that are fitted", "a number of rounds", "add --rounds N"
         )
 
+    # less what floating point adds: a tenth of 30 rounds is 3, not 4
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
     text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
     requested = {**grid.requested, "rounds": rounds}
@@ -215,9 +230,8 @@ def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str])
         name = _name(table, labels, row)
         count = len(record["partition"]["sites"])
         for figure in table.published(record["bundle"], row.partition, name, count).values():
-            rows.append(
-                [row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))]
-            )
+            ours = _spread(table, comparison, row, figure.metric)
+            rows.append([row.partition, *_cells(figure, ours)])
 
     return rows
 
@@ -230,25 +244,26 @@ def averages(
     Ours is the mean over the seeds that have all of them. `comparisons` has our runs by grid, labels as in `beside`.
     """
     rows = []
-    for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
-        expected = sum(
-            len(grid.partitions)
-            for grid in table.grids
-            if grid.bundle == figure.bundle
-            and figure.name in {table.names[entry.label] for entry in grid.entries}
-        )
-        by_seed: dict[int, list[float]] = {}
+    for figure in table.figures:
+        if figure.partition != AVERAGE:
+            continue
 
+        expected = 0
+        for grid in table.grids:
+            names = {table.names[entry.label] for entry in grid.entries}
+            if grid.bundle == figure.bundle and figure.name in names:
+                expected += len(grid.partitions)
+
+        by_seed = defaultdict[int, list[float]](list)
         for comparison, labels in comparisons:
             for row in comparison.rows:
+                if _name(table, labels, row) != figure.name:
+                    continue
+
                 for seed, run in row.runs.items():
                     value = _ours(run, figure.metric, table.round)
-                    same = (
-                        run.record["bundle"] == figure.bundle
-                        and _name(table, labels, row) == figure.name
-                    )
-                    if same and value is not None:
-                        by_seed.setdefault(seed, []).append(value)
+                    if run.record["bundle"] == figure.bundle and value is not None:
+                        by_seed[seed].append(value)
 
         means = [statistics.fmean(values) for values in by_seed.values() if len(values) == expected]
         rows.append([AVERAGE, *_cells(figure, MeanSd.of(means))])
@@ -269,14 +284,18 @@ def _cells(figure: Figure, ours: MeanSd | None) -> list[str]:
 
         return f"{100 * value:{form}.1f}"
 
-    if ours is None:
-        our_text = "–"
-    else:
-        our_text = text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
+    published = text(figure.mean)
+    if figure.sd is not None:
+        published += f" ± {text(figure.sd)}"
 
-    published = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
-    difference = "–" if ours is None else text(ours.mean - figure.mean, "+")
-    return [figure.name, figure.metric, our_text, published, difference]
+    if ours is None:
+        return [figure.name, figure.metric, "–", published, "–"]
+
+    our_text = text(ours.mean)
+    if ours.count > 1 or ours.sd:
+        our_text += f" ± {text(ours.sd)}"
+
+    return [figure.name, figure.metric, our_text, published, text(ours.mean - figure.mean, "+")]
 
 
 def _spread(table: PaperTable, comparison: Comparison, row: Row, metric: str) -> MeanSd | None:
@@ -286,17 +305,22 @@ def _spread(table: PaperTable, comparison: Comparison, row: Row, metric: str) ->
             return comparison.to_reach(row, comparison.target_value("fedavg", row.partition)).rounds
         return None
 
-    values = [
-        value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None
-    ]
+    values = []
+    sds = []
+    for run in row.runs.values():
+        value = _ours(run, metric, table.round)
+        if value is not None:
+            values.append(value)
+
+        over_sites = MeanSd.of([*_at_sites(run, metric).values()])
+        if over_sites is not None:
+            sds.append(over_sites.sd)
+
     over_seeds = MeanSd.of(values)
     if over_seeds is None or table.spread != "sites" or not metric.startswith("sites"):
         return over_seeds
 
-    over_sites = [MeanSd.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
-    return replace(
-        over_seeds, sd=statistics.fmean([spread.sd for spread in over_sites if spread is not None])
-    )
+    return replace(over_seeds, sd=statistics.fmean(sds))
 
 
 def _ours(run: RunFiles, metric: str, when: str) -> float | None:
@@ -315,11 +339,12 @@ def _ours(run: RunFiles, metric: str, when: str) -> float | None:
         return _sent(run, metric)
 
     summary = run.summary or {}
-    whole = (summary.get("global") or {}).get(when)
-    if whole is None:
-        whole = (summary.get("site_models") or {}).get("mean") or {}
+    pooled = (summary.get("global") or {}).get(when)
+    # a method without a global model: the mean over the sites' own, each on all items
+    if pooled is None:
+        pooled = (summary.get("site_models") or {}).get("mean") or {}
 
-    value = whole.get(metric)
+    value = pooled.get(metric)
     return None if value is None else float(value)
 
 
@@ -331,6 +356,7 @@ def _at_sites(run: RunFiles, kind: str) -> dict[str, float]:
 def _sent(run: RunFiles, metric: str) -> float | None:
     if not run.rounds:
         return None
+    # a value is four bytes, a float32
     last = run.rounds[-1]
     if metric == "thousand_values_up":
         return float(last["bytes_up"]) / 4e3

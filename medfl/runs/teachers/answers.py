@@ -1,4 +1,4 @@
-"""The answers of frozen teachers about public data: given once, kept on disk, and mapped into memory ever after.
+"""The answers of frozen teachers about public data: computed once, kept on disk, and then mapped into memory.
 
 A teacher's answers are one array in the user's cache with a manifest beside it, which says what they are about and how
 far the pass over the public items has come; a pass that was cut short goes on where it was. The file is named by a hash
@@ -61,7 +61,10 @@ class Noted(Protocol):
 
 def split_names(text: str) -> tuple[str, ...]:
     """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
-    names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+    if not text.strip():
+        return ()
+
+    names = tuple(name.strip() for name in text.split(","))
     if "" in names:
         raise InputError(
             f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much"
@@ -81,8 +84,8 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
     Raises:
         InputError: no such teacher, one that is not at hand, or one of another task or other classes.
     """
-    kind, _, where = name.partition(":")
-    if kind not in _OPENERS or (kind in ("run", "bundle") and not where):
+    kind, _, path = name.partition(":")
+    if kind not in _OPENERS or (kind in ("run", "bundle") and not path):
         raise InputError(
             f"teacher {name!r}",
             f"teachers are {', '.join((*open_clip.MODELS, 'medsam'))}, each also as NAME:FILE, run:DIR and bundle:DIR",
@@ -102,7 +105,7 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
         )
 
     with stream(0, "teacher"):
-        return _OPENERS[kind](name, where, bundle, device)
+        return _OPENERS[kind](name, path, bundle, device)
 
 
 # Answers
@@ -128,18 +131,18 @@ def obtain(
     with writing(cached.path, "free some space, or set XDG_CACHE_HOME to a larger disk"):
         cached.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(cached.path, say):
-            state, why = cached.state()
-            if why:
-                say(f"the cached answers of {teacher.name} in {cached.path} are made anew: {why}")
-            if state.done < len(questions):
-                if state.done:
-                    already = f", {state.done} of them answered already"
-                else:
-                    already = ""
-
+            state, problem = cached.state()
+            if problem:
                 say(
-                    f"asking {teacher.name} about {len(questions)} public items{already}; kept in {cached.path}"
+                    f"the cached answers of {teacher.name} in {cached.path} are made anew: {problem}"
                 )
+
+            if state.done < len(questions):
+                items = f"{len(questions)} public items"
+                if state.done:
+                    items += f", {state.done} of them answered already"
+
+                say(f"asking {teacher.name} about {items}; kept in {cached.path}")
                 _ask(teacher, questions, cached, state, progress)
 
     return torch.from_numpy(np.lib.format.open_memmap(cached.path, mode="c"))
@@ -165,12 +168,6 @@ class _Cached:
 
     @classmethod
     def of(cls, teacher: Teacher, questions: Questions) -> _Cached:
-        classifies = questions.bundle.task == "classification"
-        if classifies:
-            shape: tuple[int, ...] = (len(public_classes(questions.bundle)),)
-        else:
-            shape = questions.grid
-
         about = {
             "teacher": teacher.sha256,
             "facts": teacher.facts,
@@ -178,8 +175,8 @@ class _Cached:
             "section": questions.section,
             "data": questions.checksum,
             "ids": questions.ids,
-            "shape": (len(questions), *shape),
-            "dtype": "float32" if classifies else "float16",
+            "shape": (len(questions), *_shape(questions)),
+            "dtype": "float32" if _classifies(questions) else "float16",
         }
         text = json.dumps(about, sort_keys=True)
         path = cache_folder("answers") / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.npy"
@@ -192,13 +189,14 @@ class _Cached:
         return self.path.with_suffix(".json")
 
     def state(self) -> tuple[_State, str]:
-        """Return how far the pass on disk has come, and why what lies there is of no use ("" if it is, or nothing)."""
+        """Return how far the pass on disk has come, and why its files cannot be used ("" if they can, or none are)."""
         if not self.manifest.is_file():
             return _State(), "they have no manifest" if self.path.exists() else ""
 
         try:
             document = json_values(self.manifest)
-            state = _State(*(int(document["pass"][name]) for name in ("done", "queries", "crc32")))
+            progress = document["pass"]
+            state = _State(int(progress["done"]), int(progress["queries"]), int(progress["crc32"]))
             unlike = [name for name, value in self.about.items() if document.get(name) != value]
         except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             return _State(), f"their manifest is damaged ({error or type(error).__name__})"
@@ -211,12 +209,11 @@ class _Cached:
         except (OSError, ValueError) as error:
             return _State(), f"the file is damaged ({error})"
 
-        whole = (list(rows.shape), rows.dtype.name) == (self.about["shape"], self.about["dtype"])
-        if (
-            not whole
-            or not rows.flags.c_contiguous
-            or zlib.crc32(rows[: state.done].data) != state.crc32
-        ):
+        has_form = (list(rows.shape), rows.dtype.name) == (self.about["shape"], self.about["dtype"])
+        # an array in Fortran's order has no bytes of the first rows alone
+        if not has_form or not rows.flags.c_contiguous:
+            return _State(), "the file is damaged"
+        if zlib.crc32(rows[: state.done].data) != state.crc32:
             return _State(), "the file is damaged"
 
         return state, ""
@@ -226,16 +223,16 @@ class _Cached:
         if not fresh:
             return np.lib.format.open_memmap(self.path, mode="r+")
 
-        for path in (self.manifest, self.path):  # who has the old file mapped keeps it
-            path.unlink(missing_ok=True)
+        # removed, not overwritten: another process may have the old file mapped
+        self.manifest.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
         shape = tuple(self.about["shape"])
         rows: NDArray[Any] = np.lib.format.open_memmap(
             self.path, "w+", np.dtype(self.about["dtype"]), shape
         )
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # a full disk is told here; later it would be a bus error
+        # a full disk is an error here; at a write into the map it would be a bus error
+        if hasattr(os, "posix_fallocate"):
             try:
                 with self.path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, self.path.stat().st_size)
@@ -246,7 +243,7 @@ class _Cached:
         return rows
 
     def write(self, state: _State, created: str) -> None:
-        """Say how far the pass has come."""
+        """Record how far the pass has come."""
         document = {
             **self.about, "name": self.name, "notes": self.notes, "created": created,
             "ids_sha256": hashlib.sha256(json.dumps(self.about["ids"]).encode()).hexdigest(),
@@ -262,21 +259,24 @@ def _ask(
     rows = cached.rows(fresh=not state.done)
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     total = len(questions)
-    asked = f"asking {teacher.name}"
+    bar = terminal.bar(
+        total=total,
+        initial=state.done,
+        desc=f"asking {teacher.name}",
+        unit="image",
+        shown=progress,
+    )
 
-    with terminal.bar(
-        total=total, initial=state.done, desc=asked, unit="image", shown=progress
-    ) as bar:
+    with bar:
         while state.done < total:
             positions = range(state.done, min(state.done + teacher.batch_size, total))
-            answers = _checked(
-                teacher, questions, positions, _answer(teacher, questions, positions)
-            )
-            rows[positions.start : positions.stop] = answers
+            answer = _answer(teacher, questions, positions)
+            rows_of_batch = _checked(teacher, questions, positions, answer)
+            rows[positions.start : positions.stop] = rows_of_batch
+            # the answers reach the disk before the manifest counts them
             rows.flush()  # type: ignore[attr-defined]
-            state = _State(
-                positions.stop, state.queries + 1, zlib.crc32(answers.tobytes(), state.crc32)
-            )
+            crc32 = zlib.crc32(rows_of_batch.tobytes(), state.crc32)
+            state = _State(positions.stop, state.queries + 1, crc32)
             cached.write(state, created)
             bar.update(len(positions))
 
@@ -300,15 +300,12 @@ def _checked(
 ) -> NDArray[Any]:
     """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
-    classifies = questions.bundle.task == "classification"
-    names = public_classes(questions.bundle)
-    shape = (len(positions), *((len(names),) if classifies else questions.grid))
-
-    if tuple(values.shape) != shape:
-        if classifies:
-            expected = f"{len(names)} classes"
+    shape = _shape(questions)
+    if tuple(values.shape) != (len(positions), *shape):
+        if _classifies(questions):
+            expected = f"{shape[0]} classes"
         else:
-            expected = f"a grid of {' x '.join(map(str, questions.grid))}"
+            expected = f"a grid of {' x '.join(map(str, shape))}"
 
         raise InputError(
             f"teacher {teacher.name!r} answers with {' x '.join(map(str, values.shape))} values about "
@@ -318,30 +315,46 @@ def _checked(
         )
 
     flat = values.flatten(1)
-    if not classifies:
-        wrong = flat.isnan().any(1)
-    else:
+    if _classifies(questions):
+        # NaN compares as false, and so is wrong as well
         wrong = ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
+        problem = "values that are no probabilities that sum to 1"
+        expected = "probabilities of the public classes"
+    else:
+        wrong = flat.isnan().any(1)
+        problem = "NaN"
+        expected = "logits of the foreground"
 
     if wrong.any():
         item = positions[int(wrong.nonzero()[0])]
         raise InputError(
-            f"teacher {teacher.name!r} answers about public item {questions.ids[item]!r} with "
-            + ("values that are no probabilities that sum to 1" if classifies else "NaN"),
-            "probabilities of the public classes" if classifies else "logits of the foreground",
+            f"teacher {teacher.name!r} answers about public item {questions.ids[item]!r} with {problem}",
+            expected,
             "restore its weights file, or take it out of --set teachers",
         )
 
-    if classifies:
+    if _classifies(questions):
         return values.contiguous().numpy()
 
     bound = float(torch.logit(torch.tensor(CLIP, dtype=torch.float64)))
     return values.clamp(bound, -bound).half().contiguous().numpy()
 
 
+def _classifies(questions: Questions) -> bool:
+    return questions.bundle.task == "classification"
+
+
+def _shape(questions: Questions) -> tuple[int, ...]:
+    """Return the shape of the answer about one item."""
+    if _classifies(questions):
+        return (len(public_classes(questions.bundle)),)
+
+    return questions.grid
+
+
 @contextmanager
 def _alone(path: Path, say: Print) -> Iterator[None]:
-    """Let one process at a time ask about the same; the others find what it was told."""
+    """Let one process at a time ask; the others then find its answers in the cache."""
     with path.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -99,13 +99,12 @@ def prepared(image: Tensor, side: int) -> Tensor:
     resized = nn.functional.interpolate(
         image.float(), size=(side, side), mode="bicubic", align_corners=False, antialias=True
     )
-    whole = (
-        (resized + 1e-3).clamp(0, 255).floor()
-    )  # as a cast to uint8; round-off shall not cost a whole value
-    low = whole.amin((1, 2, 3), keepdim=True)
-    high = whole.amax((1, 2, 3), keepdim=True)
+    # as a cast to uint8, but round-off must not cost a full step
+    pixels = (resized + 1e-3).clamp(0, 255).floor()
+    low = pixels.amin((1, 2, 3), keepdim=True)
+    high = pixels.amax((1, 2, 3), keepdim=True)
 
-    return (whole - low) / (high - low).clamp(min=1e-8)
+    return (pixels - low) / (high - low).clamp(min=1e-8)
 
 
 def box_of(mask: NDArray[Any]) -> tuple[int, int, int, int]:
@@ -150,8 +149,10 @@ def renamed(original: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights named as the package segment_anything does under the names of `transformers.SamModel`."""
     weights = {}
     for name, tensor in original.items():
-        if name in ("pixel_mean", "pixel_std"):  # SAM's normalisation, which MedSAM does without
+        # SAM's normalisation, which MedSAM does without
+        if name in ("pixel_mean", "pixel_std"):
             continue
+
         for pattern, new in _RULES.items():
             name = re.sub(pattern, new, name)
         weights[name] = tensor
@@ -204,13 +205,14 @@ def _from_folder(source: str) -> Any:
     sam: Any
 
     if folder.is_dir():
-        sam, loading_info = from_files(
-            kind, transformers.SamConfig.from_pretrained(folder / "config.json"), folder
-        )
+        config = transformers.SamConfig.from_pretrained(folder / "config.json")
+        sam, loading_info = from_files(kind, config, folder)
     else:
         sam, loading_info = kind.from_pretrained(source, output_loading_info=True)
 
-    if missing := sorted(loading_info["missing_keys"]):  # they would stay as they were drawn
+    # missing tensors would stay as they were drawn, and a warning would be all there is
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
         raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
 
     return sam
@@ -219,7 +221,7 @@ def _from_folder(source: str) -> Any:
 def _from_original(path: Path, config: Any) -> Any:
     import transformers
 
-    sam: Any = transformers.SamModel(transformers.SamConfig() if config is None else config)
+    sam: Any = transformers.SamModel(config or transformers.SamConfig())
     sam.load_state_dict(renamed(load_pickled(path)))
     return sam
 
@@ -247,16 +249,17 @@ class MaskTeacher:
                 "take it out of --set teachers, or name public data of 2-D images",
             )
 
-        return torch.cat([self._one(questions, position) for position in positions])
+        logits = []
+        # one by one: the files' images are of different sizes
+        for position in positions:
+            picture, mask = _with_mask(questions.entry(position))
+            channels_first = np.ascontiguousarray(np.moveaxis(picture, -1, 0))
+            image = torch.from_numpy(channels_first)[None].to(self.device)
+            box = torch.tensor([box_of(mask)], device=self.device)
+            probabilities: Tensor = self.network(image, box, questions.grid)
+            logits.append(probabilities[:, 1].logit())
 
-    def _one(self, questions: Questions, position: int) -> Tensor:
-        picture, mask = _with_mask(questions.entry(position))
-        image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(picture, -1, 0)))[None].to(
-            self.device
-        )
-        box = torch.tensor([box_of(mask)], device=self.device)
-        probabilities: Tensor = self.network(image, box, questions.grid)
-        return probabilities[:, 1].logit()
+        return torch.cat(logits)
 
 
 def _with_mask(entry: Mapping[str, Any]) -> tuple[Picture, NDArray[Any]]:

@@ -90,12 +90,13 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
             f"teacher {name!r}", f"{path} is not there", "give the path of a file that exists"
         )
 
-    loader = f"open_clip.create_model({architecture!r}" + (
-        f", pretrained={pretrained!r})" if pretrained else ")"
-    )
     if path:
         advice = f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"
     else:
+        arguments = (
+            f"{architecture!r}, pretrained={pretrained!r}" if pretrained else repr(architecture)
+        )
+        loader = f"open_clip.create_model({arguments})"
         advice = (
             f"fetch it once where there is a network, in Python with {loader}, or give local weights as {kind}:FILE, "
             "or let a run stand in: run:DIR"
@@ -146,7 +147,9 @@ def zero_shot_head(
     model: Any, tokenizer: Callable[..., Tensor], text: Text, device: torch.device
 ) -> Tensor:
     """Return w (C, D): of each class the mean of its prompts' embeddings, all of unit norm."""
-    means = [
-        unit(model.encode_text(tokenizer(prompts).to(device))).mean(0) for prompts in text.filled()
-    ]
+    means = []
+    for prompts in text.filled():
+        tokens = tokenizer(prompts).to(device)
+        means.append(unit(model.encode_text(tokens)).mean(0))
+
     return unit(torch.stack(means))

@@ -37,13 +37,14 @@ from medfl.policy.evaluate import values_inside
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
 from medfl.runs import text_record
+from medfl.runs.initial_weights import first_file
 from medfl.runs.teachers.questions import Questions, public_classes
 from medfl.storage.files import file_sha256, load_weights, weights_sha256
 from medfl.storage.run_documents import read_run
 from medfl.training.network_pool import Networks
 
 _BATCH = 16
-_WEIGHTS = ("best", "weights")
+_WEIGHTS = ("best.safetensors", "weights.safetensors")
 _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 
 
@@ -81,25 +82,26 @@ class Trained:
 
     def notes(self, questions: Questions) -> list[str]:
         """Say how many of the items it knows from its own training: what it says of these is optimistic."""
-        counts = [
-            sum(ident in ids for ident in questions.ids) for ids in (self.learned, self.chosen_by)
-        ]
-        said = [
-            f"teacher {self.name} {how} {count} of the {len(questions)} public items: what it says of them is "
-            "optimistic"
-            for how, count in zip(
-                ("was trained on", "was chosen by its scores on"), counts, strict=True
-            )
-            if count
-        ]
+        notes = [*self.remarks]
+        uses = {"was trained on": self.learned, "was chosen by its scores on": self.chosen_by}
+        for use, ids in uses.items():
+            count = sum(ident in ids for ident in questions.ids)
+            if count:
+                notes.append(
+                    f"teacher {self.name} {use} {count} of the {len(questions)} public items: what it says of them is "
+                    "optimistic"
+                )
 
-        return [*self.remarks, *said]
+        return notes
 
     def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
         """Return distributions over the classes (B, C), or logits of the foreground on the public grid."""
         images = self._images(questions, positions)
-        alike = len({image.shape for image in images}) == 1
-        batches = [torch.stack(images)] if alike else [image[None] for image in images]
+        if len({image.shape for image in images}) == 1:
+            batches = [torch.stack(images)]
+        else:
+            batches = [image[None] for image in images]
+
         if questions.bundle.task == "classification":
             return torch.cat([self._distributions(x) for x in batches])
         return torch.cat([self._logits(x, questions.grid) for x in batches])
@@ -107,9 +109,8 @@ class Trained:
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
         entries = [questions.entry(position) for position in positions]
         items = [{"id": questions.ids[position]} for position in positions]
-        self.open_places(
-            files_of(str(v) for v in values_inside(entries) if isinstance(v, str | Path))
-        )
+        places = [str(value) for value in values_inside(entries) if isinstance(value, str | Path)]
+        self.open_places(files_of(places))
         samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
 
@@ -123,27 +124,33 @@ class Trained:
                     "let its pre-processing begin with LoadImaged of 'image' and end with a tensor",
                 )
 
-            images.append((image.as_tensor() if isinstance(image, MetaTensor) else image).float())
+            if isinstance(image, MetaTensor):
+                image = image.as_tensor()
+
+            images.append(image.float())
 
         return images
 
     def _distributions(self, x: Tensor) -> Tensor:
         items = [{"id": str(i)} for i in range(len(x))]
-        unread = torch.zeros(len(x), dtype=torch.int64)
+        labels = torch.zeros(
+            len(x), dtype=torch.int64
+        )  # the evaluator takes some; they are not read
         evaluator = ClassEvaluator(max(1, len(x)), self.ends_in_sigmoid)
-        cases = evaluator(
-            self.network, Shard.of(Stacked(items, x, unread), range(len(x))), self.device
-        )
+        shard = Shard.of(Stacked(items, x, labels), range(len(x)))
+        cases = evaluator(self.network, shard, self.device)
         return cases.values["probabilities"]
 
     def _logits(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         logits = foreground(self.inferer(x.to(self.device), self.network).float())
         if tuple(logits.shape[1:]) == grid or len(grid) != logits.ndim - 1:
-            return logits  # another number of dimensions is told by who asked
+            return logits  # the caller refuses another number of dimensions
+
         mode = _INTERPOLATION[len(grid)]
-        return nn.functional.interpolate(
+        resized = nn.functional.interpolate(
             logits[:, None], size=grid, mode=mode, align_corners=False
-        )[:, 0]
+        )
+        return resized[:, 0]
 
 
 def foreground(logits: Tensor) -> Tensor:
@@ -173,30 +180,31 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
     classes = tuple(document.get("classes", ()))
     _refuse_others(name, task, classes or run_bundle.structures, bundle)
     stem, weights = _weights(folder)
-    network = _global_model(
-        run_bundle, Task(task, classes, run_bundle.embeddings), weights, folder, run
-    )
+    embeddings = run_bundle.embeddings
+    network = _global_model(run_bundle, Task(task, classes, embeddings), weights, folder, run)
     evaluator = run_bundle.evaluator
-    learned, chosen_by = (
-        _ids(run, run_bundle, bundle, section) for section in ("train", "validate")
-    )
-    sections = {
-        section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS
-    }
+    learned = _ids(run, run_bundle, bundle, "train")
+    overlaps = {}
+    for section in SECTIONS:
+        ids = {str(item["id"]) for item in bundle.items(section)}
+        overlaps[section] = len(ids & learned)
+
+    # the last weights were chosen by no scores
+    chosen_by = frozenset[str]()
+    if stem == "best":
+        chosen_by = _ids(run, run_bundle, bundle, "validate")
+
     facts = {
         "kind": "run", "method": run.method, "bundle": run_bundle.name, "bundle_sha256": run_bundle.sha256,
         "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
         "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
-        "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
+        "trained_on_public": overlaps,
         "versions": versions_of("torch", "monai"),
     }  # fmt: skip
 
+    remarks: tuple[str, ...] = ()
     if run.data.source != "real":
-        phantom: tuple[str, ...] = (
-            f"teacher {name} was trained on drawn images, not on real ones",
-        )
-    else:
-        phantom = ()
+        remarks = (f"teacher {name} was trained on drawn images, not on real ones",)
 
     return Trained(
         name,
@@ -209,8 +217,8 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
         getattr(evaluator, "inferer", SimpleInferer()),
         getattr(evaluator, "ends_in_sigmoid", False),
         learned,
-        chosen_by if stem == "best" else frozenset(),
-        phantom,
+        chosen_by,
+        remarks,
     )
 
 
@@ -233,16 +241,16 @@ def bundle_of_run(
 
 
 def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
-    stem = next((stem for stem in _WEIGHTS if (folder / f"{stem}.safetensors").is_file()), None)
-    if stem is None:
+    path = first_file(folder, *_WEIGHTS)
+    if path is None:
         raise InputError(
             f"the run in {folder} has no weights yet",
-            f"a teacher has {' or '.join(f'{stem}.safetensors' for stem in _WEIGHTS)}",
+            f"a teacher has {' or '.join(_WEIGHTS)}",
             "let it finish: medfl run --resume --out DIR",
         )
 
     try:
-        return stem, load_weights(folder / f"{stem}.safetensors")
+        return path.stem, load_weights(path)
     except RunError as error:
         raise InputError(
             str(error), "weights that medfl wrote", "restore the file, or name another run"
@@ -279,18 +287,17 @@ def network_with(
     Raises:
         ValueError: they are those of another network.
     """
-    return Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device).lease(
-        weights
-    )
+    pool = Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device)
+    return pool.lease(weights)
 
 
-def _ids(run: Run, own: Problem, bundle: Problem, section: str) -> frozenset[str]:
+def _ids(run: Run, run_bundle: Problem, public: Problem, section: str) -> frozenset[str]:
     """Return the ids of a run's items in a section; none where its data set is another than the public one."""
-    if own.source != bundle.source:
+    if run_bundle.source != public.source:
         return frozenset()
-    return frozenset(
-        ident for site in run.partition.sites.values() for ident in site.get(section, ())
-    )
+
+    sites = run.partition.sites.values()
+    return frozenset[str]().union(*(site.get(section, ()) for site in sites))
 
 
 # Any bundle
@@ -313,14 +320,12 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
         "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
         "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
-    modules = sorted(own_modules(opened.root)) if bundle.policy.runs_scripts else []
-
+    remarks: tuple[str, ...] = ()
+    modules = own_modules(opened.root) if bundle.policy.runs_scripts else ()
     if modules:
-        remarks: tuple[str, ...] = (
-            f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",
+        remarks = (
+            f"teacher {name}: its own Python ({', '.join(sorted(modules))}) runs with your rights",
         )
-    else:
-        remarks = ()
 
     return Trained(
         name,
