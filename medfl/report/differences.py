@@ -91,10 +91,11 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
 
     Only the cases of `site` count, None: all. None without predictions of common cases that give the metric.
     """
-    if ours.predictions is None or theirs.predictions is None:
+    first = ours.predictions
+    second = theirs.predictions
+    if first is None or second is None:
         return None
 
-    first, second = ours.predictions, theirs.predictions
     rows, their_rows = _pairs(first, second, site)
     scored = _has_key_metric(ours, first, rows) & _has_key_metric(ours, second, their_rows)
     rows = rows[scored]
@@ -269,7 +270,7 @@ def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
 
 
 def _draws(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Draws:
-    """Return how often each draw takes each of these cases, (1 + draws, cases); the first row takes all of them once."""
+    """Return how often each draw takes each of these cases, (1 + draws, cases); the first takes all once."""
     drawn = bootstrap.draw(
         predictions.strata[rows], derive(run.seed, "report", "differences", name)
     )
