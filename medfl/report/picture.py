@@ -139,12 +139,10 @@ def render(
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
 
-    # None leaves matplotlib's version out; an empty text would be an empty chunk
-    texts = {"Title": title, "Description": caption, "Software": None}
-    if mark:
-        texts["Mark"] = mark
-
     file = io.BytesIO()
+    entries = {"Title": title, "Description": caption, "Mark": mark}
+    texts: dict[str, str | None] = {name: text for name, text in entries.items() if text}
+    texts["Software"] = None  # else matplotlib's version would be in the file
 
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, dpi=dpi, facecolor="white", layout=layout)  # not pyplot's
