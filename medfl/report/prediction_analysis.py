@@ -84,19 +84,22 @@ class PredictionAnalysis:
 
         cases = self.predictions
         if self.is_classification:
-            confidence = None if self._confidence is None else self._confidence[0]
-            columns: dict[str, Sequence[str]] = {
-                "Reference": [self.classes[label] for label in cases.label],
-                "Predicted": [self.classes[label] for label in cases.predicted],
-                "Confidence": _numbers(
-                    [None] * len(cases.ids) if confidence is None else confidence
-                ),
-            }
-        else:
-            columns = {self.run.title(name): _numbers(cases.scores[name]) for name in cases.scores}
+            heads = ["Reference", "Predicted", "Confidence"]
+            confidences: Iterable[float | None] = [None] * len(cases.ids)
+            if self._confidence is not None:
+                confidences = self._confidence[0]
 
-        cells = zip(*columns.values(), strict=True)
-        return {"heads": [*columns], "rows": [*zip(cases.ids, cases.sites, cells, strict=True)]}
+            columns = [
+                [self.classes[label] for label in cases.label],
+                [self.classes[label] for label in cases.predicted],
+                _numbers(confidences),
+            ]
+        else:
+            heads = [self.run.title(name) for name in cases.scores]
+            columns = [_numbers(values) for values in cases.scores.values()]
+
+        rows = zip(cases.ids, cases.sites, zip(*columns, strict=True), strict=True)
+        return {"heads": heads, "rows": list(rows)}
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
