@@ -22,7 +22,7 @@ from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
-_CLASS_KEYS = {"path", "class_path", "name"}  # by which FLARE makes components
+_CLASS_KEYS = ("path", "class_path", "name")  # by which FLARE makes components
 _MAX_BYTES = 1_000_000
 _COMMANDS = (
     ShellCommandProcessor,
@@ -80,6 +80,6 @@ class Sentry(AppValidator):  # type: ignore[misc]
                 nodes += node
             elif isinstance(node, dict):
                 nodes += node.values()
-                for key in _CLASS_KEYS & node.keys():
+                for key in filter(node.__contains__, _CLASS_KEYS):
                     if not (isinstance(node[key], str) and node[key] in self.classes):
                         yield f"class {printable(node[key])!r} is not on this site's list"

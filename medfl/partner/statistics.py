@@ -253,8 +253,8 @@ class _Counts:
             for is_hidden, share in zip(hidden, shares, strict=True):
                 histogram.append(None if is_hidden else round(float(share), 5))
 
-            channel_mean = _rounded(mean)
-            channels.append({"mean": channel_mean, "sd": _rounded(deviation), "shares": histogram})
+            moments = {"mean": _rounded(mean), "sd": _rounded(deviation)}
+            channels.append({**moments, "shares": histogram})
 
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
