@@ -124,7 +124,7 @@ class SiteConfig:
             allowed = f"the keys bundle and folder, and of {', '.join(keys)} as you like"
             raise InputError(f"{path}", allowed, advice)
 
-        for name in _DECLARED & settings.keys():
+        for name in _DECLARED.keys() & settings.keys():
             settings[name] = _listed(settings[name])
 
         kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
@@ -148,8 +148,8 @@ class SiteConfig:
                 raise InputError(f"{path}: classes: {printable(class_path)}", allowed, advice)
 
         for name, allowed in _DECLARED.items():
-            names = settings.get(name, ["none"])
-            if not names or not all(map(_DECLARED_NAME.fullmatch, names)):
+            names = settings.get(name)
+            if name in settings and not (names and all(map(_DECLARED_NAME.fullmatch, names))):
                 advice = f"as {name}: [NAME, NAME]"
                 raise InputError(f"{path}: {name}", f"names of the bundle's {allowed}", advice)
 
@@ -323,7 +323,7 @@ def needs_in_one_place(method: methods.Method) -> str:
 
 
 def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Refuse) -> None:
-    """Refuse sites, bundles and language models with odd names, and whatever says where images lie or which they are."""
+    """Refuse sites, bundles and language models with odd names, and what says where images lie or which they are."""
     sites = run.partition.sites
     text = run.text
     if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
