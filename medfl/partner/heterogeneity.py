@@ -27,8 +27,8 @@ from medfl.report.style import BAND, INK, SOFT, TINTS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_BYTES = 20_000_000
-_CHANNELS = 4
+_MAX_BYTES = 20_000_000  # of a site's file, which is somebody else's
+_CHANNELS = 4  # that are drawn
 _ROOM = 24  # sites whose names and numbers fit
 
 
@@ -89,19 +89,21 @@ class FederationStatistics:
             return [math.nan] * len(self.sites)
 
         weights = [site.images.get("train") or 0 for site in self.sites]
+        # all together is the mean over images, not over sites
         rows = [np.nan_to_num(shares) * n for shares, n in zip(histograms, weights, strict=True)]
         matrices = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
         return [float(np.mean(column)) for column in zip(*matrices, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is computed, for JSON."""
-        sites = [
-            {
-                "site": site.name, "images": dict(site.images), "classes": dict(site.classes),
-                "class_distance": _finite(of_classes), "intensity_distance": _finite(of_intensities),
+        sites = []
+        for site, of_classes, of_intensities in self._with_distances():
+            counts = {"images": dict(site.images), "classes": dict(site.classes)}
+            distances = {
+                "class_distance": _finite(of_classes),
+                "intensity_distance": _finite(of_intensities),
             }
-            for site, of_classes, of_intensities in self._with_distances()
-        ]  # fmt: skip
+            sites.append({"site": site.name, **counts, **distances})
 
         return {"bundle": self.bundle, "sites": sites}
 
@@ -117,9 +119,9 @@ class FederationStatistics:
             images = ["?" if count is None else str(count) for count in site.images.values()]
             hidden = list(site.classes.values()).count(None)
             total = len(site.classes)
-            told = f"{total - hidden} of {total}" if total else "-"
+            classes = f"{total - hidden} of {total}" if total else "-"
             distances = [_number(of_classes), _number(of_intensities)]
-            rows.append([printable(site.name, 40), *images, told, *distances])
+            rows.append([printable(site.name, 40), *images, classes, *distances])
 
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
 

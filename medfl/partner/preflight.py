@@ -288,13 +288,17 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
 
 def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
-    batch_size = bundle.protocol.get("batch_size")
-    size = options.batch_size or (batch_size if isinstance(batch_size, int) else bundle.batch_size)
+    # in the order in which a run takes it
+    protocol_size = bundle.protocol.get("batch_size")
+    size = options.batch_size
+    if not size:
+        size = protocol_size if isinstance(protocol_size, int) else bundle.batch_size
+
     data = bundle.section("train")
     items = data.items
     entries = data.source.entries
 
-    if data.source.is_list:
+    if data.source.is_list:  # else the bundle's own data set, which cannot be cut
         items = items[:size]
         entries = entries[:size]
 

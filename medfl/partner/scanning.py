@@ -76,7 +76,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
         entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
-        except (MedflError, *UNREADABLE) as error:
+        except (MedflError, *UNREADABLE) as error:  # reported like any finding; the scan goes on
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
 

@@ -46,9 +46,10 @@ _SEXES = {
     "male": "male",
     case_metadata.UNKNOWN: UNRECORDED,
 }
+# Ends of bands, in pixels and in millimetres.
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
-_UNIT = 1000  # of an image's share in a histogram
+_UNIT = 1000  # a share is counted in thousandths: noise is added to whole numbers
 
 
 @dataclass(frozen=True)
@@ -241,13 +242,16 @@ class _Counts:
             mean = totals.mean[channel]
             deviation = totals.deviation[channel]
             shares = thousandths / _UNIT / images
+            # how many images add to a bin, however little
             hidden = hidden_bins(totals.images[channel].tolist(), options.min_count)
 
             if options.epsilon is not None:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
-                hidden = [False] * len(shares)
+                hidden = [False] * len(
+                    shares
+                )  # noise protects small bins; hiding them would tell of them
 
             histogram: list[float | None] = []
             for is_hidden, share in zip(hidden, shares, strict=True):

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 _METHODS = {"gradcam": GradCAM, "gradcam++": GradCAMpp}
 _MIN_SIDE = 4  # pixels of the smallest feature map that still localises
-_PANEL, _TITLE = 1.9, 0.55  # inches: side of a panel, height of its title
+# Inches.
+_PANEL = 1.9
+_TITLE = 0.55
 _MAX_COLUMNS = 6
 
 

@@ -68,11 +68,11 @@ def lines(
         bounded: the values lie in 0 to 1, and so does the axis.
         chance: the value of guessing, marked by a dotted line.
     """
-    points_of = {}
+    points_of: dict[str, list[tuple[int, float]]] = {}
     for name, values in curves.items():
-        points = [point for point in zip(rounds, values, strict=True) if _is_finite(point[1])]
-        if points:
-            points_of[name] = points
+        for number, value in zip(rounds, values, strict=True):
+            if _is_finite(value):
+                points_of.setdefault(name, []).append((number, value))
 
     if not points_of:
         return None

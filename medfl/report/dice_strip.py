@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_SITES = 20  # of a picture
-_WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 150  # inches and dots
+# Inches, and dots an inch.
+_WIDTH = 7.2
+_HEIGHT = 3.6
+_DPI = 150
 
 
 def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
@@ -41,7 +44,7 @@ def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
 
 
 def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
-    slanted = max(map(len, dice)) * len(dice) > 75
+    slanted = max(map(len, dice)) * len(dice) > 75  # letters that fit below the axis
     bottom = max(0.0, math.floor(low * 10 - 0.5) / 10)
 
     def fill(figure: Figure) -> None:

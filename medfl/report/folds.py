@@ -167,6 +167,11 @@ class Folds:
         run = self.first
         summaries = [fold.summary or {} for fold in self.runs.values()]
         classes = {"classes": self.structures} if self.structures else {}
+        per_fold = []
+        for number, fold in self.runs.items():
+            row = {"fold": number, "folder": f"fold-{number}", **_sizes(fold)}
+            per_fold.append({**row, "run_hash": fold.record.get("run_hash"), **self.rows[number]})
+
         totals = {}
         for name in ("bytes_up", "bytes_down", "seconds"):
             totals[name] = sum(float(fold.get(name) or 0) for fold in summaries)
@@ -178,11 +183,7 @@ class Folds:
             "data_source": run.record["data"]["source"], "judged": summaries[0].get("judged"),
             "key_metric": run.key, "cases": len(self.ids),
             "last": {"round": run.record["rounds"], **self.pooled, **classes},
-            "per_fold": [
-                {"fold": number, "folder": f"fold-{number}", **_sizes(fold), "run_hash": fold.record.get("run_hash"),
-                 **self.rows[number]}
-                for number, fold in self.runs.items()
-            ],
+            "per_fold": per_fold,
             "spread": {name: self.spread(name) for name in self.names}, "units": summaries[0].get("units") or {},
             **totals, "notes": [*self.notes],
         }  # fmt: skip

@@ -25,9 +25,15 @@ MISSED = "#56b4e9"
 ADDED = "#d55e00"
 CONFUSED = "#f0e442"
 _STRUCTURES = ("#009e73", "#e69f00", "#cc79a7")
-_WIDTH, _DPI = 7.2, 150  # inches and dots
-_EDGE, _GAP, _TALLEST = 0.1, 0.06, 1.25  # inches; height of a panel for a width of 1
-_TITLE, _CASE, _LEGEND = 0.32, 0.56, 0.45  # inches above the cases, above each case, and below
+_DPI = 150
+_TALLEST = 1.25  # height of a panel for a width of 1
+# Inches: the picture, its margin and the space between panels; above the cases, above each case, and below.
+_WIDTH = 7.2
+_EDGE = 0.1
+_GAP = 0.06
+_TITLE = 0.32
+_CASE = 0.56
+_LEGEND = 0.45
 _TITLES = ("", "the only test case", "best and worst test case", "best, median and worst test case")
 _COLUMNS = ("image", "reference", "prediction", "error")
 _FILL = 0.22  # opacity of a structure inside its outline
@@ -303,10 +309,11 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    shapes = [
-        Patch(facecolor=(*to_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
-        for colour, name in zip(_palette(len(structures)), structures, strict=True)
-    ]
+    shapes = []
+    for colour, name in zip(_palette(len(structures)), structures, strict=True):
+        tint = (*to_rgb(colour), _FILL)
+        shapes.append(Patch(facecolor=tint, edgecolor=colour, label=shorten(name, 28)))
+
     errors = {"missed": MISSED, "added": ADDED}
     if confused:
         errors["other structure"] = CONFUSED

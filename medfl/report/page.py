@@ -209,12 +209,11 @@ def _traffic(run: RunFiles) -> dict[str, Any] | None:
         if sites > 0 and "bytes_up" in entry and "bytes_down" in entry:
             rows.append((entry["bytes_up"], entry["bytes_down"], sites))
 
-    visits = sum(sites for *_, sites in rows)
-    if not visits:
+    if not rows:
         return None
 
-    up = sum(row[0] for row in rows)
-    down = sum(row[1] for row in rows)
+    up, down, visits = map(sum, zip(*rows, strict=True))
+    # what is left of the total was sent for the introductions
     before = (run.summary or {}).get("bytes_up", up) - up
     return {
         "up": up / visits,
@@ -284,11 +283,21 @@ def _embedded(picture: Path) -> str:
 
 def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     counts = run.record.get("site_class_counts") or {}
-    classes = run.classes
-    rows = [(site, counts[site]) for site in run.site_names if site in counts]
-    if not rows or any(len(row) != len(classes) for _, row in rows):
+    rows = []
+    most = 1
+    for site in run.site_names:
+        if site not in counts:
+            continue
+        if len(counts[site]) != len(run.classes):  # the run is of another version of the data
+            return None
+
+        rows.append((site, counts[site]))
+        most = max(most, *counts[site])
+
+    if not rows:
         return None
-    return {"classes": classes, "rows": rows, "most": max(1, *(max(row) for _, row in rows))}
+
+    return {"classes": run.classes, "rows": rows, "most": most}
 
 
 def _pictures(run: RunFiles) -> dict[str, Any]:

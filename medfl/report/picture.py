@@ -26,13 +26,17 @@ Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Colour: TypeAlias = str | tuple[float, float, float, float]
 """A colour as matplotlib takes it."""
 
-WIDTH, _DPI = 4.8, 200  # inches and dots of a plot: twice what a column of the report is wide
+# Inches, and dots an inch, of a plot: twice the pixels of a column of the report.
+WIDTH = 4.8
+_DPI = 200
 LETTER = 0.085  # inches a letter takes
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
 _THUMBNAIL = 256  # pixels of the longer side of a single image, at most
-_COLUMNS, _ROWS = 2, 6  # of a legend; more rows make the figure higher
+# Of a legend; more rows make the figure higher.
+_COLUMNS = 2
+_ROWS = 6
 _STYLE: dict[Any, Any] = {
-    "text.parse_math": False,
+    "text.parse_math": False,  # names of classes and sites may have a dollar sign
     "font.size": 10,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,

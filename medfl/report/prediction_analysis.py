@@ -160,7 +160,7 @@ class PredictionAnalysis:
 
         return {
             "rows": counts.tolist(),
-            "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),
+            "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),  # of the reference class
             "reference": rows.tolist(),
             "cases": int(counts.sum()),
             "recall": _shares(hits, rows),
@@ -183,16 +183,12 @@ class PredictionAnalysis:
 
         many = len(self.curves) > charts.TONES
         tones = ["local" if many else f"tone-{i}" for i in range(len(self.curves))]
-        rows = [
-            {
-                "tone": tone,
-                "name": self.classes[curve.index],
-                "area": curve.area,
-                "ends": self._area_interval(curve),
-                "positives": curve.positives,
-            }
-            for tone, curve in zip(tones, self.curves, strict=True)
-        ]
+        rows = []
+        for tone, curve in zip(tones, self.curves, strict=True):
+            row = {"tone": tone, "name": self.classes[curve.index], "area": curve.area}
+            interval = self._area_interval(curve)
+            rows.append({**row, "ends": interval, "positives": curve.positives})
+
         rates = [(curve.fpr, curve.tpr) for curve in self.curves]
         mean = None
         mean_curve = None
@@ -265,8 +261,9 @@ class PredictionAnalysis:
 
         of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
         order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))
-        return [
-            {
+        rows = []
+        for i in order[:WORST]:
+            row = {
                 "id": cases.ids[i],
                 "site": cases.sites[i],
                 "label": self.classes[cases.label[i]],
@@ -274,8 +271,9 @@ class PredictionAnalysis:
                 "confidence": float(cases.probabilities[i, cases.predicted[i]]),
                 "own": float(of_reference[i]),
             }
-            for i in order[:WORST]
-        ]
+            rows.append(row)
+
+        return rows
 
 
 def _numbers(values: Iterable[float | None]) -> list[str]:

@@ -30,9 +30,9 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     numbers = [entry["round"] for entry in rounds]
     # the judged model only, as in the tables: what sites have before the average is no model of theirs
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
-    site_values = [
-        [_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds
-    ]
+    site_values = []
+    for entry in rounds:
+        site_values.append([_metric(site, judged, key) for site in _site_entries(entry)])
 
     chance = None
     if key == "balanced_accuracy" and run.classes:
@@ -54,7 +54,10 @@ def learning_curves(run: RunFiles) -> list[Chart]:
         caption += " Dotted: guessing."
 
     scores = Chart(title, legend, svg, caption)
-    site_losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
+    site_losses = []
+    for entry in rounds:
+        site_losses.append([site.get("train_loss") for site in _site_entries(entry)])
+
     mean = {judged: [entry.get("train_loss") for entry in rounds]}
     svg = charts.lines("Training loss", numbers, mean, site_losses, band_of=judged)
     legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
