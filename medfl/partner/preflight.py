@@ -365,7 +365,7 @@ def _cuda_step(federation: Federation) -> int:
         problem = "one training step does not fit into the GPU's memory"
         raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
 
-    # the peak of this step, and weights, gradients and optimizer state that other methods keep beside it
+    # the peak of this step, and up to four copies of the weights that methods keep beside it
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 

@@ -249,9 +249,7 @@ class _Counts:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
-                hidden = [False] * len(
-                    shares
-                )  # noise protects small bins; hiding them would tell of them
+                hidden = [False] * len(shares)  # which bins are small must not show
 
             histogram: list[float | None] = []
             for is_hidden, share in zip(hidden, shares, strict=True):
@@ -327,7 +325,7 @@ def _band(value: float, ends: Sequence[float], unit: str) -> str:
 
 _SIDE_BANDS = _bands(_SIDES, "px")
 _SPACING_BANDS = _bands(_SPACINGS, "mm")
-# By text, "above" would come before "below".
+# By text, 1024 would come before 64.
 _ORDER = {band: i for bands in (_SIDE_BANDS, _SPACING_BANDS) for i, band in enumerate(bands)}
 _DOMAINS: Mapping[str, Sequence[str]] = {
     "age": case_metadata.BANDS,

@@ -288,7 +288,7 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     for site in run.site_names:
         if site not in counts:
             continue
-        if len(counts[site]) != len(run.classes):  # the run is of another version of the data
+        if len(counts[site]) != len(run.classes):  # a table of other classes would mislead
             return None
 
         rows.append((site, counts[site]))
