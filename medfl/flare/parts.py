@@ -415,8 +415,8 @@ class RemoteExecutor(_Executor):
         from medfl.flare.site import hidden_failure
 
         if self._config is not None and self._config.audit:
-            guard = Guard(None, self._config.audit, None, str, flare_name)
             with suppress(MedflError):  # it is in the log of the process anyway
+                guard = Guard(None, self._config.audit, None, str, flare_name)
                 guard.log_failure(Activity("open", 0), error)
 
         return hidden_failure(flare_name, error)

@@ -34,7 +34,7 @@ def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
     # all pictures have one axis, so that they compare
     low = min((float(cases[0]) for cases in by_site.values()), default=0.0)
     sites = list(by_site)
-    pictures = []
+    pictures: list[Picture] = []
     for start in range(0, len(sites), _MAX_SITES):
         block = {site: by_site[site] for site in sites[start : start + _MAX_SITES]}
         ending = f"-{len(pictures) + 1}" if len(sites) > _MAX_SITES else ""

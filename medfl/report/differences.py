@@ -165,8 +165,11 @@ class Differences:
     @cached_property
     def against_local(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is than that of its own Local model."""
+        if self.local is None:
+            return {}
+
         differences = {}
-        for site in self._sites if self.local else ():
+        for site in self._sites:
             difference = between_models(self.run, self.local, site)
             if difference is not None:
                 differences[site] = difference

@@ -170,7 +170,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     axes.xaxis.tick_top()
     positions = range(len(layout.classes))
     if layout.slanted:
-        style = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
+        style: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
         axes.set_xticks(positions, layout.classes, size=9.5, **style)
     else:
         axes.set_xticks(positions, layout.wrapped, size=9.5)
