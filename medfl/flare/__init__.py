@@ -1,1 +1,1 @@
-"""Jobs for NVIDIA FLARE: what they carry, how they are run and resumed, and what a site of its own offers."""
+"""Jobs for NVIDIA FLARE: their content, how they run and resume, and sites with images of their own."""

@@ -19,10 +19,12 @@ from medfl.storage.files import write_atomic
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""
 _KIT = {
-    "require_signed_jobs": bool | None, "permissions": dict[str, Any], "components": list[Any],
+    "require_signed_jobs": bool | None,
+    "permissions": dict[str, Any],
+    "components": list[Any],
     "class_allow_list": list[str] | None,
-}  # fmt: skip
-"""Types of what is read of a startup kit's files."""
+}
+"""Types of the entries that are read from a startup kit's files."""
 OWN_IMAGES = "own"
 """The partition of a run whose sites have images of their own."""
 
@@ -44,17 +46,19 @@ def error_document(error: Exception) -> dict[str, Any]:
     """Return an error as plain values."""
     if isinstance(error, InputError):
         return {"parts": list(error._parts)}
-    return {
-        "text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"
-    }
+    if isinstance(error, MedflError):
+        return {"text": str(error)}
+
+    return {"text": f"{type(error).__name__}: {error}"}
 
 
-def raise_error(document: Any) -> None:
+def raise_error(document: object) -> None:
     """Raise the error that `error_document` recorded."""
     failure = document if isinstance(document, dict) else {}
     parts: Any = failure.get("parts")
     if matches_type(parts, list[str]) and len(parts) == 3:
         raise InputError(*parts)
+
     raise RunError(str(failure.get("text")))
 
 
@@ -72,9 +76,9 @@ def read_kit_file(path: Path) -> dict[str, Any]:
 
 def read_resources(path: Path) -> dict[str, Any]:
     """Return the content of a startup kit's `local/resources.json`, or of the default beside it."""
-    source = path if path.is_file() else path.with_name(f"{path.name}.default")
-    if source.is_file():
-        return read_kit_file(source)
+    for source in (path, path.with_name(f"{path.name}.default")):
+        if source.is_file():
+            return read_kit_file(source)
 
     return {"format_version": 2}
 
@@ -84,6 +88,7 @@ def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
     document = read_resources(resources)
+    # a list of the file's own replaces FLARE's default, so that the default has to be in it
     listed = list(document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST)
     document["class_allow_list"] = listed + [name for name in classes if name not in listed]
     resources.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from medfl.storage.run_documents import read_summary
 MOST_SITES = 32
 """Sites of a run on one machine: FLARE has a process for each."""
 REQUEST_INTERVAL = 0.1
-"""Seconds between a site's questions for work; FLARE's own default of 2 would be most of a short round."""
+"""Seconds between a site's requests for work; FLARE's own default of 2 would be most of a short round."""
 
 
 def require_flare() -> None:
@@ -92,17 +92,16 @@ def local_recipe(
             "take fewer sites, or --runtime simulator",
         )
 
-    inside = (str(folder.resolve()), os.getcwd())
-    controller = MedflController(*inside, min_replies=min_replies, **settings)
-    executor = MedflExecutor(*inside)
-    return recipe(
-        run, [folder / "run.json"], controller, executor, min_replies or len(clients)
-    ), clients
+    path = str(folder.resolve())
+    start = os.getcwd()  # the job's processes start elsewhere
+    controller = MedflController(path, start, min_replies=min_replies, **settings)
+    executor = MedflExecutor(path, start)
+    least = min_replies or len(clients)
+    return recipe(run, [folder / "run.json"], controller, executor, least), clients
 
 
 RunJob = Callable[[Path, str, list[str], Print], Path]
-"""Runs the job of this name in a folder, with sites of these FLARE names, until it is over; returns where the output
-is."""
+"""Runs a job until it is over, from (folder, job's name, sites' FLARE names, printer); returns the output's path."""
 EACH_SITE_IS_A_PROCESS = "each of its sites is a process"
 
 
@@ -147,15 +146,12 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
     workspace = flare_folder / "workspace"
     log = flare_folder / "output.txt"
     allow_classes(workspace / "local" / "resources.json", SIMULATED)
-    command = [
-        sys.executable,
-        "-m",
-        "nvflare.private.fed.app.simulator.simulator",
-        str(flare_folder / job),
-    ]
+    module = "nvflare.private.fed.app.simulator.simulator"
+    command = [sys.executable, "-m", module, str(flare_folder / job)]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
 
     with log.open("wb") as output:
+        # a session of its own: Ctrl-C comes to this process alone, which then ends the others
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -171,10 +167,9 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
 def _result(folder: Path, output: Path) -> dict[str, Any]:
     """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
     flare_folder = folder / FLARE_FOLDER
-    if (flare_folder / ERROR_FILE).is_file():
-        raise_error(
-            read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}")
-        )
+    failure = flare_folder / ERROR_FILE
+    if failure.is_file():
+        raise_error(read_json(failure, "an error that medfl wrote", f"look into {output}"))
 
     if not (flare_folder / DONE_FILE).is_file():
         raise RunError(
@@ -200,13 +195,15 @@ def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
     passed_on = 0
     over = False
     while not over:
+        # asked before the lines are read, so that the last ones are read too
         over = (flare_folder / DONE_FILE).is_file() or ended()
         lines = file.read_text().splitlines() if file.is_file() else []
         for line in lines[passed_on:]:
             say(json.loads(line))
 
         passed_on = len(lines)
-        time.sleep(0 if over else 0.1)
+        if not over:
+            time.sleep(0.1)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -224,11 +221,11 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
             descendant.kill()
 
     end = time.monotonic() + 10
-    while any(map(_works, descendants)) and time.monotonic() < end:
+    while any(map(_is_alive, descendants)) and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def _works(process: Any) -> bool:
+def _is_alive(process: Any) -> bool:
     import psutil
 
     try:

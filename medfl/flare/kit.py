@@ -42,6 +42,7 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
             "jobs that somebody signed",
             "set it to true",
         )
+
     _authorize(kit / "local" / AUTHORIZATION, kind)
     _resources(kit / "local" / RESOURCES, kind, classes)
 
@@ -72,15 +73,12 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
         permissions = {"project_admin": "any"}
 
     never = dict.fromkeys(_CODE, "none")
-    roles = {
-        role: {
-            **(
-                rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)
-            ),
-            **never,
-        }
-        for role, rights in permissions.items()
-    }
+    roles = {}
+    for role, rights in permissions.items():
+        if not isinstance(rights, dict):  # one condition for all that a role may do
+            rights = dict.fromkeys((*_JOBS, *_OPERATION), rights)
+
+        roles[role] = {**rights, **never}
 
     return {"format_version": "1.0", "permissions": roles}
 
@@ -100,19 +98,17 @@ def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[s
 
     for role in policy.roles:
         for right in never:
-            conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(
-                f"{role}:{right}"
-            )
+            granted = policy.role_right_map
+            conditions = granted.get(f"{role}:*") or granted.get(f"{role}:{right}")
             if conditions is not None and not _nobody(conditions.exp):
                 yield role, right
 
 
 def _nobody(expression: Any) -> bool:
     """Return whether a condition of FLARE's applies to nobody."""
-    words = [
-        str(term).lower().split()
-        for term in ([expression] if isinstance(expression, str) else expression)
-    ]
+    # a role has the right if any of the terms holds and none that begins with "not" forbids it
+    terms = [expression] if isinstance(expression, str) else expression
+    words = [str(term).lower().split() for term in terms]
     if any(word in (["not", "any"], ["not", "all"]) for word in words):
         return True
     allowed = [word for word in words if word[:1] != ["not"]]
@@ -121,14 +117,11 @@ def _nobody(expression: Any) -> bool:
 
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     document = read_resources(path)
-    document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
-    document |= {"allow_log_streaming": False}
-    document["components"] = [
-        component
-        for component in document.get("components", [])
-        if "LogStreamer" not in str(component)
-    ]
-
+    document["class_list_enforcement_mode"] = "enforce"
+    document["class_allow_list"] = list(classes)
+    document["allow_log_streaming"] = False
+    components = document.get("components", [])
+    document["components"] = [part for part in components if "LogStreamer" not in str(part)]
     if kind == "site":
         document["app_validator"] = {"path": _SENTRY, "args": {"classes": list(classes)}}
 

@@ -43,22 +43,15 @@ def offer(
     Raises:
         InputError: something is not allowed, or not between sites that hold their images apart.
     """
-    odd = [name for name in sites if not is_flare_name(name)]
-    if odd:
-        raise InputError(
-            f"site {odd[0]!r}",
-            "letters, digits, - and _, at most 63, and not server, admin or relay",
-            "rename it",
-        )
+    for site in sites:
+        if not is_flare_name(site):
+            allowed = "letters, digits, - and _, at most 63, and not server, admin or relay"
+            raise InputError(f"site {site!r}", allowed, "rename it")
 
     data = PHANTOM if bundle in shipped() else None
-    settings = {
-        **(requested or {}),
-        "sites": 1,
-        "partition": "iid",
-        "data": data,
-        **site_settings.EMPTY,
-    }
+    # the phantom has neither these sites nor what they lack: both are set on the finished run
+    settings = dict(requested or {})
+    settings |= {"sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **settings))
     run = plan.run
     method = plan.method
@@ -72,15 +65,12 @@ def offer(
 
     check_name(run.bundle, "bundle")
     if need := needs_in_one_place(method):
-        raise InputError(
-            f"method {run.method!r}, which needs {need}",
-            "one that does without",
-            "see medfl methods",
-        )
+        problem = f"method {run.method!r}, which needs {need}"
+        raise InputError(problem, "one that does without", "see medfl methods")
+
     if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
-        raise InputError(
-            text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for"
-        )
+        advice = "write out what a pattern or path stands for"
+        raise InputError(text, f"{PLAIN}: sites take no others", advice)
 
     site_texts = site_settings.of_request(bundle, requested or {})
     check_unlabelled(site_texts["unlabelled"], run.method, method, {site: {} for site in sites})
@@ -92,10 +82,7 @@ def offer(
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
         **site_texts,
     )
-    federation_of_names(
-        plan.bundle, method, offered, held_out=False
-    )  # what the server would refuse is refused here
-
+    federation_of_names(plan.bundle, method, offered, held_out=False)  # refuses as the server would
     return offered
 
 
@@ -107,11 +94,11 @@ def export(
     resume: bool = False,
     min_replies: int | None = None,
     deadline: float | None = None,
-    **asked: Any,
+    **offered: Any,
 ) -> dict[str, Any]:
     """Write the job of an offered run into a new folder and return its description.
 
-    With `resume` the server continues the run if it has it already; `asked` are further arguments of `offer`.
+    With `resume` the server continues the run if it has it already; `offered` are further arguments of `offer`.
 
     Raises:
         InputError: something is not allowed; nothing was written.
@@ -121,7 +108,7 @@ def export(
 
     tolerance = Tolerance(min_replies, deadline)
     require_unused(out)
-    run = offer(bundle, sites, **asked)
+    run = offer(bundle, sites, **offered)
     least = min_replies or len(sites)
 
     if least > len(sites):
@@ -131,13 +118,12 @@ def export(
 
     with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
-        source, _ = initial_weights.begin_with(
-            Bundle(bundle), (asked.get("requested") or {}).get("init", "")
-        )
+        init = (offered.get("requested") or {}).get("init", "")
+        source, _ = initial_weights.begin_with(Bundle(bundle), init)
         files = text_record.write_for_job(source, run, method, Path(temporary))
 
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
-            plm = _named(run.text.plm)
+            plm = _language_model_name(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
 
         carried = Path(temporary) / RUN_FILE
@@ -151,7 +137,7 @@ def export(
     }  # fmt: skip
 
 
-def _named(plm: str) -> str:
+def _language_model_name(plm: str) -> str:
     """Return a language model's name; of a folder that has none the folder's own name."""
     name = plm.rstrip("/").rpartition("/")[2]
     return name if is_name(name) else "carried"

@@ -72,9 +72,8 @@ class _Controller(ModelController):  # type: ignore[misc]
         super().__init__(persistor_id="", task_check_period=0.1)
         self.min_replies = min_replies
         self.deadline = deadline
-        self._questions: dict[
-            int, tuple[Task, set[str]]
-        ] = {}  # with the sites that have not answered
+        # question -> its task and the sites that have not answered
+        self._questions: dict[int, tuple[Task, set[str]]] = {}
         self._count = 0
         self._lock = threading.Lock()
         self._disconnected: dict[str, str] = {}
@@ -159,6 +158,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         answers: queue.SimpleQueue[Answer],
     ) -> int:
         """Schedule one task for these sites; FLARE's threads put the answers into the queue."""
+        # numbers are never reused: a late answer must not be taken for that of a newer question
         with self._lock:
             self._count += 1
             number = self._count
@@ -169,7 +169,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         def arrived(client_task: ClientTask, fl_ctx: FLContext) -> None:
             site = inverse[client_task.client.name]
             result = client_task.result
-            client_task.result = None
+            client_task.result = None  # else FLARE would keep the tensors of all rounds
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
@@ -179,6 +179,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             result_received_cb=arrived,
         )
         self._questions[number] = (task, waiting)
+        # FLARE waits for nobody: `FlareWorkers` decides which answers a round needs
         self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
         return number
 
@@ -197,9 +198,8 @@ class _Controller(ModelController):  # type: ignore[misc]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Remember the sites that disconnect."""
         if event_type == EventType.CLIENT_DISCONNECTED:
-            self._disconnected[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = (
-                "it has vanished"
-            )
+            name = str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))
+            self._disconnected[name] = "it has vanished"
 
     def process_result_of_unknown_task(
         self,
@@ -271,22 +271,19 @@ class RemoteController(_Controller):
         self.resume = resume
 
     def _open_run_folder(self) -> Path:
-        self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
-        self._config = SiteConfig.read(
-            Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE
-        )
+        self._run = read_run(self.get_app_dir())
+        self._carried = Path(self.get_app_dir()) / "config"
+        settings = Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE
+        self._config = SiteConfig.read(settings)
         accepted_run(self._run, None, self._config)  # before its names become a folder's
         run_hash = without_round_limit(self._run).run_hash
         path = Path(self._config.folder) / f"{self._run.bundle}-{self._run.method}-{run_hash[:16]}"
-        there = (path / "run.json").is_file()
-
-        if there and not self.resume:
+        if not (path / "run.json").is_file():
+            RunFolder.create(path)
+        elif not self.resume:
             raise InputError(
                 f"the server has this run in {path}", "a new one", "export the job with --resume"
             )
-
-        if not there:
-            RunFolder.create(path)
 
         return path
 
@@ -300,8 +297,10 @@ class RemoteController(_Controller):
             "medfl": run.versions.get("medfl", ""),
             "task": bundle.task,
             "classes": list(bundle.classes),
+            "key_metric": bundle.key_metric,
+            "command": "a FLARE job",
+            "runtime": "flare",
         }
-        about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
         text_record.save(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
@@ -365,20 +364,18 @@ class MedflExecutor(_Executor):
         self.start = start
 
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
-        from medfl.flare.site import (
-            FlareSite,
-        )  # imports all of MONAI FL, which the server does not need
+        # here: it imports all of MONAI FL, which the server does not need
+        from medfl.flare.site import FlareSite
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         os.chdir(self.start)
         folder = Path(self.folder)
         plan = repeat(run, folder=folder)
-        names = {there: name for name, there in wire.wire_names(participants(run)).items()}
-
+        flare_names = wire.wire_names(participants(run))
+        names = dict(zip(flare_names.values(), flare_names, strict=True))
         if flare_name not in names:
-            raise InputError(
-                f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names"
-            )
+            allowed = f"sites are {', '.join(names)}"
+            raise InputError(f"site {flare_name!r}", allowed, "use these names")
 
         def federation() -> Federation:
             public = plan.public.prepare() if plan.public else None
@@ -419,9 +416,9 @@ class RemoteExecutor(_Executor):
 
         if self._config is not None and self._config.audit:
             with suppress(MedflError):  # it is in the log of the process anyway
-                Guard(None, self._config.audit, None, str, flare_name).log_failure(
-                    Activity("open", 0), error
-                )
+                guard = Guard(None, self._config.audit, None, str, flare_name)
+                guard.log_failure(Activity("open", 0), error)
+
         return hidden_failure(flare_name, error)
 
 

@@ -54,9 +54,7 @@ class ProofOfConcept:
         """Make the kits; nothing is started."""
         self.folder = folder.resolve()
         self.sites = list(sites)
-        self._workspace = (
-            self.folder / "workspace"
-        )  # made by FLARE, which takes no folder that is there
+        self._workspace = self.folder / "workspace"  # made by FLARE, which takes no existing folder
         self._environment = {
             **os.environ,
             **(environment or {}),

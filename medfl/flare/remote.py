@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ def federation_of_names(bundle: Problem, method: Method, run: Run, held_out: boo
 
     With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
     """
-    empty: dict[str, Prepared] = dict.fromkeys(
-        SECTIONS, Stacked([], torch.empty(0), torch.empty(0))
-    )
-    sections = prepared_sections(bundle) if held_out else empty
-    return Federation(bundle, method, run, prepared={**sections, "train": empty["train"]})
+    nothing = Stacked([], torch.empty(0), torch.empty(0))
+    sections: dict[str, Prepared] = dict.fromkeys(SECTIONS, nothing)
+    if held_out:
+        sections |= prepared_sections(bundle)
+
+    return Federation(bundle, method, run, prepared={**sections, "train": nothing})
 
 
 class ReportedRunFolder(RunFolder):
@@ -84,37 +86,38 @@ class ReportedRunFolder(RunFolder):
         """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported)
-        super().write_summary(
-            {**summary, **self.workers.by_kind(summary), "told": {**last, **final}}
-        )
+        facts = self.workers.by_kind(summary)
+        super().write_summary({**summary, **facts, "told": {**last, **final}})
 
     def _reported_row(self, name: str, site: Mapping[str, Any]) -> dict[str, Any]:
         reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
         samples = site.get("samples", self.workers.samples.get(name, 0))
-        return {
-            "site": name,
-            "train": samples,
-            **{f"told_{metric}": value for metric, value in reported.items()},
-        }
+        columns = {f"told_{metric}": value for metric, value in reported.items()}
+        return {"site": name, "train": samples, **columns}
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
     """Return the means of the sites' metrics, weighted by their numbers of cases, and the sums of these."""
     means: dict[str, float] = {}
-    for key in dict.fromkeys(key for metrics in reported.values() for key in metrics):
+    for key in dict.fromkeys(chain.from_iterable(reported.values())):
         section, _, metric = key.partition("/")
         values = {name: metrics[key] for name, metrics in reported.items() if key in metrics}
         counts = {name: int(reported[name].get(f"{section}/cases", 0)) for name in values}
-        means[key] = float(sum(counts.values())) if metric == "cases" else _mean(values, counts)
+        if metric == "cases":
+            means[key] = float(sum(counts.values()))
+        else:
+            means[key] = _mean(values, counts)
 
     return means
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
     """Return the weighted mean of the values that are not NaN, NaN if there are none."""
-    numbers = {name: value for name, value in values.items() if value == value}
-    total = sum(weights[name] for name in numbers)
-    if total:
-        return sum(value * weights[name] for name, value in numbers.items()) / total
+    total = 0
+    weighted_sum = 0.0
+    for name, value in values.items():
+        if not math.isnan(value):
+            total += weights[name]
+            weighted_sum += value * weights[name]
 
-    return math.nan
+    return weighted_sum / total if total else math.nan

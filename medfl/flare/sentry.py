@@ -22,6 +22,7 @@ from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
+_CLASS_KEYS = ("path", "class_path", "name")  # by which FLARE makes components
 _MAX_BYTES = 1_000_000
 _COMMANDS = (
     ShellCommandProcessor,
@@ -52,38 +53,33 @@ class Sentry(AppValidator):  # type: ignore[misc]
         return next(self._problems(Path(app_folder)), ""), {}
 
     def _problems(self, app: Path) -> Iterator[str]:
-        for path in sorted(
-            Path(at, name_in_folder)
-            for at, inner, files in folders_below(app)
-            for name_in_folder in (*inner, *files)
-        ):
+        paths = []
+        for folder, inner, files in folders_below(app):
+            paths += [Path(folder, name) for name in (*inner, *files)]
+
+        for path in sorted(paths):
             name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 yield f"{name} is neither a file nor a folder"
             elif path.name == "custom" or (path.is_file() and path.suffix not in _SUFFIXES):
                 yield f"{name}: a job brings no code here, only JSON"
             elif path.name == _CONFIGURATION:
-                yield from (f"{name}: {why}" for why in self._unlisted(path))
+                for problem in self._unlisted(path):
+                    yield f"{name}: {problem}"
 
     def _unlisted(self, path: Path) -> Iterator[str]:
         try:
-            todo = [json_values(path, _MAX_BYTES)]
+            nodes = [json_values(path, _MAX_BYTES)]
         except Refused as error:
             yield str(error)
             return
 
-        while todo:
-            node = todo.pop()
+        while nodes:
+            node = nodes.pop()
             if isinstance(node, list):
-                todo += node
+                nodes += node
             elif isinstance(node, dict):
-                todo += node.values()
-                for key in (
-                    "path",
-                    "class_path",
-                    "name",
-                ):  # the keys by which FLARE makes components
-                    if key in node and not (
-                        isinstance(node[key], str) and node[key] in self.classes
-                    ):
+                nodes += node.values()
+                for key in filter(node.__contains__, _CLASS_KEYS):
+                    if not (isinstance(node[key], str) and node[key] in self.classes):
                         yield f"class {printable(node[key])!r} is not on this site's list"

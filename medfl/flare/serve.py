@@ -7,6 +7,7 @@ the kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operat
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import shutil
@@ -70,12 +71,12 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     served.add_argument("--check", action="store_true", help="only see whether it would start")
 
 
-def _serve(args: Any, show: Callable[..., int]) -> int:
+def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
     from medfl.flare.job import require_flare
 
     kit = args.kit.expanduser().resolve()
     kind = _kind(kit)
-    _write_own(args, kit)
+    _write_settings(args, kit)
     require_flare()
     document = prepare(kit, kind)
     sandbox, document["sandbox"] = _sandbox(kit, kind, args)
@@ -84,7 +85,7 @@ def _serve(args: Any, show: Callable[..., int]) -> int:
     return 0 if args.check else start(kit, sandbox)
 
 
-def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
+def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbox | None, str]:
     """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
     from medfl.flare.site_sandbox import SiteSandbox
@@ -93,13 +94,14 @@ def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
     if kind != "site":
         return None, "none at a server, which runs the bundle of its own operator"
 
-    if args.no_sandbox or not abi():
-        if args.no_sandbox:
-            why = "--no-sandbox"
-        else:
-            why = "this kernel has no Landlock, or it is switched off"
+    reason = ""
+    if args.no_sandbox:
+        reason = "--no-sandbox"
+    elif not abi():
+        reason = "this kernel has no Landlock, or it is switched off"
 
-        return None, f"WARNING: NOT IN FORCE ({why}): the bundle may do what this user may"
+    if reason:
+        return None, f"WARNING: NOT IN FORCE ({reason}): the bundle may do what this user may"
 
     if args.check:
         return None, f"Landlock ABI {abi()}"
@@ -109,9 +111,9 @@ def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
 
 
 def prepare(kit: Path, kind: str) -> dict[str, Any]:
-    """Check what a kit's site says of itself, and let jobs make medfl's classes there and do nothing else.
+    """Check the settings in a kit, and restrict its jobs to medfl's classes.
 
-    Return what would run; `kind` is "site" or "server".
+    Return a description of what would run; `kind` is "site" or "server".
 
     Raises:
         InputError: there is no `local/medfl.yaml`, it is wrong, the kit grants more than it may, or the bundle is
@@ -134,11 +136,13 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
 
     bundle = Bundle(config.bundle, policy=policy)
     check_declared_data(config, bundle, kit.name)
-    for path in (config.folder, config.audit and str(Path(config.audit).parent)):
-        if path:
-            Path(path).mkdir(parents=True, exist_ok=True)
+    Path(config.folder).mkdir(parents=True, exist_ok=True)
+    if config.audit:
+        Path(config.audit).parent.mkdir(parents=True, exist_ok=True)
 
-    classes = [*ALLOWED, *(name for name in config.classes if name not in (*ALLOWED, *SIMULATED))]
+    # a simulation's classes take folders from the job, whatever a site's file lists
+    listed = [name for name in config.classes if name not in (*ALLOWED, *SIMULATED)]
+    classes = [*ALLOWED, *listed]
     secure(kit, kind, classes)
     return {
         "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": config.data,
@@ -158,15 +162,18 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     if bash is None:
         raise RunError("there is no bash, which the startup kit needs")
 
-    path = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    )  # its python3 is this one
-    folder, variables = (sandbox.workspace, sandbox.variables) if sandbox else (kit, {})
+    # the kit's scripts call python3, which has to be this one
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path}
+    folder = kit
+    enter = None
+    if sandbox is not None:
+        folder = sandbox.workspace
+        enter = sandbox.enter
+        environment |= sandbox.variables
+
     command = [bash, str(folder / "startup" / "sub_start.sh"), "--once"]
-    begin = partial(_begin, sandbox.enter if sandbox else None)
-    process = subprocess.Popen(
-        command, env={**os.environ, "PATH": path, **variables}, preexec_fn=begin
-    )
+    process = subprocess.Popen(command, env=environment, preexec_fn=partial(_begin, enter))
 
     try:
         code = process.wait()
@@ -200,22 +207,24 @@ def _kind(kit: Path) -> str:
     )
 
 
-def _write_own(args: Any, kit: Path) -> None:
-    """Write what is given into the kit; what is there already is not changed.
+def _write_settings(args: argparse.Namespace, kit: Path) -> None:
+    """Write the given settings into the kit; settings that are there already are not changed.
 
     Raises:
-        InputError: it is incomplete, or the kit says something else.
+        InputError: they are incomplete, or the kit has others.
     """
     from medfl.bundle.files import shipped_folders
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
     from medfl.storage.files import write_atomic
 
     path = kit / "local" / CONFIG_FILE
-    names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
-    settings = {name: value for name in names if (value := getattr(args, name)) is not None}
-    settings = {
-        k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()
-    }
+    settings = {}
+    for name in ("bundle", "data", "folder", "policy", "device", "audit", "permits"):
+        value = getattr(args, name)
+        if isinstance(value, Path):
+            value = str(value.expanduser().resolve())
+        if value is not None:
+            settings[name] = value
 
     if not settings:
         if not path.is_file():

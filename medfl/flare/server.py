@@ -6,6 +6,7 @@ asks the site's process and waits. Calls to FLARE itself are behind `Link`.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,16 +105,18 @@ class _Question:
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     state_round: int = 0
 
-    def same_as(self, other: _Question) -> bool:
+    def same_as(self, question: _Question) -> bool:
         """Return whether two sites are sent the same."""
-        if (
-            self.extra
-            or other.extra
-            or (self.task_name, self.numbers) != (other.task_name, other.numbers)
-        ):
+        if self.extra or question.extra or self.task_name != question.task_name:
             return False
-        here, there = (q.message.flat() if q.message else {} for q in (self, other))
-        return here.keys() == there.keys() and all(_same(here[name], there[name]) for name in here)
+        if self.numbers != question.numbers:
+            return False
+
+        first = self.message.flat() if self.message else {}
+        second = question.message.flat() if question.message else {}
+        return first.keys() == second.keys() and all(
+            _same(tensor, second[name]) for name, tensor in first.items()
+        )
 
 
 class FlareWorkers(Workers):
@@ -181,11 +184,10 @@ class FlareWorkers(Workers):
     def _question(self, index: int, task: SiteTask) -> _Question:
         """Return the question that asks a site for a task."""
         name = task.site
+        read: Callable[[Payload], Any]
         if isinstance(task, Introduce):
-            numbers = wire.question_numbers(0)
-            return _Question(
-                index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name)
-            )
+            read = partial(self._introduction, name)
+            return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, read)
 
         assert isinstance(task, RoundTask)
         with profiling.during(profiling.MESSAGES):
@@ -194,7 +196,6 @@ class FlareWorkers(Workers):
         sections: Sequence[str] = ()
         save: dict[str, float] = {}
         extra: dict[str, torch.Tensor] = {}
-        read: Callable[[Payload], Any]
         match task:
             case Train(sections=sections):
                 kind = wire.TRAIN
@@ -216,11 +217,8 @@ class FlareWorkers(Workers):
                 kind = wire.SEGMENT
                 read = partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
-                extra = {
-                    "positions/test": torch.tensor(
-                        [ids.index(ident) for ident in task.ids], dtype=torch.int64
-                    )
-                }
+                positions = [ids.index(ident) for ident in task.ids]
+                extra = {"positions/test": torch.tensor(positions, dtype=torch.int64)}
             case _:
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
 
@@ -236,20 +234,17 @@ class FlareWorkers(Workers):
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
-            extra = {
-                **first.extra,
-                **wire.state_rounds({question.site: question.state_round for question in group}),
-            }
+            sites = {question.site: question for question in group}
+            rounds = {site: question.state_round for site, question in sites.items()}
+            extra = {**first.extra, **wire.state_rounds(rounds)}
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
-            number = self._link.ask(
-                first.task_name, [question.site for question in group], payload, answers
-            )
-            waiting |= {(number, question.site): question for question in group}
+            number = self._link.ask(first.task_name, list(sites), payload, answers)
+            for site, question in sites.items():
+                waiting[number, site] = question
 
-        preparing = 0.0 if self._started else _START
-        if self.deadline is None:
-            end = None
-        else:
+        end = None
+        if self.deadline is not None:
+            preparing = 0.0 if self._started else _START
             end = time.monotonic() + self.deadline + preparing
 
         self._started = True
@@ -270,9 +265,8 @@ class FlareWorkers(Workers):
         end: float | None,
     ) -> list[tuple[tuple[int, str], Payload]]:
         """Return the next answer, or failures for the sites that will not answer any more."""
-        if end is None:
-            patience = _SILENCE
-        else:
+        patience = _SILENCE
+        if end is not None:
             patience = max(0.0, min(_SILENCE, end - time.monotonic()))
 
         try:
@@ -291,7 +285,10 @@ class FlareWorkers(Workers):
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
 
         key = (answer.question, answer.site)
-        return [(key, answer.payload)] if key in waiting else []
+        if key in waiting:
+            return [(key, answer.payload)]
+
+        return []  # a second answer, or one of a question that was dropped
 
     def _result(self, question: _Question, payload: Payload) -> Any:
         """Return the task's result, or the site as `FailedReply` with the reason."""
@@ -302,11 +299,14 @@ class FlareWorkers(Workers):
             with profiling.during(profiling.MESSAGES):
                 return question.read(payload)
         except MedflError as error:
-            why = str(error)
+            reason = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
-            why = wire.failure(error).failure_reason
+            reason = wire.failure(error).failure_reason
 
-        return FailedReply(question.site, why if why.startswith(sender) else f"{sender}: {why}")
+        if not reason.startswith(sender):
+            reason = f"{sender}: {reason}"
+
+        return FailedReply(question.site, reason)
 
     # Reading
 
@@ -350,17 +350,14 @@ class FlareWorkers(Workers):
 
     def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        if self._simulated:
-            facts = {}
-        else:
-            facts = site_facts.read(payload, self._federation.bundle)
-
+        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
-        if facts != (before := self.facts.setdefault(name, facts)):
-            statement, first = (
-                site_facts.describe(told_facts) or "nothing" for told_facts in (facts, before)
-            )
+
+        first_facts = self.facts.setdefault(name, facts)
+        if facts != first_facts:
+            statement = site_facts.describe(facts) or "nothing"
+            first = site_facts.describe(first_facts) or "nothing"
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,9 +375,7 @@ class FlareWorkers(Workers):
         steps = payload.whole_number(wire.STEPS)
         self.samples[name] = self._checked_count(name, payload)
         self._check_facts(name, payload)
-        loss = float(
-            payload.numbers.get(wire.LOSS, float("nan"))
-        )  # a site's policy may withhold it
+        loss = float(payload.numbers.get(wire.LOSS, math.nan))  # a site's policy may withhold it
         renewed = bool(payload.whole_number(wire.RENEWED))
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
@@ -388,11 +383,10 @@ class FlareWorkers(Workers):
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
-            self.reported[name] = {
-                **self.reported.get(name, {}),
-                **reported_metrics(payload, sections),
-            }
-            return {section: Cases((), {}) for section in sections}
+            metrics = reported_metrics(payload, sections)
+            self.reported[name] = self.reported.get(name, {}) | metrics
+            return dict.fromkeys(sections, Cases((), {}))
+
         ids = {section: self._federation.shard(name, section).ids for section in sections}
         return wire.read_cases(payload, ids, f"site {name!r}")
 
@@ -410,9 +404,12 @@ def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
     for key, tensor in payload.group("masks").items():
         position, _, part = key.partition("/")
         parts.setdefault(int(position), {})[part] = tensor
-    return {
-        ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()
-    }
+
+    masks = {}
+    for index, mask in parts.items():
+        masks[ids[index]] = Masks(mask["prediction"], mask["reference"], int(mask["classes"]))
+
+    return masks
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -425,12 +422,15 @@ def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, flo
     Raises:
         RunError: a number of cases is no whole one.
     """
-    site_metrics = {
-        name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections
-    }
-    for name, value in site_metrics.items():
+    site_metrics = {}
+    for name, value in payload.metrics.items():
+        if name.partition("/")[0] not in sections:
+            continue
         if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0):
             raise RunError(f"{name!r} is {value:g}; expected a whole number of at least 0")
+
+        site_metrics[name] = value
+
     return site_metrics
 
 
@@ -438,10 +438,11 @@ def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:
     """Group questions that are the same for several sites."""
     groups: list[list[_Question]] = []
     for question in questions:
-        group = next((group for group in groups if group[0].same_as(question)), None)
-        if group is None:
-            groups.append([question])
+        for group in groups:
+            if group[0].same_as(question):
+                group.append(question)
+                break
         else:
-            group.append(question)
+            groups.append([question])
 
     return groups

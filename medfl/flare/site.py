@@ -7,6 +7,7 @@ otherwise with an id by which the site's administrator finds the text in the sit
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -85,22 +86,21 @@ class FlareSite:
                 return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._simulation is not None:
-                expected = isinstance(error, MedflError)
-                return wire.failure(
-                    error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}"
-                )
+                if isinstance(error, MedflError):
+                    return wire.failure(error)
 
-            with suppress(
-                MedflError
-            ):  # an audit log that cannot be written stops replies; a failure has no data
+                return wire.failure(f"site {self.name!r}: {task_name}: {in_words(error)}")
+
+            # an audit log that cannot be written stops replies, but a failure has no data
+            with suppress(MedflError):
                 self.algo.log_failure(printable(task_name, 40), error)
+
             return hidden_failure(self.name, error)
 
     def _introduce(self, payload: Payload) -> Payload:
         reply = self.algo.get_weights()
-        return Payload(
-            self._outgoing_tensors(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]}
-        )
+        numbers = {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]}
+        return Payload(self._outgoing_tensors(reply), numbers)
 
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)
@@ -111,37 +111,34 @@ class FlareSite:
 
         self.algo.train(data, {SCORED_SECTIONS: sections if self._simulation else ()})
         reply = self.algo.get_weights()
-        cases = self.algo.cases
-        loss = reply.statistics.get(LOSS)
         numbers = {
-            **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may withhold it
             wire.STEPS: reply.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
             wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT],
             wire.RENEWED: int(self.algo.renewed),
         }
-        answer = Payload(self._outgoing_tensors(reply), numbers, metrics=metrics)
+        loss = reply.statistics.get(LOSS)
+        if loss is not None:  # the site's policy may withhold it
+            numbers[wire.LOSS] = loss
 
+        answer = Payload(self._outgoing_tensors(reply), numbers, metrics=metrics)
         if self._simulation:
-            return wire.with_cases(answer, cases)
+            return wire.with_cases(answer, self.algo.cases)
 
         return answer
 
     def _train_to_score(self, payload: Payload) -> Payload:
         """Train once more, only to score the result."""
-        return self._scored(
-            self.algo.visit(site_step, self._exchange_object(payload), payload.sections).cases
-        )
+        result = self.algo.visit(site_step, self._exchange_object(payload), payload.sections)
+        return self._scored(result.cases)
 
     def _score_site(self, payload: Payload) -> Payload:
-        return self._scored(
-            self.algo.visit(score_site, self._exchange_object(payload), payload.sections)
-        )
+        data = self._exchange_object(payload)
+        return self._scored(self.algo.visit(score_site, data, payload.sections))
 
     def _score_on_all(self, payload: Payload) -> Payload:
         self._in_simulation(wire.SCORE_ON_ALL)
-        return self._scored(
-            {"test": self.algo.visit(score_site_on_all, self._exchange_object(payload))}
-        )
+        cases = self.algo.visit(score_site_on_all, self._exchange_object(payload))
+        return self._scored({"test": cases})
 
     def _copy_weights(self, payload: Payload) -> Payload:
         self._in_simulation(wire.COPY_WEIGHTS)
@@ -151,13 +148,10 @@ class FlareSite:
     def _segment(self, payload: Payload) -> Payload:
         """Segment the test items at the positions that the server asks for."""
         folder = self._in_simulation(wire.SEGMENT)
-        positions = [
-            int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()
-        ]
+        positions = payload.group("positions").get("test", torch.empty(0)).long().tolist()
+        target = None
         if payload.numbers.get(wire.SAVE):
             target = str(folder.predictions_folder(self.name))
-        else:
-            target = None
 
         def _masks_at(  # this name stands in audit logs
             federation: Federation, round_: int, name: str, state: State | None, down: Message
@@ -171,23 +165,21 @@ class FlareSite:
         tensors: dict[str, Tensor] = {}
         masks = self.algo.visit(_masks_at, self._exchange_object(payload))
         for position, (prediction, reference, classes) in masks.items():
-            tensors |= {
-                f"masks/{position}/prediction": prediction,
-                f"masks/{position}/reference": reference,
-            }
+            tensors[f"masks/{position}/prediction"] = prediction
+            tensors[f"masks/{position}/reference"] = reference
             tensors[f"masks/{position}/classes"] = torch.tensor(classes)
 
         return Payload(wire.cpu_copies(tensors))
 
     def _outgoing_tensors(self, reply: ExchangeObject) -> dict[str, Any]:
-        """Return a message's tensors, and unless everything is shown what the site tells of its data."""
+        """Return a message's tensors, with the site's facts about its data where they are not in a simulation's job."""
         tensors = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
         if self._simulation:
             return tensors
 
         return {**tensors, **site_facts.tensors(reply.statistics)}
 
-    def _exchange_object(self, payload: Payload) -> Any:
+    def _exchange_object(self, payload: Payload) -> ExchangeObject:
         with errors_safe_to_send():
             statistics = {
                 ROUND: payload.whole_number(wire.ROUND),
@@ -232,14 +224,14 @@ def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
     """Return metrics and number of cases of each section that has any: all that a site reports of its items."""
     report: dict[str, float] = {}
     for section, outcomes in cases.items():
-        if len(outcomes):
-            metrics = {
-                f"{section}/{name}": float(value) for name, value in summarise(outcomes).items()
-            }
-            report |= {
-                f"{section}/cases": len(outcomes),
-                **{k: v for k, v in metrics.items() if v == v},
-            }
+        if not len(outcomes):
+            continue
+
+        report[f"{section}/cases"] = len(outcomes)
+        for name, value in summarise(outcomes).items():
+            if not math.isnan(value):
+                report[f"{section}/{name}"] = float(value)
+
     return report
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,17 @@ CONFIG_FILE = "medfl.yaml"
 _MAX_BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _LISTS = ("permits", "classes", "labels", "channels")
-_OWN = {"labels": "structures, or auto", "channels": "channels"}
+_DECLARED = {"labels": "structures, or auto", "channels": "channels"}
 _DECLARED_NAME = re.compile(r"[^,;=\n]{1,200}")
 _NAMES = {"plm"}
 """Options that stand for something that is looked up."""
 PLAIN = "numbers and plain names"
 """What a site takes of a method's options."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
+
+
+Refuse = Callable[[str, str], InputError]
+"""Makes the error of a refused run from (problem, what is allowed)."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +119,14 @@ class SiteConfig:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
 
         keys = [field.name for field in fields(cls)]
-        if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(
-            keys
-        ):
-            raise InputError(
-                f"{path}",
-                f"the keys bundle and folder, and of {', '.join(keys)} as you like",
-                advice,
-            )
+        required = {"bundle", "folder"}
+        if not isinstance(settings, dict) or not required <= settings.keys() <= set(keys):
+            allowed = f"the keys bundle and folder, and of {', '.join(keys)} as you like"
+            raise InputError(f"{path}", allowed, advice)
 
-        settings |= {
-            name: _listed(settings[name]) for name in ("labels", "channels") if name in settings
-        }
+        for name in _DECLARED.keys() & settings.keys():
+            settings[name] = _listed(settings[name])
+
         kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
         for name, value in settings.items():
             kind = kinds.get(name, str)
@@ -134,42 +134,36 @@ class SiteConfig:
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
 
         if settings.get("threads", 1) < 1:
-            raise InputError(
-                f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice
-            )
+            problem = f"{path}: threads: {settings['threads']}"
+            raise InputError(problem, "a whole number from 1 on", advice)
 
         for site, most in settings.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
-                raise InputError(
-                    f"{path}: roster: {printable(site, 60)}",
-                    "sites with whole numbers from 1 on",
-                    advice,
-                )
+                problem = f"{path}: roster: {printable(site, 60)}"
+                raise InputError(problem, "sites with whole numbers from 1 on", advice)
 
-        for one in settings.get("classes", ()):
-            if not _CLASS.fullmatch(one):
+        for class_path in settings.get("classes", ()):
+            if not _CLASS.fullmatch(class_path):
                 allowed = "whole class paths, as package.module.Class"
-                raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
+                raise InputError(f"{path}: classes: {printable(class_path)}", allowed, advice)
 
-        for name in ("labels", "channels"):
-            if name in settings and not (
-                settings[name] and all(map(_DECLARED_NAME.fullmatch, settings[name]))
-            ):
-                raise InputError(
-                    f"{path}: {name}",
-                    f"names of the bundle's {_OWN[name]}",
-                    f"as {name}: [NAME, NAME]",
-                )
+        for name, allowed in _DECLARED.items():
+            names = settings.get(name)
+            if name in settings and not (names and all(map(_DECLARED_NAME.fullmatch, names))):
+                advice = f"as {name}: [NAME, NAME]"
+                raise InputError(f"{path}: {name}", f"names of the bundle's {allowed}", advice)
 
-        settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
-        here = path.parent
-        given_paths = [name for name in ("folder", "data", "policy", "audit") if settings.get(name)]
-        absolute = {name: str(here / settings[name]) for name in given_paths}
+        for name in settings.keys() & set(_LISTS):
+            settings[name] = tuple(settings[name])
+
+        for name in ("folder", "data", "policy", "audit"):
+            if settings.get(name):
+                settings[name] = str(path.parent / settings[name])
 
         if settings["bundle"] not in shipped_folders():
-            absolute["bundle"] = str(here / settings["bundle"])
+            settings["bundle"] = str(path.parent / settings["bundle"])
 
-        return cls(**{**settings, **absolute})
+        return cls(**settings)
 
     def checked_policy(self) -> Policy:
         """Return the policy, after an inspection of the bundle by it.
@@ -183,24 +177,23 @@ class SiteConfig:
 
 
 def _listed(value: Any) -> Any:
-    """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
-    values = value if isinstance(value, list) else [value]
-    return [
-        str(value_of_list) if type(value_of_list) is int else value_of_list
-        for value_of_list in values
-    ]
+    """Return a name or a list as a list, with whole numbers as texts; a wrong type is left for the check after it."""
+    entries = value if isinstance(value, list) else [value]
+    return [str(entry) if type(entry) is int else entry for entry in entries]
 
 
 def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
     """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
-    texts = site_settings.as_texts(
-        {name: {site: names} for name, names in config.declared_data.items() if names}
-    )
+    declared = {}
+    for name, names in config.declared_data.items():
+        if names:
+            declared[name] = {site: names}
+
+    texts = site_settings.as_texts(declared)
     site_labels.check(texts.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
     site_channels.check(texts.get("site_channels", ""), 0.0, bundle, [site])
 
 
-_NUMBER = {"type": "number"}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 _TEXT = {"type": "string", "maxLength": 200}
 _VALUE = {"anyOf": [{"type": ["number", "boolean", "null"]}, _TEXT]}
@@ -232,7 +225,8 @@ _SCHEMA = {
                 },
             },
         },
-        **{name: one.schema for name, one in SETTINGS.items() if name != "device"},
+        # a site has a device of its own, whatever the run says
+        **{name: setting.schema for name, setting in SETTINGS.items() if name != "device"},
         "public": {"type": "null"},
         "adapted": {
             "type": "array",
@@ -290,10 +284,9 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         problem = str(error).partition(";")[0]
         raise refuse(problem, "sites of the run, not all of them, and a method for them") from error
 
-    if name is None and not config.permits:
+    permits = config.permits
+    if name is None and not permits:  # a server without a list runs its own operator's jobs
         permits = tuple(run.config)
-    else:
-        permits = config.permits
 
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
@@ -329,8 +322,8 @@ def needs_in_one_place(method: methods.Method) -> str:
     return ""
 
 
-def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Any) -> None:
-    """Refuse sites, a bundle and a language model that have no names, and everything of places and other images."""
+def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Refuse) -> None:
+    """Refuse sites, bundles and language models with odd names, and what says where images lie or which they are."""
     sites = run.partition.sites
     text = run.text
     if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
@@ -341,29 +334,28 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
         )
 
     names_by_use = {"bundle": run.bundle, "language model": text.plm if text else "none"}
-    names_by_use |= {
-        f"option {option}": run.options[option] for option in _NAMES & run.options.keys()
-    }
+    for option in _NAMES & run.options.keys():
+        names_by_use[f"option {option}"] = run.options[option]
+
     for use, value in names_by_use.items():
         if not is_name(value):
             raise refuse(
                 f"{use} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'"
             )
 
-    plain = replace(run.partition, spec=OWN_IMAGES, notes=())
-    offered = replace(
-        run, bundle_path="", data=DataRecord(run.data.source, "", "", "", {}), partition=plain
-    )
-    if offered != run or not all(
-        _PLAIN.fullmatch(str(version)) for version in run.versions.values()
-    ):
+    # without places the run has to be the one that came
+    data = DataRecord(run.data.source, "", "", "", {})
+    partition = replace(run.partition, spec=OWN_IMAGES, notes=())
+    offered = replace(run, bundle_path="", data=data, partition=partition)
+    versions = map(str, run.versions.values())
+    if offered != run or not all(map(_PLAIN.fullmatch, versions)):
         raise refuse(
             "it says where images lie, or which they are", "a run as medfl flare export writes it"
         )
 
 
 def _check_config(
-    run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Any
+    run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Refuse
 ) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
@@ -371,17 +363,19 @@ def _check_config(
             continue
 
         values = value if isinstance(value, list) else [value]
-        plain = all(
-            isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v))
-            for v in values
-        )
-        if key not in permits or not plain:
+        if key not in permits or not all(map(_is_plain, values)):
+            permitted = "the bundle as it is (permits)"
             if permits:
                 permitted = f"plain values of {', '.join(permits)}"
-            else:
-                permitted = "the bundle as it is (permits)"
 
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(_PLAIN.fullmatch(value))
+
+    return isinstance(value, bool | int | float)
 
 
 def open_site(
@@ -422,16 +416,13 @@ def open_site(
             "name such data",
         )
 
-    items = {
-        section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS
-    }
-    sites = {site: items if site == name else {} for site in run.partition.sites}
-    run = replace(
-        run,
-        data=record,
-        partition=replace(run.partition, sites=sites),
-        bundle_path=opened.bundle.source,
-    )
+    items = {}
+    for section in SECTIONS:
+        items[section] = [str(item["id"]) for item in opened.bundle.items(section)]
+
+    sites = {**dict.fromkeys(run.partition.sites, {}), name: items}
+    partition = replace(run.partition, sites=sites)
+    run = replace(run, data=record, partition=partition, bundle_path=opened.bundle.source)
     bundle = text_record.restored(opened.bundle, run, method, carried)
     federation = Federation(incomplete_data.without_absent(bundle, run), method, run)
     federation.hold()

@@ -26,11 +26,8 @@ _DESCRIPTIONS = {"labels": "its masks show {}", "channels": "its images have the
 
 def tensors(statistics: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what a site tells as it crosses; `statistics` are those beside its message."""
-    return {
-        f"site/{kind}": torch.tensor(statistics[kind])
-        for kind in _DESCRIPTIONS
-        if kind in statistics
-    }
+    kinds = [kind for kind in _DESCRIPTIONS if kind in statistics]
+    return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in kinds}
 
 
 def read(payload: Payload, bundle: Problem) -> dict[str, list[str]]:
@@ -39,12 +36,14 @@ def read(payload: Payload, bundle: Problem) -> dict[str, list[str]]:
     Raises:
         RunError: it is something else than ascending positions among the bundle's structures or channels.
     """
+    tensors_by_kind = payload.group("site")
     return {
-        kind: _named(kind, tensor, bundle) for kind, tensor in sorted(payload.group("site").items())
+        kind: _reported_names(kind, tensors_by_kind[kind], bundle)
+        for kind in sorted(tensors_by_kind)
     }
 
 
-def _named(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
+def _reported_names(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
     if kind not in _DESCRIPTIONS:
         raise RunError(
             f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_DESCRIPTIONS)}"
@@ -63,17 +62,17 @@ def _named(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
 
 def _names(kind: str, bundle: Problem) -> dict[int, str]:
     """Return position -> name of all that a site may have."""
-    names = bundle.structures if kind == "labels" else site_channels.names(bundle)
-    return {
-        i: name for i, name in enumerate(names) if kind == "channels" or slug(name) != "background"
-    }
+    if kind == "channels":
+        return dict(enumerate(site_channels.names(bundle)))
+
+    names = dict(enumerate(bundle.structures))
+    return {i: name for i, name in names.items() if slug(name) != "background"}
 
 
 def describe(facts: Facts) -> str:
-    """Say it in a line's words, "" for nothing."""
-    return ", ".join(
-        _DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items()
-    )
+    """Describe facts in a line, "" for none."""
+    parts = [_DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items()]
+    return ", ".join(parts)
 
 
 def by_kind(
@@ -82,15 +81,14 @@ def by_kind(
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
     names_by_kind: dict[str, dict[str, list[str]]] = {}
     for kind in _DESCRIPTIONS:
-        reports = {
-            site: site_facts[kind]
-            for site, site_facts in sorted(facts.items())
-            if kind in site_facts
-        }
-        if names_by_site := {**(summary.get(kind) or {}), **reports}:
-            every = len(_names(kind, bundle))
-            names_by_kind[kind] = {
-                site: names for site, names in names_by_site.items() if len(names) < every
-            }
+        names_by_site = dict(summary.get(kind) or {})
+        for site in sorted(facts):
+            if kind in facts[site]:
+                names_by_site[site] = facts[site][kind]
+
+        if names_by_site:
+            total = len(_names(kind, bundle))
+            incomplete = [site for site, names in names_by_site.items() if len(names) < total]
+            names_by_kind[kind] = {site: names_by_site[site] for site in incomplete}
 
     return names_by_kind

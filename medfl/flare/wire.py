@@ -38,13 +38,12 @@ NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 """Names of the numbers in `meta`: a section is 1 if it is asked for, `RENEWED` if training left a State."""
 
 _RESERVED = frozenset({"server", "admin", "relay"})
-_WHY = 400
-_LONGEST = 63
-_METRICS, _NAME, _LARGEST = (
-    10_000,
-    200,
-    2**53,
-)  # metrics of a site, characters of the name of one, a whole number
+_MAX_REASON = 400
+_MAX_SITE_NAME = 63
+_MAX_METRICS = 10_000
+_MAX_METRIC_NAME = 200
+_LARGEST = 2**53
+"""The largest whole number: above it a float skips some."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,13 @@ class Payload:
 
     def group(self, group: str) -> dict[str, Tensor]:
         """Return the tensors named `group/...`, without that prefix."""
-        return {
-            name[len(group) + 1 :]: t
-            for name, t in self.tensors.items()
-            if name.startswith(f"{group}/")
-        }
+        members = {}
+        for name, tensor in self.tensors.items():
+            prefix, separator, member = name.partition("/")
+            if separator and prefix == group:
+                members[member] = tensor
+
+        return members
 
     def whole_number(self, name: str) -> int:
         """Return a number that has to be whole and not negative.
@@ -115,9 +116,8 @@ def state_rounds(rounds: Mapping[str, int]) -> dict[str, Tensor]:
 
     As tensors they leave questions to several sites equal, so that these are sent as one.
     """
-    return {
-        f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in rounds.items()
-    }
+    # a name for each site: all sites of a question get the same tensors
+    return {f"kept/{site}": torch.tensor(rounds[site], dtype=torch.int64) for site in rounds}
 
 
 def state_round(payload: Payload, site: str) -> int:
@@ -158,41 +158,28 @@ def from_model(model: Any, sender: str) -> Payload:
     Raises:
         RunError: a value is neither a dense tensor of real numbers nor a number.
     """
-    params, meta, metrics = (
-        {} if part is None else part for part in (model.params, model.meta, model.metrics)
-    )
-    for mapping in (params, meta, metrics):
-        _require(
-            isinstance(mapping, Mapping),
-            sender,
-            f"a {type(mapping).__name__} in the place of names and values",
-        )
+    mappings = []
+    for part in (model.params, model.meta, model.metrics):
+        problem = f"a {type(part).__name__} in the place of names and values"
+        _require(part is None or isinstance(part, Mapping), sender, problem)
+        mappings.append({} if part is None else part)
 
+    params, meta, metrics = mappings
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
-        dense = (
-            isinstance(value, Tensor)
-            and value.layout == torch.strided
-            and not (value.is_quantized or value.is_nested)
-        )
-        _require(
-            dense,
-            sender,
-            f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor",
-        )
+        problem = f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor"
+        _require(isinstance(value, Tensor) and value.layout == torch.strided, sender, problem)
+        _require(not (value.is_quantized or value.is_nested), sender, problem)
         _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
 
-    unreadable = [
-        name
-        for name in metrics
-        if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)
-    ]
-    _require(not unreadable, sender, f"a metric is called {printable(unreadable[:1], 60)}")
-    _require(
-        len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}"
-    )
+    for name in metrics:
+        readable = isinstance(name, str) and name.isprintable() and len(name) <= _MAX_METRIC_NAME
+        _require(readable, sender, f"a metric is called {printable([name], 60)}")
+
+    problem = f"it tells {len(metrics)} metrics; at most {_MAX_METRICS}"
+    _require(len(metrics) <= _MAX_METRICS, sender, problem)
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
 
     for name, value in {**numbers, **metrics}.items():
@@ -209,10 +196,10 @@ def from_model(model: Any, sender: str) -> Payload:
 def _line(text: str) -> str:
     """Return another machine's text as one line of printable characters, shortened."""
     plain = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    if len(plain) <= _WHY:
+    if len(plain) <= _MAX_REASON:
         return plain
 
-    return plain[: _WHY - 3] + "..."
+    return plain[: _MAX_REASON - 3] + "..."
 
 
 def _require(holds: bool, sender: str, problem: str) -> None:
@@ -225,11 +212,11 @@ def _require(holds: bool, sender: str, problem: str) -> None:
 
 def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     """Add outcomes, section -> cases, as `cases/<section>/<value>`, without their ids, which both ends know."""
-    tensors = {
-        f"cases/{section}/{name}": t
-        for section, outcome in cases.items()
-        for name, t in outcome.values.items()
-    }
+    tensors = {}
+    for section, outcome in cases.items():
+        for name, tensor in outcome.values.items():
+            tensors[f"cases/{section}/{name}"] = tensor
+
     numbers = {**payload.numbers, **dict.fromkeys(cases, 1)}
     return replace(payload, tensors={**payload.tensors, **cpu_copies(tensors)}, numbers=numbers)
 
@@ -245,11 +232,8 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
     values: dict[str, dict[str, Tensor]] = {section: {} for section in payload.sections}
     for key, tensor in payload.group("cases").items():
         section, _, name = key.partition("/")
-        _require(
-            section in values,
-            sender,
-            f"outcomes of {printable(section)!r}, which it does not announce",
-        )
+        problem = f"outcomes of {printable(section)!r}, which it does not announce"
+        _require(section in values, sender, problem)
         values[section][name] = tensor
 
     for section, tensors in values.items():
@@ -277,6 +261,6 @@ def is_flare_name(name: str) -> bool:
     return (
         is_name(name)
         and "." not in name
-        and len(name) <= _LONGEST
+        and len(name) <= _MAX_SITE_NAME
         and name.lower() not in _RESERVED
     )

@@ -1,1 +1,1 @@
-"""What a clinical partner runs: look at a bundle, decide, check, tell, keep a log."""
+"""Tools for a hospital: inspect a bundle, check data, share statistics."""

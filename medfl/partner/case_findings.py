@@ -1,11 +1,11 @@
-"""What a look at each item finds: unreadable files, labels, sizes, spacing, intensities, duplicates, leakage."""
+"""Problems found by reading each item: unreadable files, labels, sizes, spacing, intensities, duplicates, leakage."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from medfl.runtimes.site_channels import names
 
 
 class Finding(NamedTuple):
-    """What it is about, its level (ok, warning, FAILED), what was found, and what to do."""
+    """A line of a check: its topic, its level (ok, warning, FAILED), what was found, and what to do."""
 
     topic: str
     level: str
@@ -29,15 +29,17 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-_NAMED = 20
-_NAMED_CASES = 5
+_MAX_UNREADABLE = 20
+"""Unreadable items that are listed one by one."""
+_MAX_NAMES = 5
 _FAR = 5.0
 """Quartile distances beyond which an item is named."""
-_VALUES = 256
+_MAX_VALUES = 256
+"""Different values of a mask that are counted: an image given in its place may have thousands."""
 
 
 class Findings:
-    """Gathers what is found; images are not kept."""
+    """Collects the problems of a bundle's items, one item at a time; images are not kept."""
 
     def __init__(self, bundle: Problem) -> None:
         self._bundle = bundle
@@ -66,48 +68,54 @@ class Findings:
         image = item.image
         name = f"{item.section} {item.id}"
         self._read += 1
-        self.bytes[item.section] += image.nbytes + (
-            item.label.nbytes if isinstance(item.label, Tensor) else 0
-        )
+        self.bytes[item.section] += image.nbytes
+        if isinstance(item.label, Tensor):
+            self.bytes[item.section] += item.label.nbytes
+
         self._shapes[name] = item.shape
 
         if item.spacing:
             self._spacing[name] = item.spacing
 
         self._channels[image.shape[0]].append(name)
-        values = image.float()
-        if not bool(torch.isfinite(values).all()):
-            self._broken.append(name)
-        else:
-            self._range[name] = (float(values.min()), float(values.mean()), float(values.max()))
-            rows = values.flatten(1)
-            empty = rows.amin(1) == rows.amax(1)
-            if self._empty is None:
-                self._empty = empty
-            elif self._empty.shape == empty.shape:
-                self._empty = self._empty & empty
-
-            if bool(empty.all()):
-                self._flat.append(name)
-            else:
-                self._hashes[item.content].append((item.section, item.id))
-
+        self._intensity(item, name, image.float())
         self._label(item.label)
 
-    def _label(self, label: Any) -> None:
+    def _intensity(self, item: ScannedItem, name: str, values: Tensor) -> None:
+        """Take in the values (C, H, W[, D]) of an image."""
+        if not bool(torch.isfinite(values).all()):
+            self._broken.append(name)
+            return
+
+        self._range[name] = (float(values.min()), float(values.mean()), float(values.max()))
+        rows = values.flatten(1)
+        empty = rows.amin(1) == rows.amax(1)
+        if self._empty is None:
+            self._empty = empty
+        elif (
+            self._empty.shape == empty.shape
+        ):  # else the numbers of channels differ, which is reported
+            self._empty = self._empty & empty
+
+        if bool(empty.all()):
+            self._flat.append(name)
+        else:  # black images are all the same, and no copies
+            self._hashes[item.content].append((item.section, item.id))
+
+    def _label(self, label: object) -> None:
         if isinstance(label, int):
             self._labels[label] += 1
         elif isinstance(label, Tensor) and label.ndim > 1:
             self._masked += 1
             self._in_channels |= len(label) > 1
-            for value in torch.unique(label.as_subclass(Tensor))[:_VALUES].tolist():
+            for value in torch.unique(label.as_subclass(Tensor))[:_MAX_VALUES].tolist():
                 self._masks[float(value)] += 1
 
-    # What it comes to
+    # Findings
 
     def lines(self) -> Iterator[Finding]:
-        """Yield a line for each thing that was looked at."""
-        for problem in self.unreadable[:_NAMED]:
+        """Yield a line for each thing that was checked."""
+        for problem in self.unreadable[:_MAX_UNREADABLE]:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
 
         if count := len(self.unreadable):
@@ -151,13 +159,16 @@ class Findings:
             return
 
         classes = self._bundle.classes  # raises where a label is none of them
-        counts = [self._labels[label] for label in range(len(classes))]
-        counts_text = ", ".join(
-            f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True)
-        )
-        yield Finding("labels", "ok", f"all within the {len(classes)} classes: {counts_text}")
+        absent = []
+        texts = []
+        for label, name in enumerate(classes):
+            texts.append(f"{printable(name)} {self._labels[label]}")
+            if not self._labels[label]:
+                absent.append(name)
 
-        if absent := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        text = f"all within the {len(classes)} classes: {', '.join(texts)}"
+        yield Finding("labels", "ok", text)
+        if absent:
             yield Finding(
                 "labels",
                 "warning",
@@ -188,9 +199,10 @@ class Findings:
                 "masks", "FAILED", text, "relabel the masks, or declare more in metadata.json"
             )
         else:
-            yield Finding(
-                "masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else "")
-            )
+            if declared:
+                text += f"; declared: {named(declared, 10)}"
+
+            yield Finding("masks", "ok", text)
             yield from self._unannotated(declared, values)
 
         if values == [0.0]:
@@ -202,9 +214,16 @@ class Findings:
             )
 
     def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
-        """Name structures that no mask shows, beside others that some do."""
-        here = [name for index, name in enumerate(declared) if index and index in values]
-        absent = [name for index, name in enumerate(declared) if index and index not in values]
+        """Name structures that no mask shows, where masks show others."""
+        here = []
+        absent = []
+        for index, name in enumerate(declared[1:], 1):  # 0 is the background
+            if index in values:
+                here.append(name)
+            else:
+                absent.append(name)
+
+        # a mask with a channel for each structure has the values 0 and 1 alone
         if here and absent and not self._in_channels:
             text = f"masks show {named(here, 10)}; none shows {named(absent, 10)}: absent, or not annotated here"
             shown = ",".join(map(printable, here))
@@ -215,18 +234,30 @@ class Findings:
             yield Finding("labels", "warning", text, advice)
 
     def _sizes(self) -> Iterator[Finding]:
-        for topic, of, unit in (("size", self._shapes, ""), ("spacing", self._spacing, "mm")):
-            if not of:
+        for topic, sides_by_name in (("size", self._shapes), ("spacing", self._spacing)):
+            if not sides_by_name:
                 continue
 
-            dimensions = Counter(len(value) for value in of.values())
+            dimensions = Counter(map(len, sides_by_name.values()))
             usual = dimensions.most_common(1)[0][0]
-            rows = np.array([value for value in of.values() if len(value) == usual], np.float64)
-            text = " x ".join(_span(column) for column in rows.T)
-            unit = unit or ("pixels" if usual == 2 else "voxels")
+            comparable = {}
+            odd = []
+            for name, sides in sides_by_name.items():
+                if len(sides) == usual:
+                    comparable[name] = sides
+                else:
+                    odd.append(name)
+
+            rows = np.array(list(comparable.values()), np.float64)
+            if topic == "spacing":
+                unit = "mm"
+            else:
+                unit = "pixels" if usual == 2 else "voxels"
+
+            text = " x ".join(map(_span, rows.T))
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
 
-            if odd := [name for name, value in of.items() if len(value) != usual]:
+            if odd:
                 yield Finding(
                     topic,
                     "warning",
@@ -234,7 +265,7 @@ class Findings:
                     "see whether they belong here",
                 )
 
-            if far := _far([name for name, value in of.items() if len(value) == usual], rows):
+            if far := _far(comparable, rows):
                 yield Finding(
                     topic,
                     "warning",
@@ -270,7 +301,7 @@ class Findings:
             return
 
         rows = np.array(list(self._range.values()))
-        low, mean, high = (_span(column) for column in rows.T)
+        low, mean, high = map(_span, rows.T)
         yield Finding(
             "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them"
         )
@@ -288,30 +319,29 @@ class Findings:
             )
 
     def _duplicates(self) -> Iterator[Finding]:
-        twins = [copies for copies in self._hashes.values() if len(copies) > 1]
-        across = [copies for copies in twins if len({section for section, _ in copies}) > 1]
-        if not twins:
+        across = []
+        within = []
+        for copies in self._hashes.values():
+            if len(copies) == 1:
+                continue
+
+            text = " = ".join(f"{section} {name}" for section, name in copies[:3])
+            if len({section for section, _ in copies}) > 1:
+                across.append(text)
+            else:
+                within.append(text)
+
+        if not across and not within:
             yield Finding("duplicates", "ok", "no two images are the same")
 
-        for groups, problem, advice in (
-            (across, "are in several sections", "scores on them are too good: remove one of each"),
-            (
-                [copies for copies in twins if copies not in across],
-                "come more than once",
-                "remove the copies",
-            ),
-        ):
-            if groups:
-                pairs = [
-                    " = ".join(f"{section} {name}" for section, name in copies[:3])
-                    for copies in groups
-                ]
-                yield Finding(
-                    "duplicates",
-                    "warning",
-                    f"{len(pairs)} images {problem}: {named(pairs)}",
-                    advice,
-                )
+        if across:
+            text = f"{len(across)} images are in several sections: {named(across)}"
+            advice = "scores on them are too good: remove one of each"
+            yield Finding("duplicates", "warning", text, advice)
+
+        if within:
+            text = f"{len(within)} images come more than once: {named(within)}"
+            yield Finding("duplicates", "warning", text, "remove the copies")
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""
@@ -333,15 +363,15 @@ class Findings:
             yield Finding("patients", "ok", "no patient or lesion has images in several sections")
 
 
-def named(names: Sequence[str], limit: int = _NAMED_CASES) -> str:
+def named(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
     """Return some names for a line, and how many more there are."""
     return listed([printable(name, 160) for name in names], limit)
 
 
-def _span(column: Any) -> str:
-    low, middle, high = (
-        f"{float(value):.4g}" for value in (np.min(column), np.median(column), np.max(column))
-    )
+def _span(column: NDArray[np.float64]) -> str:
+    low = f"{np.min(column):.4g}"
+    middle = f"{np.median(column):.4g}"
+    high = f"{np.max(column):.4g}"
     if low == high:
         return middle
 
@@ -351,6 +381,7 @@ def _span(column: Any) -> str:
 def _far(names: Iterable[str], rows: NDArray[np.float64]) -> list[str]:
     """Return the names of rows (N, K) with a number that is far from the others of its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
+    # where most items are equal, a fifth of the median stands in for the quartiles' distance
     reach = _FAR * np.maximum(high - low, 0.2 * np.abs(middle) + 1e-9)
     is_far = ((rows < low - reach) | (rows > high + reach)).any(1)
     return list(compress(names, is_far))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, json_values, printable
 
-_SECONDS = 5.0
-_PATIENCE = 2.0
+_CONNECT_SECONDS = 5.0
+_REFUSAL_SECONDS = 2.0  # within which a server says that it does not accept the certificate
 _FILES = ("rootCA.pem", "client.crt", "client.key")
 
 
@@ -36,19 +38,20 @@ class Kit:
         """Find the certificates in a kit's folder, or in `startup` below it; InputError if they are not there."""
         for candidate in (folder, folder / "startup"):
             if all((candidate / name).is_file() for name in _FILES):
-                return cls(candidate, *_named(candidate / "fed_client.json"))
+                server, name = _server_of(candidate / "fed_client.json")
+                return cls(candidate, server, name)
+
         allowed = f"the folder of a site's startup kit, with {', '.join(_FILES)}"
         raise InputError(f"--kit {printable(folder)}", allowed, "check the path")
 
 
-def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
-    """Return the server that a kit names, and its name."""
+def _server_of(path: Path) -> tuple[tuple[str, int] | None, str]:
+    """Return the address and the name of a kit's first server; (None, "") if the file does not say."""
     try:
-        (server, *_) = json_values(path)["servers"]
-        return address(str(server["service"]["target"]), "the kit's server"), str(
-            server.get("identity", "")
-        )
-    except (Refused, ValueError, KeyError, TypeError, AttributeError, InputError):
+        server = json_values(path)["servers"][0]
+        target = address(str(server["service"]["target"]), "the kit's server")
+        return target, str(server.get("identity", ""))
+    except (Refused, ValueError, KeyError, TypeError, AttributeError, IndexError, InputError):
         return None, ""
 
 
@@ -72,18 +75,20 @@ def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
     Raises:
         InputError: no connection, or one that is not to be trusted; says why.
     """
-    server = server or (kit.server if kit else None)
+    if server is None and kit is not None:
+        server = kit.server
     if server is None:
         raise InputError("no server", "--server HOST:PORT, or a kit that names one", "add --server")
 
     where = f"{printable(server[0])}:{server[1]}"
     try:
-        with socket.create_connection(server, _SECONDS) as plain:
+        with socket.create_connection(server, _CONNECT_SECONDS) as plain:
             if kit is None:
                 return f"{where} takes connections (no --kit: certificates were not tried)"
             with _context(kit).wrap_socket(plain, server_hostname=server[0]) as secure:
-                _accepted(secure)
-                return f"{where} takes connections, {secure.version()}, {_subject(secure.getpeercert() or {}, kit)}"
+                _await_refusal(secure)
+                subject = _subject(secure.getpeercert() or {}, kit)
+                return f"{where} takes connections, {secure.version()}, {subject}"
     except ssl.SSLError as error:
         raise InputError(
             f"the server {where} and this site do not trust each other ({printable(error.reason or error)})",
@@ -104,21 +109,26 @@ def _context(kit: Kit) -> ssl.SSLContext:
     context.check_hostname = False
     context.load_verify_locations(kit.folder / "rootCA.pem")
     context.load_cert_chain(kit.folder / "client.crt", kit.folder / "client.key")
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(["h2"])  # FLARE's servers speak gRPC
     return context
 
 
-def _accepted(secure: ssl.SSLSocket) -> None:
+def _await_refusal(secure: ssl.SSLSocket) -> None:
     """Wait for the server's first words: in TLS 1.3 it refuses a client's certificate only after the handshake."""
-    secure.settimeout(_PATIENCE)
-    with suppress(TimeoutError):
+    secure.settimeout(_REFUSAL_SECONDS)
+    with suppress(TimeoutError):  # silence: it waits for a request
         if not secure.recv(1):
             raise ConnectionResetError("it closed the connection after the handshake")
 
 
-def _subject(certificate: Any, kit: Kit) -> str:
-    """Return whose certificate it is; refuse one of another than the server that the kit names."""
-    subject = {key: value for part in certificate.get("subject", ()) for key, value in part}
+def _subject(certificate: Mapping[str, Any], kit: Kit) -> str:
+    """Describe the server's certificate.
+
+    Raises:
+        InputError: it is not that of the server which the kit names.
+    """
+    # each part of a subject is a tuple of pairs, nearly always of one
+    subject = dict(chain.from_iterable(certificate.get("subject", ())))
     name = str(subject.get("commonName", "?"))
     names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
     if kit.name and kit.name not in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from medfl.core.untrusted import printable
@@ -15,21 +16,27 @@ _LARGEST = 1_000_000
 
 def differences(before: Inspection, now: Inspection) -> Iterator[str]:
     """Yield what was added, removed and changed since a version; of text files line by line, safe for a terminal."""
-    old, new = ({file.path: file for file in version.files} for version in (before, now))
-    for path in sorted(old.keys() | new.keys()):
-        a = old.get(path)
-        b = new.get(path)
-        if a is not None and b is not None and a.sha256 == b.sha256:
+    old_files = {file.path: file for file in before.files}
+    new_files = {file.path: file for file in now.files}
+    for path in sorted(old_files.keys() | new_files.keys()):
+        old = old_files.get(path)
+        new = new_files.get(path)
+        if old is None:
+            change = "added"
+        elif new is None:
+            change = "removed"
+        elif old.sha256 != new.sha256:
+            change = "changed"
+        else:
             continue
 
-        yield f"{'added' if a is None else 'removed' if b is None else 'changed'}: {printable(path)}"
+        yield f"{change}: {printable(path)}"
         if path.lower().endswith(_TEXT):
-            changes = difflib.unified_diff(
-                _lines(before.folder, a), _lines(now.folder, b), lineterm="", n=1
-            )
-            yield from (
-                f"  {printable(line, 200)}" for line in list(changes)[2:]
-            )  # without the two names
+            old_lines = _lines(before.folder, old)
+            new_lines = _lines(now.folder, new)
+            changes = difflib.unified_diff(old_lines, new_lines, lineterm="", n=1)
+            for line in islice(changes, 2, None):  # after the names of the two versions
+                yield f"  {printable(line, 200)}"
 
 
 def _lines(folder: Path, file: File | None) -> list[str]:

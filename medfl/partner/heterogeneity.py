@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,8 @@ from medfl.report.style import BAND, INK, SOFT, TINTS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_BYTES = 20_000_000
-_CHANNELS = 4
+_MAX_BYTES = 20_000_000  # of a site's file, which is somebody else's
+_CHANNELS = 4  # that are drawn
 _ROOM = 24  # sites whose names and numbers fit
 
 
@@ -54,17 +53,17 @@ class SiteStatistics:
 
     @property
     def estimated(self) -> NDArray[np.float64]:
-        """Training images of each class, untold ones as equal shares of what is left; NaN where nothing is told."""
+        """Training images of each class; hidden counts share the remaining images equally. NaN without a total."""
         total = self.images.get("train")
         if total is None or not self.classes:
             return np.full(len(self.classes), math.nan)
 
-        counts = [count for count in self.classes.values() if count is not None]
-        hidden = len(self.classes) - len(counts)
-        rest = max(0, total - sum(counts)) / hidden if hidden else 0.0
-        return np.array(
-            [rest if count is None else count for count in self.classes.values()], np.float64
-        )
+        counts = np.array(list(self.classes.values()), np.float64)  # None becomes NaN
+        hidden = np.isnan(counts)
+        if hidden.any():
+            counts[hidden] = max(0, total - np.nansum(counts)) / hidden.sum()
+
+        return counts
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,21 @@ class FederationStatistics:
             return [math.nan] * len(self.sites)
 
         weights = [site.images.get("train") or 0 for site in self.sites]
+        # all together is the mean over images, not over sites
         rows = [np.nan_to_num(shares) * n for shares, n in zip(histograms, weights, strict=True)]
         matrices = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
         return [float(np.mean(column)) for column in zip(*matrices, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is computed, for JSON."""
-        sites = [
-            {
-                "site": site.name, "images": dict(site.images), "classes": dict(site.classes),
-                "class_distance": _finite(of_classes), "intensity_distance": _finite(of_intensities),
+        sites = []
+        for site, of_classes, of_intensities in self._with_distances():
+            counts = {"images": dict(site.images), "classes": dict(site.classes)}
+            distances = {
+                "class_distance": _finite(of_classes),
+                "intensity_distance": _finite(of_intensities),
             }
-            for site, of_classes, of_intensities in self._with_distances()
-        ]  # fmt: skip
+            sites.append({"site": site.name, **counts, **distances})
 
         return {"bundle": self.bundle, "sites": sites}
 
@@ -111,25 +112,17 @@ class FederationStatistics:
 
     def table(self, width: int) -> list[str]:
         """Return a row a site."""
-        head = [
-            "site",
-            *(TITLES[s] for s in self.sites[0].images),
-            "classes told",
-            "classes",
-            "intensities",
-        ]
-        rows = [
-            [
-                printable(site.name, 40),
-                *("?" if count is None else str(count) for count in site.images.values()),
-                f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}"
-                if site.classes
-                else "-",
-                _number(of_classes),
-                _number(of_intensities),
-            ]
-            for site, of_classes, of_intensities in self._with_distances()
-        ]
+        titles = [TITLES[section] for section in self.sites[0].images]
+        head = ["site", *titles, "classes told", "classes", "intensities"]
+        rows = []
+        for site, of_classes, of_intensities in self._with_distances():
+            images = ["?" if count is None else str(count) for count in site.images.values()]
+            hidden = list(site.classes.values()).count(None)
+            total = len(site.classes)
+            classes = f"{total - hidden} of {total}" if total else "-"
+            distances = [_number(of_classes), _number(of_intensities)]
+            rows.append([printable(site.name, 40), *images, classes, *distances])
+
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
 
         return [
@@ -142,7 +135,8 @@ class FederationStatistics:
 def read(paths: Sequence[Path]) -> FederationStatistics:
     """Read the files that sites have written; InputError if one is another file, or they are of different bundles."""
     documents = [_document(path) for path in paths]
-    sites = tuple(_site(document, path) for document, path in zip(documents, paths, strict=True))
+    sites = tuple(map(_site, documents, paths))
+    # a site with too few images tells no histograms, which is no difference
     histograms = next((site for site in sites if site.shares is not None), sites[0])
     for path, document, site in zip(paths, documents, sites, strict=True):
         pairs = [
@@ -187,29 +181,24 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
     try:
         parts = {str(name): part for name, part in document["sections"].items() if name in TITLES}
         train = parts["train"]
-        images = {
-            name: None if part["images"] is None else int(part["images"])
-            for name, part in parts.items()
-        }
-        cells = train["tables"].get("class", {})
-        classes = {
-            str(name): None if count is None else max(0, int(count))
-            for name, count in cells.items()
-        }
-        about = train["intensity"]
+        images = {name: _count(part["images"]) for name, part in parts.items()}
+        classes = {}
+        for name, value in train["tables"].get("class", {}).items():
+            count = _count(value)
+            classes[str(name)] = None if count is None else max(0, count)  # noise may be below 0
 
-        if about is None:
-            rows = []
-        else:
-            rows = [channel["shares"] for channel in about["channels"]]
+        shares = None
+        low = math.nan
+        high = math.nan
+        if (intensity := train["intensity"]) is not None:
+            low = float(intensity["low"])
+            high = float(intensity["high"])
+            if rows := [channel["shares"] for channel in intensity["channels"]]:
+                shares = np.array(rows, np.float64)  # None becomes NaN
 
-        shares = np.array(rows, np.float64) if rows else None  # None becomes NaN
         if shares is not None and (shares.ndim != 2 or bool(((shares < 0) | (shares > 1)).any())):
             raise ValueError("shares")
 
-        low, high = (
-            (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
-        )
         int(document["min_count"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
@@ -220,29 +209,38 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
     return SiteStatistics(path.stem, images, classes, low, high, shares)
 
 
+def _count(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
-    usable = [bool(row.sum() > 0) for row in rows]  # else it is empty, or has NaN
-    pooled = sum(compress(rows, usable))
-    return [
-        _distance(row, pooled) if is_usable else math.nan
-        for row, is_usable in zip(rows, usable, strict=True)
-    ]
+    """Return each row's distance from the sum of all, NaN for rows that are empty or have NaN."""
+    pooled = sum(row for row in rows if row.sum() > 0)
+    distances = []
+    for row in rows:
+        distance = math.nan
+        if row.sum() > 0:
+            # the last bits may make the divergence of equal rows -1e-17, whose root is NaN
+            with np.errstate(invalid="ignore"):
+                distance = float(np.nan_to_num(jensenshannon(row, pooled, base=2)))
 
+        distances.append(distance)
 
-def _distance(row: NDArray[np.float64], pooled: Any) -> float:
-    with np.errstate(
-        invalid="ignore"
-    ):  # of equal rows the last bits may make it the root of -1e-17
-        distance = float(jensenshannon(row, pooled, base=2))
-    return 0.0 if math.isnan(distance) else distance
+    return distances
 
 
 def _finite(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return round(value, 6)
+
+    return None
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "-"
+    if math.isfinite(value):
+        return f"{value:.3f}"
+
+    return "-"
 
 
 # The picture
@@ -250,18 +248,20 @@ def _number(value: float) -> str:
 
 def draw(federation: FederationStatistics, path: Path) -> None:
     """Draw class shares, sizes and intensities of the sites; the kind of picture follows the ending of `path`."""
-    from matplotlib.figure import (
-        Figure,
-    )  # importing it takes longer than most verbs of the command line
+    # here: importing it takes longer than most verbs of the command line
+    from matplotlib.figure import Figure
 
     sites = federation.sites
     classes = federation.classes
-    channels = min(
-        _CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0)
-    )
+    channels = 0
+    for site in sites:
+        if site.shares is not None:
+            channels = min(_CHANNELS, max(channels, len(site.shares)))
+
     high = max(1.6, 0.36 * min(len(sites), 60))
     columns = max(4.0, 0.85 * len(classes))
-    size = (columns + 5.4, high + (3.1 if channels else 0) + 1.7)
+    # inches; the histograms lie in a second row
+    size = (columns + 5.4, high + 1.7 + (3.1 if channels else 0))
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     figure.suptitle(
         f"{shorten(federation.bundle, 40)}: {len(sites)} sites",
@@ -271,9 +271,8 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         weight="bold",
         color=INK,
     )
-    grid = figure.add_gridspec(
-        2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None
-    )
+    heights = (high + 1.0, 2.8) if channels else (1.0,)
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
 
     if classes:
         upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
@@ -322,25 +321,18 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     for y, site in enumerate(federation.sites):
         for x, count in enumerate(site.classes.values()):
             if count is None:
-                axes.add_patch(
-                    Rectangle(
-                        (x - 0.5, y - 0.5),
-                        1,
-                        1,
-                        fill=False,
-                        hatch="////",
-                        edgecolor="#b8bec8",
-                        lw=0,
-                    )
-                )
-            if len(federation.sites) <= _ROOM:
-                text = "?" if count is None else f"{count:,}"
-                color = "white" if count is not None and shares[y, x] > 0.55 else INK
-                if count is None:
-                    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
-                else:
-                    box = None
+                corner = (x - 0.5, y - 0.5)
+                hatch: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#b8bec8"}
+                axes.add_patch(Rectangle(corner, 1, 1, lw=0, **hatch))
+                text = "?"
+                color = INK
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
+            else:
+                text = f"{count:,}"
+                color = "white" if shares[y, x] > 0.55 else INK
+                box = None
 
+            if len(federation.sites) <= _ROOM:
                 axes.text(x, y, text, ha="center", va="center", size=8, color=color, bbox=box)
 
         if len(federation.sites) <= _ROOM and math.isfinite(distances[y]):
@@ -358,13 +350,10 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
         color=SOFT,
     )
     slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(
-        range(len(federation.classes)),
-        [shorten(name, 24) for name in federation.classes],
-        size=9,
-        **slant,
-    )
-    axes.set_xticks(np.arange(len(federation.classes) + 1) - 0.5, minor=True)
+    labels = [shorten(name, 24) for name in federation.classes]
+    axes.set_xticks(range(len(labels)), labels, size=9, **slant)
+    # the lines of the minor grid separate the cells
+    axes.set_xticks(np.arange(len(labels) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
     axes.tick_params(which="minor", length=0)

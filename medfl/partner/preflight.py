@@ -1,4 +1,4 @@
-"""Preflight: would a bundle run here, on these data? Everything is looked at, nothing is trained for good or sent.
+"""Preflight: would a bundle run here, on these data? Everything is checked; no model is kept and no data leaves.
 
 Nothing of the bundle runs before it is inspected and accepted (`medfl.policy.inspection`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class Preflight:
         """Raise InputError where something failed: it names the first, and how many there are."""
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
+            # an InputError's parts are joined by semicolons, so that they may have none themselves
             more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
             raise InputError(
                 f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
@@ -98,27 +100,27 @@ class Preflight:
         lines = [f"bundle {printable(self.bundle)} on {printable(self.data, 200)}", ""]
         size = max(len(line.topic) for line in self.lines)
         for line in self.lines:
-            advice = f" -> {line.advice}" if line.advice and line.level != OK else ""
-            lines += terminal.hanging_indent(
-                f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width
-            )
+            text = line.text
+            if line.advice and line.level != OK:
+                text += f" -> {line.advice}"
 
-        counts = {
-            level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)
-        }
-        summary = ", ".join(
-            f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n
-        )
-        return [
-            *lines,
-            "",
-            f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}",
-        ]
+            label = f"{line.level:8} {line.topic:{size}}  "
+            lines += terminal.hanging_indent(label, text, width)
+
+        counts = Counter(line.level for line in self.lines)
+        summary = []
+        if failures := counts[FAILED]:
+            summary.append(f"{failures} {FAILED}")
+        if warnings := counts[WARNING]:
+            summary.append(f"{warnings} {WARNING}{'s' if warnings > 1 else ''}")
+
+        verdict = "READY" if self.ok else "NOT READY"
+        return [*lines, "", ": ".join(filter(None, (verdict, ", ".join(summary))))]
 
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """What to look at.
+    """Arguments of a preflight.
 
     Attributes:
         bundle: a shipped bundle's name or a folder.
@@ -144,7 +146,7 @@ class PreflightOptions:
 
 
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
-    """Look at everything; InputError if there is no such bundle."""
+    """Check everything; InputError if there is no such bundle."""
     report = Preflight(options.bundle, options.data or "the data folder of the bundle")
     accepted = _check_inspection(report, options)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -165,20 +167,14 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
                 with report.errors_as("memory"):
                     if bundle.section("train").first[2]:
                         _memory(report, _one_batch(options, bundle))
-                    _disk(
-                        report,
-                        options,
-                        findings,
-                        sum(t.nbytes for t in snapshot(bundle.network()).values()),
-                    )
+
+                    weights = snapshot(bundle.network()).values()
+                    _disk(report, options, findings, sum(tensor.nbytes for tensor in weights))
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            report.add(
-                "server",
-                OK,
-                reach(options.server, None if options.kit is None else Kit.open(options.kit)),
-            )
+            kit = None if options.kit is None else Kit.open(options.kit)
+            report.add("server", OK, reach(options.server, kit))
 
     return report
 
@@ -187,24 +183,16 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     """Say whether the bundle is accepted, and pinned."""
     result = inspect(shipped_folders().get(options.bundle, Path(options.bundle)), options.policy)
     refusals = result.refused(TRAINING)
+    advice = f"see medfl site inspect {printable(options.bundle)}"
     for refusal in refusals[:5]:
-        report.add(
-            "inspection",
-            FAILED,
-            str(refusal),
-            f"see medfl site inspect {printable(options.bundle)}",
-        )
+        report.add("inspection", FAILED, str(refusal), advice)
 
     if refusals:
-        report.add(
-            "inspection", FAILED, f"REFUSED, for {len(refusals)} reasons: nothing of it was run"
-        )
+        text = f"REFUSED, for {len(refusals)} reasons: nothing of it was run"
+        report.add("inspection", FAILED, text)
     elif result.pinned:
-        report.add(
-            "inspection",
-            OK,
-            f"accepted; all {len(result.files)} files are those that the policy pins",
-        )
+        text = f"accepted; all {len(result.files)} files are those that the policy pins"
+        report.add("inspection", OK, text)
     else:
         report.add(
             "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
@@ -219,21 +207,20 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
             with report.errors_as("policy"):
                 from medfl.policy.privacy import epsilon_of
 
-                first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
-                report.add(
-                    "policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}"
-                )
+                epsilon = epsilon_of({outbound.multiplier: 1}, outbound.delta)
+                text = f"one reply: epsilon {epsilon:.3g} at delta {outbound.delta:g}"
+                report.add("policy", OK, text)
 
     return not refusals
 
 
 def _check_packages(report: Preflight, bundle: Problem) -> None:
     """Compare the installed packages with those that the bundle was written for."""
-    required = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
-    required |= {
-        str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()
-    }
-    for package, least in required.items():
+    required = {package: bundle.metadata.get(key, "") for key, package in _PACKAGES.items()}
+    required |= bundle.metadata.get("required_packages_version") or {}
+    for package, version in required.items():
+        package = str(package)
+        least = str(version)
         try:
             installed = version_of(package)
         except metadata.PackageNotFoundError:
@@ -247,11 +234,13 @@ def _check_packages(report: Preflight, bundle: Problem) -> None:
 
 
 def _older(installed: str, least: str) -> bool:
-    parts = [
-        [int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()]
-        for text in (installed, least)
-    ]
-    return bool(parts[1]) and parts[0] < parts[1]
+    """Compare the first three numbers of two versions; a least version without numbers asks for nothing."""
+    least_numbers = _version_numbers(least)
+    return bool(least_numbers) and _version_numbers(installed) < least_numbers
+
+
+def _version_numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit()]
 
 
 def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
@@ -265,15 +254,14 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
 
         if bundle.dataset:
             layout = datasets.get(bundle.dataset).layout(Path(opened.folder))
-            phantom = datasets.is_phantom(opened.folder)
-            report.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
-                      f"{layout.text if layout else 'images alone'}", "give the real data with --data")  # fmt: skip
-
-            if layout:
-                problems = read_table(bundle.dataset, opened.folder).problems
+            text = f"layout: {layout.text if layout else 'images alone'}"
+            if datasets.is_phantom(opened.folder):
+                advice = "give the real data with --data"
+                report.add("data", WARNING, f"PHANTOM: drawn images; {text}", advice)
             else:
-                problems = []
+                report.add("data", OK, text)
 
+            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 
@@ -282,11 +270,11 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
                 return None
 
         counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
-        report.add(
-            "data",
-            OK,
-            f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"),
-        )
+        text = f"items: {counts}"
+        if not bundle.has_test:
+            text += "; no test data of their own"
+
+        report.add("data", OK, text)
         for note in opened.notes:
             report.add("data", OK, note)
 
@@ -300,13 +288,17 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
 
 def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
-    batch_size = bundle.protocol.get("batch_size")
-    size = options.batch_size or (batch_size if isinstance(batch_size, int) else bundle.batch_size)
+    # in the order in which a run takes it
+    protocol_size = bundle.protocol.get("batch_size")
+    size = options.batch_size
+    if not size:
+        size = protocol_size if isinstance(protocol_size, int) else bundle.batch_size
+
     data = bundle.section("train")
     items = data.items
     entries = data.source.entries
 
-    if data.source.is_list:
+    if data.source.is_list:  # else the bundle's own data set, which cannot be cut
         items = items[:size]
         entries = entries[:size]
 
@@ -347,14 +339,18 @@ def _memory(report: Preflight, federation: Federation) -> None:
     text = (
         f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
     )
-    if needed < 0.8 * free:
-        level = OK
-    elif needed < free:
-        level = WARNING
-    else:
-        level = FAILED
+    advice = "end other programs, or ask for a smaller --batch-size"
+    report.add("memory", _level(needed, free), text, advice)
 
-    report.add("memory", level, text, "end other programs, or ask for a smaller --batch-size")
+
+def _level(needed: int, free: int) -> str:
+    """Return the level of a need of bytes: other programs may take a fifth of what is free now."""
+    if needed < 0.8 * free:
+        return OK
+    if needed < free:
+        return WARNING
+
+    return FAILED
 
 
 def _cuda_step(federation: Federation) -> int:
@@ -369,34 +365,28 @@ def _cuda_step(federation: Federation) -> int:
         problem = "one training step does not fit into the GPU's memory"
         raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
 
+    # the peak of this step, and up to four copies of the weights that methods keep beside it
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 
 def _disk(report: Preflight, options: PreflightOptions, findings: Findings, network: int) -> None:
-    """Compare what images that are too large for memory, and the State, take with what the disks have."""
-    cache = sum(bytes_ for bytes_ in findings.bytes.values() if bytes_ > budget())
+    """Check the free disk space for the image cache, which sections too large for memory need, and for the State."""
+    cache = sum(size for size in findings.bytes.values() if size > budget())
     for label, folder, needed in (
         ("cache of prepared images", cache_folder("prepared"), cache),
         ("State", options.folder, _STATES * network),
     ):
-        existing = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
-        )
+        existing = folder.absolute()
+        while not existing.is_dir():  # the folder itself may be made only later
+            existing = existing.parent
+
         free = shutil.disk_usage(existing).free
         text = f"{label}: {_gib(needed)} needed, {_gib(free)} free in {existing}"
         if label.startswith("cache") and not needed:
             text = f"{label}: none, the images fit in memory"
-        else:
-            text = text
 
-        if needed < 0.8 * free:
-            level = OK
-        elif needed < free:
-            level = WARNING
-        else:
-            level = FAILED
-
-        report.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")
+        advice = "free some space, or set XDG_CACHE_HOME to a larger disk"
+        report.add("disk", _level(needed, free), text, advice)
 
 
 def _gib(size: float) -> str:

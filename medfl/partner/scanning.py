@@ -62,9 +62,8 @@ class ScannedItem:
 
 def sections(bundle: Problem) -> list[str]:
     """Return the sections that have items of their own; a site with images alone has those that it trains on."""
-    return [
-        name for name in SECTIONS if len(bundle.items(name)) and (name != "test" or bundle.has_test)
-    ]
+    names = [name for name in SECTIONS if name != "test" or bundle.has_test]
+    return [name for name in names if len(bundle.items(name))]
 
 
 def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
@@ -77,7 +76,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
         entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
-        except (MedflError, *UNREADABLE) as error:
+        except (MedflError, *UNREADABLE) as error:  # reported like any finding; the scan goes on
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
 
@@ -91,43 +90,43 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
         yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing)
 
 
-def _parts(sample: Any) -> tuple[Tensor | None, Any]:
-    """Return image and label of a sample, whatever the bundle calls them."""
+def _parts(sample: object) -> tuple[Tensor | None, Any]:
+    """Return image and label of a sample; the image is the first tensor with channels if none has that name."""
+    image: object
+    label: Any
     if isinstance(sample, Mapping):
         image = sample.get("image")
         label = sample.get("label")
         if image is None:
-            image = next(
-                (
-                    value
-                    for value in sample.values()
-                    if isinstance(value, Tensor) and value.ndim > 2
-                ),
-                None,
-            )
+            tensors = [value for value in sample.values() if isinstance(value, Tensor)]
+            image = next((tensor for tensor in tensors if tensor.ndim > 2), None)
     elif isinstance(sample, list | tuple) and len(sample) == 2:
         image, label = sample
     else:
         image = sample
         label = None
 
-    image = torch.from_numpy(image) if isinstance(image, np.ndarray) else image
-    return (image if isinstance(image, Tensor) and image.ndim > 1 else None), label
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(image)
+    if isinstance(image, Tensor) and image.ndim > 1:
+        return image, label
+
+    return None, label
 
 
-def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return shape and spacing of an image's file: of what MONAI wrote down, of the file's header, or of the image."""
+def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return shape and spacing of an image's file: from MONAI's metadata, else the file's header, else the image."""
     meta = getattr(image, "meta", {})
     if "original_affine" in meta and "spatial_shape" in meta:
-        shape = tuple(int(side) for side in np.asarray(meta["spatial_shape"]).reshape(-1))[
-            : image.ndim - 1
-        ]
+        sides = np.asarray(meta["spatial_shape"]).reshape(-1).astype(int).tolist()
+        shape = tuple(sides[: image.ndim - 1])
         affine = np.asarray(meta["original_affine"], np.float64)
-        has_spacing = len(shape) > 2 or not np.array_equal(
-            affine, np.eye(len(affine))
-        )  # pictures know no millimetres
-        sides = np.linalg.norm(affine[:3, : len(shape)], axis=0)
-        return shape, tuple(round(float(side), 4) for side in sides) if has_spacing else ()
+        # pictures know no millimetres: MONAI gives them the identity
+        if len(shape) <= 2 and np.array_equal(affine, np.eye(len(affine))):
+            return shape, ()
+
+        spacing = np.linalg.norm(affine[:3, : len(shape)], axis=0).tolist()
+        return shape, tuple(round(side, 4) for side in spacing)
 
     uri = entry.get("image") if isinstance(entry, Mapping) else None
     with suppress(*UNREADABLE, MedflError):
@@ -148,4 +147,4 @@ def _picture(uri: str) -> tuple[int, ...]:
         if orientation(image) < 5:
             return (image.height, image.width)
 
-        return (image.width, image.height)
+        return (image.width, image.height)  # EXIF has it lie on its side

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle import case_metadata
@@ -45,18 +46,19 @@ _SEXES = {
     "male": "male",
     case_metadata.UNKNOWN: UNRECORDED,
 }
+# Ends of bands, in pixels and in millimetres.
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
-_UNIT = 1000  # of an image's share in a histogram
+_UNIT = 1000  # a share is counted in thousandths: noise is added to whole numbers
 
 
 @dataclass(frozen=True)
 class StatisticsOptions:
-    """What is told, and how.
+    """The rules by which statistics are released.
 
     Attributes:
         bins: of intensity histograms.
-        min_count: counts below it are not told.
+        min_count: counts below it are hidden.
         epsilon: of the noise in each table and histogram; None: no noise.
         entropy: of the noise.
     """
@@ -89,7 +91,7 @@ def gather(
     Raises:
         InputError: an item cannot be read; names it.
     """
-    summaries = {}
+    summaries: dict[str, dict[str, Any]] = {}
     for section in sections(bundle):
         metadata = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
@@ -98,6 +100,10 @@ def gather(
 
         summaries[section] = counts.released(options)
 
+    total_epsilon = None
+    if options.epsilon is not None:
+        total_epsilon = options.epsilon * _tables(summaries)
+
     return {
         "form": DOCUMENT_FORM,
         "bundle": bundle.name,
@@ -105,9 +111,7 @@ def gather(
         "task": bundle.task,
         "min_count": options.min_count,
         "epsilon": options.epsilon,
-        "epsilon_of_one_image": None
-        if options.epsilon is None
-        else options.epsilon * _tables(summaries),
+        "epsilon_of_one_image": total_epsilon,
         "sections": summaries,
     }
 
@@ -141,12 +145,17 @@ class _Counts:
         elif isinstance(item.label, Tensor):
             self._structures(item.label)
 
-        cells = {name: str(metadata[name]) for name in ("sex", "centre") if name in metadata}
-        cells |= {"age": case_metadata.band(metadata["age"])} if "age" in metadata else {}
-        cells |= (
-            {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
-        )
-        for name, cell in {"longest side": _band(max(item.shape), _SIDES, "px"), **cells}.items():
+        cells = {"longest side": _band(max(item.shape), _SIDES, "px")}
+        for name in ("sex", "centre"):
+            if name in metadata:
+                cells[name] = str(metadata[name])
+
+        if "age" in metadata:
+            cells["age"] = case_metadata.band(metadata["age"])
+        if item.spacing:
+            cells["widest spacing"] = _band(max(item.spacing), _SPACINGS, "mm")
+
+        for name, cell in cells.items():
             self._named_by_data.setdefault(name, Counter())[cell] += 1
 
         item_sums = sums(item.image[None].float(), self._bins)
@@ -155,66 +164,68 @@ class _Counts:
     def _structures(self, mask: Tensor) -> None:
         """Count a structure as present or absent: a case may have several."""
         names = self._bundle.structures
+        mask = mask.as_subclass(Tensor)
         if mask.shape[0] == 1 and names:
-            values = set(torch.unique(mask.as_subclass(Tensor)).tolist())
+            values = set(torch.unique(mask).tolist())
             present = [index in values for index in range(len(names))]
         else:
-            present = [bool(channel.any()) for channel in mask.as_subclass(Tensor)]
-            if len(names) == len(present):
-                names = names
-            else:
+            present = mask.flatten(1).any(1).tolist()
+            if len(names) != len(present):
                 names = tuple(f"channel {i}" for i in range(len(present)))
 
-        for name, there in list(zip(names, present, strict=True))[names[:1] == ("background",) :]:
-            table = self._preset.setdefault(
-                f"structure {name}", Counter({"present": 0, "absent": 0})
-            )
-            table["present" if there else "absent"] += 1
+        for index, (name, is_present) in enumerate(zip(names, present, strict=True)):
+            if index == 0 and name == "background":
+                continue
+
+            counts = self._preset.setdefault(f"structure {name}", Counter(present=0, absent=0))
+            counts["present" if is_present else "absent"] += 1
 
     def released(self, options: StatisticsOptions) -> dict[str, Any]:
         images = self._images
         if options.epsilon is not None:
-            images = max(
-                0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"])
-            )
+            noisy = add_noise({"all": images}, options.epsilon, options.entropy)
+            images = max(0, int(noisy["all"]))
 
         if images < options.min_count:
             return {"images": None, "tables": {}, "intensity": None}
 
+        tables = {}
         if options.epsilon is not None:
-            tables = {
-                name: _released_counts(counts, options)
-                for name, counts in self._preset_tables().items()
-            }
+            for name, counts in self._preset_tables().items():
+                tables[name] = _released_counts(counts, options)
         else:
-            counts_of = {**self._preset, **self._named_by_data}
-            all_cells = {
-                n: _released_counts(self._with_unrecorded(counts_of[n]), options) for n in counts_of
-            }
-            tables = {
-                n: cells if n in self._preset else _without_hidden_names(cells)
-                for n, cells in all_cells.items()
-            }
+            for name, counts in (self._preset | self._named_by_data).items():
+                cells = _released_counts(self._with_unrecorded(counts), options)
+                if name not in self._preset:  # the name of a rare cell may tell of a patient
+                    cells = _without_hidden_names(cells)
+
+                tables[name] = cells
 
         return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
 
     def _with_unrecorded(self, counts: Mapping[str, int]) -> Counter[str]:
-        """Return a table with all images: how many are not recorded would follow from the others."""
-        rest = self._images - sum(counts.values())
-        return Counter({**counts, **({UNRECORDED: rest} if rest else {})})
+        """Return a table with all images: how many are not recorded would follow from the other counts."""
+        table = Counter(counts)
+        rest = self._images - table.total()
+        if rest:
+            table[UNRECORDED] = rest
+
+        return table
 
     def _preset_tables(self) -> dict[str, Counter[str]]:
         """Return the tables whose cells are known before any image is seen, each with all images."""
-        tables = {"class": self._preset["class"]} if "class" in self._preset else {}
+        tables = {}
+        if "class" in self._preset:
+            tables["class"] = self._preset["class"]
+
         for name in self._bundle.structures:
             if name != "background":
                 cells = self._preset.get(f"structure {name}", Counter())
                 tables[f"structure {name}"] = _recount(("present", "absent"), cells)
 
         for name, domain in _DOMAINS.items():
-            tables[name] = _recount(
-                domain, self._named_by_data.get(name, Counter()), _SEXES if name == "sex" else {}
-            )
+            cells = self._named_by_data.get(name, Counter())
+            tables[name] = _recount(domain, cells, _SEXES if name == "sex" else {})
 
         for cells in tables.values():
             if UNRECORDED in cells:
@@ -231,20 +242,21 @@ class _Counts:
             mean = totals.mean[channel]
             deviation = totals.deviation[channel]
             shares = thousandths / _UNIT / images
+            # how many images add to a bin, however little
             hidden = hidden_bins(totals.images[channel].tolist(), options.min_count)
 
             if options.epsilon is not None:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
-                hidden = [False] * len(shares)
+                hidden = [False] * len(shares)  # which bins are small must not show
 
-            histogram = [
-                None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)
-            ]
-            channels.append(
-                {"mean": _rounded(mean), "sd": _rounded(deviation), "shares": histogram}
-            )
+            histogram: list[float | None] = []
+            for is_hidden, share in zip(hidden, shares, strict=True):
+                histogram.append(None if is_hidden else round(float(share), 5))
+
+            moments = {"mean": _rounded(mean), "sd": _rounded(deviation)}
+            channels.append({**moments, "shares": histogram})
 
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
@@ -252,11 +264,13 @@ class _Counts:
 def _recount(
     domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str, str] | None = None
 ) -> Counter[str]:
-    """Return a table over cells that are known beforehand; what is in no other is in the last, `not recorded`."""
+    """Return a table over cells that are known beforehand; unknown cells count as `other`, else as `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
+    rest = "other" if "other" in table else UNRECORDED
     for name, count in cells.items():
         cell = (synonyms or {}).get(name, name)
-        table[cell if cell in table else "other" if "other" in table else UNRECORDED] += count
+        table[cell if cell in table else rest] += count
+
     return table
 
 
@@ -265,24 +279,25 @@ def _released_counts(
 ) -> dict[str, int | None]:
     if options.epsilon is None:
         return suppress_counts(counts, options.min_count)[0]
-    noisy_counts = add_noise(counts, options.epsilon, options.entropy)
-    return {
-        name: int(count) if count >= options.min_count else None
-        for name, count in noisy_counts.items()
-    }
+
+    cells: dict[str, int | None] = {}
+    for name, count in add_noise(counts, options.epsilon, options.entropy).items():
+        cells[name] = int(count) if count >= options.min_count else None
+
+    return cells
 
 
 def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return a table without the names of cells that are not told."""
+    """Return a table without the names of hidden cells."""
     order = sorted(cells, key=lambda name: (_ORDER.get(name, 0), name))
-    shown: dict[str, int | None] = {name: cells[name] for name in order if cells[name] is not None}
-    if len(shown) == len(cells):
-        return shown
+    shown = {name: cells[name] for name in order if cells[name] is not None}
+    if len(shown) < len(cells):
+        shown[OTHERS] = None
 
-    return {**shown, OTHERS: None}
+    return shown
 
 
-def _moments(shares: Any, bins: Bins) -> tuple[float, float]:
+def _moments(shares: NDArray[np.float64], bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
     total = float(shares.sum())
@@ -308,38 +323,36 @@ def _band(value: float, ends: Sequence[float], unit: str) -> str:
     return _bands(ends, unit)[sum(value >= end for end in ends)]
 
 
-_ORDER = {
-    band: i
-    for ends, unit in ((_SIDES, "px"), (_SPACINGS, "mm"))
-    for i, band in enumerate(_bands(ends, unit))
-}
-
-
+_SIDE_BANDS = _bands(_SIDES, "px")
+_SPACING_BANDS = _bands(_SPACINGS, "mm")
+# By text, 1024 would come before 64.
+_ORDER = {band: i for bands in (_SIDE_BANDS, _SPACING_BANDS) for i, band in enumerate(bands)}
 _DOMAINS: Mapping[str, Sequence[str]] = {
     "age": case_metadata.BANDS,
     "sex": ("female", "male", "other"),
-    "longest side": _bands(_SIDES, "px"),
-    "widest spacing": _bands(_SPACINGS, "mm"),
+    "longest side": _SIDE_BANDS,
+    "widest spacing": _SPACING_BANDS,
 }
-"""Cells of what the data say of an image, with noise."""
+"""Table -> its cells where noise is added: those of the data would tell which cells occur."""
 
 
 def _tables(statistics: Mapping[str, Any]) -> int:
-    """Return how many tables and histograms an image is in: those of one section, the largest number of them."""
-    return max(
-        (1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()), default=1
-    )
+    """Return the number of tables and histograms that an image is in: at most those of one section."""
+    # 1 is the number of images
+    counts = [1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()]
+    return max(counts, default=1)
 
 
 def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return what is told of the channels of a section's images."""
+    """Return the released statistics of the channels of a section's images."""
     channels: Sequence[Mapping[str, Any]] = ()
     if part["intensity"]:
         channels = part["intensity"]["channels"]
+
     return channels
 
 
-# For the eye
+# Text
 
 
 def text(document: Mapping[str, Any], width: int) -> list[str]:
@@ -351,47 +364,53 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
         images = part["images"]
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
         rows = {f"  {name}": _cells_text(cells) for name, cells in part["tables"].items()}
-        lines += terminal.definitions(rows, width) if rows else []
+        if rows:
+            lines += terminal.definitions(rows, width)
 
         for index, channel in enumerate(_channels(part)):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
             lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
 
-    lines += [
-        "",
-        *(
-            line
-            for sentence in covered(document)
-            for line in terminal.hanging_indent("", sentence, width)
-        ),
-    ]
+    lines.append("")
+    for sentence in covered(document):
+        lines += terminal.hanging_indent("", sentence, width)
+
     return lines
 
 
 def _cells_text(cells: Mapping[str, int | None]) -> str:
-    entries = [f"{printable(name)} {count}" for name, count in cells.items() if count is not None]
-    hidden = [printable(name) for name, count in cells.items() if count is None]
-    return ", ".join(entries + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))
+    entries = []
+    hidden = []
+    for name, count in cells.items():
+        if count is None:
+            hidden.append(printable(name))
+        else:
+            entries.append(f"{printable(name)} {count}")
+
+    if hidden:
+        entries.append(f"{HIDDEN}: {', '.join(hidden)}")
+
+    return ", ".join(entries)
 
 
 def _block(share: float | None, shares: Sequence[float | None]) -> str:
-    most = max((one for one in shares if one is not None), default=0) or 1
+    """Return a share as a bar of up to eight eighths of the largest, "?" for a hidden one."""
     if share is None:
         return "?"
 
+    most = max(value for value in shares if value is not None) or 1
     return " ▁▂▃▄▅▆▇█"[math.ceil(8 * share / most)]
 
 
 def covered(document: Mapping[str, Any]) -> list[str]:
-    """Say in plain words what the rules cover, and what they do not."""
+    """Return sentences about what the rules protect, and what they do not."""
     least = document["min_count"]
     epsilon = document["epsilon"]
+    notes = []
     if least:
-        notes = [
+        notes.append(
             f"Counts below {least} are hidden, and others where they would follow from the total."
-        ]
-    else:
-        notes = []
+        )
 
     if epsilon is None:
         return [*notes, "No noise: somebody who knows all images but one may learn about that one."]

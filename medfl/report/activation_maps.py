@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 _METHODS = {"gradcam": GradCAM, "gradcam++": GradCAMpp}
 _MIN_SIDE = 4  # pixels of the smallest feature map that still localises
-_PANEL, _TITLE = 1.9, 0.55  # inches: side of a panel, height of its title
+# Inches.
+_PANEL = 1.9
+_TITLE = 0.55
 _MAX_COLUMNS = 6
 
 
@@ -95,17 +97,15 @@ def compute(
 
         best = int(probabilities.argmax())
         index = best if fixed_index is None else fixed_index
-        image = x[0].cpu().numpy()
-        heat = _map(logits, layer, x, index, method)
-        names = classes[index], classes[best]
         maps.append(
             ActivationMap(
-                ident,
-                image,
-                heat,
-                *names,
-                float(probabilities[index]),
-                layer.removeprefix("network."),
+                id=ident,
+                image=x[0].cpu().numpy(),
+                map=_map(logits, layer, x, index, method),
+                target=classes[index],
+                predicted=classes[best],
+                probability=float(probabilities[index]),
+                layer=layer.removeprefix("network."),
             )
         )
 
@@ -118,14 +118,15 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
     Raises:
         InputError: there is none.
     """
-    ran: list[tuple[str, Tensor]] = []
-    convolutions = [
-        (n, m) for n, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)
-    ]
-    hooks = [
-        m.register_forward_hook(lambda m, i, y, name=n: ran.append((name, y)))
-        for n, m in convolutions
-    ]
+    # in the order of execution, which need not be that of the modules
+    outputs: list[tuple[str, Tensor]] = []
+    hooks = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            hooks.append(
+                module.register_forward_hook(lambda m, i, y, name=name: outputs.append((name, y)))
+            )
+
     try:
         with torch.no_grad():
             network(x)
@@ -133,10 +134,10 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
         for hook in hooks:
             hook.remove()
 
-    large = [name for name, y in ran if min(y.shape[2:]) >= _MIN_SIDE]
+    large = [name for name, y in outputs if min(y.shape[2:]) >= _MIN_SIDE]
     if not large:
         raise InputError(
-            f"a network with {len(convolutions)} convolutions on images of {' x '.join(map(str, x.shape[2:]))}",
+            f"a network with {len(hooks)} convolutions on images of {' x '.join(map(str, x.shape[2:]))}",
             f"a class-activation map needs a convolution whose output has at least {_MIN_SIDE} pixels a side",
             "give larger images (--config image_size=N, where the bundle has it), or a network with fewer strides",
         )
@@ -159,9 +160,8 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
         axis.set_axis_off()
 
     for number, entry in enumerate(maps):
-        plain, overlay = axes[
-            number // columns, 2 * (number % columns) : 2 * (number % columns) + 2
-        ]
+        row, column = divmod(number, columns)
+        plain, overlay = axes[row, 2 * column : 2 * column + 2]
         image, heat = _slice(entry)
         plain.imshow(image, cmap="gray", vmin=0, vmax=1)
         plain.set_title(
@@ -170,7 +170,9 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
         overlay.imshow(image, cmap="gray", vmin=0, vmax=1)
         overlay.imshow(heat, cmap="inferno", alpha=0.15 + 0.6 * heat, vmin=0, vmax=1)
         title = f"{entry.target} {entry.probability:.2f}"
-        title += "" if entry.target == entry.predicted else f"\npredicted {entry.predicted}"
+        if entry.target != entry.predicted:
+            title += f"\npredicted {entry.predicted}"
+
         overlay.set_title(title, size=8, color=INK, parse_math=False)
 
     return figure
@@ -178,17 +180,19 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
 
 def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> NDArray[np.float32]:
     """Return the map (H, W[, D]) of a class, in 0 to 1."""
+    # MONAI's own postprocessing scales from the least value; here 0 has to stay 0
     cam = _METHODS[method](
         nn_module=network, target_layers=layer, postprocessing=lambda values: values
     )
-    raw = (
-        torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index))
-        .detach()[0, 0]
-        .float()
-        .nan_to_num()
-    )
+    raw = torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index)).detach()[0, 0]
+    raw = raw.float().nan_to_num()
     largest = raw.max()
-    return (raw / largest if largest > 0 else torch.zeros_like(raw)).cpu().numpy()
+    if largest > 0:
+        raw = raw / largest
+    else:
+        raw = torch.zeros_like(raw)
+
+    return raw.cpu().numpy()
 
 
 class _Logits(nn.Module):
@@ -220,15 +224,19 @@ def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None
     raise InputError(f"class {target!r}", f"classes are {', '.join(classes)}", "choose one of them")
 
 
-def _slice(entry: ActivationMap) -> tuple[NDArray[Any], NDArray[Any]]:
+def _slice(entry: ActivationMap) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the image (H, W[, 3]) in 0 to 1 and its map (H, W)."""
     image = entry.image
     heat = entry.map
+    # a volume is cut where its map is largest, and turned as radiologists look at it
     if heat.ndim == 3:
         cut = int(heat.sum((0, 1)).argmax())
         image = np.rot90(image[..., cut], axes=(1, 2))
         heat = np.rot90(heat[..., cut])
 
-    low, high = np.percentile(image, [0.5, 99.5])
+    low, high = np.percentile(image, [0.5, 99.5])  # a few bright pixels must not darken the rest
     scaled = np.clip((image - low) / max(high - low, 1e-6), 0, 1)
-    return (np.moveaxis(scaled, 0, -1) if len(scaled) == 3 else scaled[0]), heat
+    if len(scaled) == 3:
+        return np.moveaxis(scaled, 0, -1), heat
+
+    return scaled[0], heat

@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -28,6 +28,7 @@ _NAMES = (
 _VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(_NAMES)}
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 
+_DOTTED: dict[str, Any] = {"color": _COLOUR["muted"], "linewidth": 0.8, "linestyle": (0, (2, 3))}
 _SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
 Floats = NDArray[np.float64]
@@ -67,15 +68,18 @@ def lines(
         bounded: the values lie in 0 to 1, and so does the axis.
         chance: the value of guessing, marked by a dotted line.
     """
-    points_of = {
-        name: points for name, values in curves.items() if (points := _finite(rounds, values))
-    }
+    points_of: dict[str, list[tuple[int, float]]] = {}
+    for name, values in curves.items():
+        for number, value in zip(rounds, values, strict=True):
+            if _is_finite(value):
+                points_of.setdefault(name, []).append((number, value))
+
     if not points_of:
         return None
 
     band = []
     for number, values in zip(rounds, sites, strict=True):
-        finite = [value for value in values if value is not None and math.isfinite(value)]
+        finite = list(filter(_is_finite, values))
         if finite:
             band.append((number, min(finite), max(finite)))
 
@@ -83,7 +87,7 @@ def lines(
         if len(band) > 1:
             x, low, high = zip(*band, strict=True)
             axes.fill_between(x, low, high, color=_COLOUR[band_of], alpha=0.16, linewidth=0)
-        elif band:
+        elif band:  # an area needs two rounds
             axes.vlines(*band[0], color=_COLOUR[band_of], alpha=0.3, linewidth=6)
 
         for name, points in points_of.items():
@@ -100,7 +104,7 @@ def lines(
             axes.set_ylim(0, 1)
 
         if chance is not None:
-            axes.axhline(chance, color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.axhline(chance, **_DOTTED)
 
     return _svg(draw, label)
 
@@ -129,14 +133,14 @@ def stacked(
 def roc(
     label: str,
     curves: Mapping[str, tuple[Floats, Floats]],
-    others: Sequence[tuple[Floats, Floats]] = (),
+    background: Sequence[tuple[Floats, Floats]] = (),
     mean: tuple[Floats, Floats] | None = None,
 ) -> Markup:
-    """Draw curves (false, true positive rates) by colour name, the others thin and grey, their mean on top and wide."""
+    """Draw curves of (false, true) positive rates by colour name over thin grey ones, and a wide mean curve on top."""
 
     def draw(axes: Axes) -> None:
         _square(axes)
-        for false, true in others:
+        for false, true in background:
             axes.plot(false, true, color=_COLOUR["local"], linewidth=0.8, alpha=0.5)
 
         for name, (false, true) in curves.items():
@@ -156,6 +160,7 @@ def reliability(
     def draw(axes: Axes) -> None:
         _square(axes)
         shares = np.asarray(count) / max(1, sum(count))
+        # the bars of cases take the lowest 22 % of the axes, below most of the curve
         axes.bar(
             confidence,
             0.22 * shares / shares.max(),
@@ -180,15 +185,12 @@ def reliability(
 
 def _square(axes: Axes) -> None:
     """Set both axes to 0 to 1, with the dotted diagonal."""
-    axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.plot([0, 1], [0, 1], **_DOTTED)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
 
 
-def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:
-    pairs = zip(rounds, values, strict=True)
-    return [
-        (number, value) for number, value in pairs if value is not None and math.isfinite(value)
-    ]
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def _svg(
@@ -202,6 +204,7 @@ def _svg(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    # texts stay texts, in the page's font; equal charts get equal ids, so that reports are the same bytes
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()

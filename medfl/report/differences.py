@@ -78,9 +78,8 @@ class Difference:
             return None
 
         ends = bootstrap.interval(drawn) if enough else None
-        if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(
-            value
-        ):  # models may well be the same
+        # all draws are equal: no uncertainty was measured, unless the models are the same
+        if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(value):
             ends = None
             enough = False
 
@@ -92,33 +91,28 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
 
     Only the cases of `site` count, None: all. None without predictions of common cases that give the metric.
     """
-    if ours.predictions is None or theirs.predictions is None:
+    first = ours.predictions
+    second = theirs.predictions
+    if first is None or second is None:
         return None
 
-    pairs = _pairs(ours.predictions, theirs.predictions, site)
-    scored = np.ones(len(pairs[0]), bool)
-    for predictions, rows in zip((ours.predictions, theirs.predictions), pairs, strict=True):
-        if ours.key in predictions.scores:
-            scored &= ~np.isnan(predictions.scores[ours.key][rows])
-
-    both = [(ours.predictions, pairs[0][scored]), (theirs.predictions, pairs[1][scored])]
-    first, second = (p.label[rows] if len(p.label) else rows[:0] for p, rows in both)
-    if not scored.any() or not np.array_equal(first, second):
+    rows, their_rows = _pairs(first, second, site)
+    scored = _has_key_metric(ours, first, rows) & _has_key_metric(ours, second, their_rows)
+    rows = rows[scored]
+    their_rows = their_rows[scored]
+    # runs on other versions of the data must not be compared
+    if not len(rows) or not np.array_equal(_labels(first, rows), _labels(second, their_rows)):
         return None
 
-    draws = _draws(ours, *both[0], "models")
-    metric_draws = [_key_metric(ours, predictions, rows, draws) for predictions, rows in both]
-    if metric_draws[0] is None or metric_draws[1] is None:
+    draws = _draws(ours, first, rows, "models")
+    our_metric = _key_metric(ours, first, rows, draws)
+    their_metric = _key_metric(ours, second, their_rows, draws)
+    if our_metric is None or their_metric is None:
         return None
 
-    enough = _are_enough(ours, *both[0])
-    return Difference.of(
-        metric_draws[0],
-        metric_draws[1],
-        int(scored.sum()),
-        metrics.higher_is_better(ours.key),
-        enough,
-    )
+    higher = metrics.higher_is_better(ours.key)
+    enough = _are_enough(ours, first, rows)
+    return Difference.of(our_metric, their_metric, len(rows), higher, enough)
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:
@@ -134,14 +128,11 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
 
     for name, members in (("site", of_site), ("others", ~of_site)):
         rows = np.flatnonzero(members)
-        if run.key in predictions.scores:
-            rows = rows[~np.isnan(predictions.scores[run.key][rows])]
+        rows = rows[_has_key_metric(run, predictions, rows)]
+        if not len(rows):
+            return None
 
-        if len(rows):
-            values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name))
-        else:
-            values = None
-
+        values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name))
         if values is None:
             return None
 
@@ -174,10 +165,16 @@ class Differences:
     @cached_property
     def against_local(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is than that of its own Local model."""
-        comparisons = {
-            site: between_models(self.run, self.local, site) for site in self._sites if self.local
-        }
-        return {site: one for site, one in comparisons.items() if one is not None}
+        if self.local is None:
+            return {}
+
+        differences = {}
+        for site in self._sites:
+            difference = between_models(self.run, self.local, site)
+            if difference is not None:
+                differences[site] = difference
+
+        return differences
 
     @cached_property
     def pooled(self) -> Difference | None:
@@ -190,19 +187,27 @@ class Differences:
     @cached_property
     def against_others(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is there than at the other sites together."""
-        sites = self._sites if 1 < len(self._sites) <= _COMPARED else ()
-        comparisons = {site: from_other_sites(self.run, site) for site in sites}
-        return {site: one for site, one in comparisons.items() if one is not None}
+        differences = {}
+        for site in self._sites if 1 < len(self._sites) <= _COMPARED else ():
+            difference = from_other_sites(self.run, site)
+            if difference is not None:
+                differences[site] = difference
+
+        return differences
 
     def everybody(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
-        values = {(kind, what): entry.get(self.run.key) for kind, what, entry in self.run.pooled()}
-        ours, mean, sd = map(
-            values.get, ((self.run.judged, "last"), ("local", "mean"), ("local", "sd"))
-        )
+        values = {(kind, when): entry.get(self.run.key) for kind, when, entry in self.run.pooled()}
+        ours = values.get((self.run.judged, "last"))
+        mean = values.get(("local", "mean"))
+        sd = values.get(("local", "sd"))
         if ours is None or mean is None:
             return ""
-        local = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
+
+        local = number(mean)
+        if sd is not None:
+            local += f" ± {number(sd)}"
+
         return f"{self.run.title(self.run.key).lower()} {number(ours)}; the models that sites train alone: {local}"
 
     def sentence(self) -> str:
@@ -210,46 +215,65 @@ class Differences:
         if not self.against_local:
             return ""
 
-        pooled = self.pooled
-        if pooled is None:
-            together = ""
-        else:
-            together = f"; on these {pooled.cases} test cases together: {pooled.word}"
+        words = [difference.word for difference in self.against_local.values()]
+        text = f"{counted(words, 'site')}, each on its own test cases"
+        if self.pooled is not None:
+            text += f"; on these {self.pooled.cases} test cases together: {self.pooled.word}"
 
-        sites = counted([one.word for one in self.against_local.values()], "site")
-        return f"{sites}, each on its own test cases{together}"
+        return text
 
 
 def counted(words: Sequence[str], of: str) -> str:
-    """Return how often each word is said, as "better at 1 of 4 sites, no clear difference at 3"."""
-    total = f" of {len(words)} {of}{'s' if len(words) != 1 else ''}"
-    parts = [(one, words.count(one)) for one in (BETTER, WORSE, UNCLEAR, FEW)]
-    phrases = [f"{one} at {count}" for one, count in parts if count or one == BETTER]
-    return ", ".join([phrases[0] + total, *phrases[1:]])
+    """Return how often each word occurs, as "better at 1 of 4 sites, no clear difference at 3"."""
+    plural = "s" if len(words) != 1 else ""
+    phrases = [f"{BETTER} at {words.count(BETTER)} of {len(words)} {of}{plural}"]
+    for label in (WORSE, UNCLEAR, FEW):
+        if label in words:
+            phrases.append(f"{label} at {words.count(label)}")
+
+    return ", ".join(phrases)
 
 
 def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Rows, Rows]:
     """Return the rows of the cases that both have, in the same order."""
-    places = {ident: row for row, ident in enumerate(theirs.ids)}
-    pairs = [
-        (row, places[ident])
-        for row, (ident, of) in enumerate(zip(ours.ids, ours.sites, strict=True))
-        if ident in places and site in (None, of)
-    ]
-    first, second = np.array(pairs, np.int64).reshape(-1, 2).T
+    their_row = {ident: row for row, ident in enumerate(theirs.ids)}
+    pairs = []
+    for row, (ident, case_site) in enumerate(zip(ours.ids, ours.sites, strict=True)):
+        if ident in their_row and site in (None, case_site):
+            pairs.append((row, their_row[ident]))
 
+    first, second = np.array(pairs, np.int64).reshape(-1, 2).T
     return first, second
+
+
+def _has_key_metric(run: RunFiles, predictions: Predictions, rows: Rows) -> NDArray[np.bool_]:
+    """Return which of these cases have the key metric, where it is one of single cases; of others all."""
+    if run.key in predictions.scores:
+        return ~np.isnan(predictions.scores[run.key][rows])
+
+    return np.ones(len(rows), bool)
+
+
+def _labels(predictions: Predictions, rows: Rows) -> Rows:
+    """Return the labels of some cases, nothing without classes."""
+    if len(predictions.label):
+        return predictions.label[rows]
+
+    return rows[:0]
 
 
 def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
     """Return whether an interval of the key metric may be made from these cases."""
-    if len(rows) < LEAST or run.key not in _OVER_CLASSES or not len(predictions.label):
-        return len(rows) >= LEAST
+    if len(rows) < LEAST:
+        return False
+    if run.key not in _OVER_CLASSES or not len(predictions.label):
+        return True
+
     return bool(np.unique(predictions.label[rows], return_counts=True)[1].min() >= LEAST_OF_CLASS)
 
 
 def _draws(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Draws:
-    """Return how often each draw takes each of these cases; first all of them once."""
+    """Return how often each draw takes each of these cases, (1 + draws, cases); the first takes all once."""
     drawn = bootstrap.draw(
         predictions.strata[rows], derive(run.seed, "report", "differences", name)
     )
@@ -267,6 +291,5 @@ def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, draws: Draw
     if run.key == "auroc" and predictions.probabilities is not None:
         return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], draws))
 
-    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws).get(
-        run.key
-    )
+    values = bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws)
+    return values.get(run.key)

@@ -26,7 +26,7 @@ from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
-from medfl.report.table import structure_lines
+from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import environment
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
@@ -87,17 +87,12 @@ class Folds:
             InputError: it is none of a cross-validation, no fold is finished, or a file is damaged.
         """
         count = int(read_record(path)["folds"])
-        folders = {number: fold_folder(path, number) for number in range(1, count + 1)}
-        begun = {
-            n: RunFiles(folder)
-            for n, folder in folders.items()
-            if (folder / "summary.json").is_file()
-        }
-        runs = {
-            number: run
-            for number, run in begun.items()
-            if run.finished and run.predictions is not None
-        }
+        runs = {}
+        for number in range(1, count + 1):
+            folder = fold_folder(path, number)
+            run = RunFiles(folder) if (folder / "summary.json").is_file() else None
+            if run is not None and run.finished and run.predictions is not None:
+                runs[number] = run
 
         if not runs:
             raise InputError(
@@ -105,7 +100,9 @@ class Folds:
                 "a folder of medfl run --folds",
                 "continue it with --resume",
             )
-        if len({_form(run) for run in runs.values() if _predictions(run).ids}) > 1:
+        # a fold without test cases has no columns to compare
+        forms = {_form(run) for run in runs.values() if _predictions(run).ids}
+        if len(forms) > 1:
             raise InputError(
                 f"the folds in {path} have other classes or metrics",
                 "folds of one run",
@@ -113,13 +110,13 @@ class Folds:
             )
 
         folds = cls(path, count, runs)
-        twice = [ident for ident, times in Counter(folds.ids).items() if times > 1]
-        if twice:
-            raise InputError(
-                f"{twice[0]} is a test case of several folds in {path}",
-                "folds that test each case once",
-                "run them anew",
-            )
+        for ident, times in Counter(folds.ids).items():
+            if times > 1:
+                raise InputError(
+                    f"{ident} is a test case of several folds in {path}",
+                    "folds that test each case once",
+                    "run them anew",
+                )
 
         return folds
 
@@ -131,7 +128,11 @@ class Folds:
     @property
     def ids(self) -> list[str]:
         """Ids of all test cases."""
-        return [ident for run in self.runs.values() for ident in _predictions(run).ids]
+        ids: list[str] = []
+        for run in self.runs.values():
+            ids += _predictions(run).ids
+
+        return ids
 
     @cached_property
     def rows(self) -> dict[int, dict[str, float]]:
@@ -153,11 +154,8 @@ class Folds:
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        return [
-            name
-            for name in dict.fromkeys([self.first.key, *metrics.METRICS])
-            if name in self.pooled
-        ]
+        names = dict.fromkeys([self.first.key, *metrics.METRICS])
+        return [name for name in names if name in self.pooled]
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -167,41 +165,43 @@ class Folds:
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
         run = self.first
-        spreads = {name: self.spread(name) for name in self.names}
+        summaries = [fold.summary or {} for fold in self.runs.values()]
         classes = {"classes": self.structures} if self.structures else {}
-        totals = {
-            name: sum(float((one.summary or {}).get(name) or 0) for one in self.runs.values())
-            for name in ("bytes_up", "bytes_down", "seconds")
-        }
+        per_fold = []
+        for number, fold in self.runs.items():
+            row = {"fold": number, "folder": f"fold-{number}", **_sizes(fold)}
+            per_fold.append({**row, "run_hash": fold.record.get("run_hash"), **self.rows[number]})
+
+        totals = {}
+        for name in ("bytes_up", "bytes_down", "seconds"):
+            totals[name] = sum(float(fold.get(name) or 0) for fold in summaries)
 
         return {
             "method": run.method, "bundle": run.record["bundle"], "seed": run.record.get("seed"),
             "rounds": run.record["rounds"], "folds": self.count,
             "status": "finished" if len(self.runs) == self.count else "running",
-            "data_source": run.record["data"]["source"], "judged": (run.summary or {}).get("judged"),
+            "data_source": run.record["data"]["source"], "judged": summaries[0].get("judged"),
             "key_metric": run.key, "cases": len(self.ids),
             "last": {"round": run.record["rounds"], **self.pooled, **classes},
-            "per_fold": [
-                {"fold": number, "folder": f"fold-{number}", **_sizes(one), "run_hash": one.record.get("run_hash"),
-                 **self.rows[number]}
-                for number, one in self.runs.items()
-            ],
-            "spread": spreads, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [*self.notes],
+            "per_fold": per_fold,
+            "spread": {name: self.spread(name) for name in self.names}, "units": summaries[0].get("units") or {},
+            **totals, "notes": [*self.notes],
         }  # fmt: skip
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures rest on; and folds that were trained for another number of rounds than others."""
-        rounds = {number: int(run.record["rounds"]) for number, run in self.runs.items()}
-        if len(set(rounds.values())) == 1:
+        """What the figures rest on, and where the folds were trained for different numbers of rounds."""
+        folds_by_rounds: dict[int, list[str]] = {}
+        for number, run in self.runs.items():
+            folds_by_rounds.setdefault(int(run.record["rounds"]), []).append(f"fold-{number}")
+
+        if len(folds_by_rounds) == 1:
             return (NOTE,)
 
-        counts = {
-            count: [f"fold-{n}" for n, of in rounds.items() if of == count]
-            for count in rounds.values()
-        }
-        rounds_text = "; ".join(f"{count} in {', '.join(names)}" for count, names in counts.items())
-        again = f"medfl run --resume --out {self.path} --rounds {max(counts)}"
+        rounds_text = "; ".join(
+            f"{rounds} in {', '.join(names)}" for rounds, names in folds_by_rounds.items()
+        )
+        again = f"medfl run --resume --out {self.path} --rounds {max(folds_by_rounds)}"
         return (
             NOTE,
             f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same",
@@ -210,21 +210,25 @@ class Folds:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
         names = self.names[:_COLUMNS]
-        sizes = {number: _sizes(run) for number, run in self.runs.items()}
         spreads = [self.spread(name) for name in names]
 
         def numbers(values: Mapping[str, float]) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
 
-        rows = [
-            [f"fold-{n}", str(sizes[n]["train"]), str(sizes[n]["test"]), *numbers(row)]
-            for n, row in self.rows.items()
-        ]
-        rows += [["mean", "", "", *(formatting.number(one.get("mean")) for one in spreads)]]
-        rows += [["sd", "", "", *(formatting.sd(one) if one else "–" for one in spreads)]]
-        rows += [["pooled", "", str(len(self.ids)), *numbers(self.pooled)]]
+        rows = []
+        for fold, run in self.runs.items():
+            sizes = _sizes(run)
+            row = numbers(self.rows[fold])
+            rows.append([f"fold-{fold}", str(sizes["train"]), str(sizes["test"]), *row])
 
-        return ["", "train", "test", *(self.first.title(name) for name in names)], rows
+        # a metric that no fold has has no spread
+        means = [formatting.number(spread.get("mean")) for spread in spreads]
+        deviations = [formatting.sd(spread) if spread else "–" for spread in spreads]
+        rows.append(["mean", "", "", *means])
+        rows.append(["sd", "", "", *deviations])
+        rows.append(["pooled", "", str(len(self.ids)), *numbers(self.pooled)])
+
+        return ["", "train", "test", *map(self.first.title, names)], rows
 
     def title(self) -> str:
         """Say in one line what was run."""
@@ -237,19 +241,17 @@ class Folds:
     def text(self) -> str:
         """Return the table for the terminal; the last line says whether the data are real or phantom."""
         head, rows = self.cells()
-        phantom = (
-            "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
-        )
         lines = [self.title(), "", *tables.text_table(head, rows, terminal.width()), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
-        lines += [
-            line
-            for note in self.notes
-            for line in terminal.hanging_indent("", note, terminal.width())
-        ]
-        return "\n".join(
-            [*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"]
-        )
+        for note in self.notes:
+            lines += terminal.hanging_indent("", note, terminal.width())
+
+        if self.first.phantom:
+            lines.append(PHANTOM_NOTE)
+        else:
+            lines.append(f"real data: {self.first.record['bundle']}")
+
+        return "\n".join(lines)
 
 
 def write(folder: Path) -> Folds:
@@ -282,7 +284,7 @@ def _write_predictions(folds: Folds) -> None:
     for number, run in folds.runs.items():
         with (run.path / "predictions.csv").open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            if writer is None:
+            if writer is None:  # the head is that of the first fold
                 writer = csv.DictWriter(
                     text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n"
                 )
@@ -303,20 +305,21 @@ def _predictions(run: RunFiles) -> Predictions:
     return run.predictions
 
 
-def _form(run: RunFiles) -> tuple[Any, ...]:
-    """Return what is the same in all folds."""
+def _form(run: RunFiles) -> tuple[object, ...]:
+    """Return what has to be the same in all folds: key metric, classes, and columns with their sizes."""
     values = _cases(run).values
-    return run.key, *run.classes, *((name, *values[name].shape[1:]) for name in values)
+    columns = [(name, *tensor.shape[1:]) for name, tensor in values.items()]
+    return run.key, *run.classes, *columns
 
 
 def _cases(run: RunFiles) -> Cases:
     predictions = _predictions(run)
-    values: dict[str, Any] = dict(predictions.scores)
+    columns: dict[str, Any] = dict(predictions.scores)
     if predictions.probabilities is not None:
-        values = {"probabilities": predictions.probabilities, "label": predictions.label}
-    return Cases(
-        tuple(predictions.ids), {name: torch.as_tensor(column) for name, column in values.items()}
-    )
+        columns = {"probabilities": predictions.probabilities, "label": predictions.label}
+
+    values = {name: torch.as_tensor(column) for name, column in columns.items()}
+    return Cases(tuple(predictions.ids), values)
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

@@ -20,7 +20,7 @@ def number(value: float | None) -> str:
 
 def signed(value: float) -> str:
     """Return a difference with its sign."""
-    return f"{value:+.3f}".replace("-", "−")
+    return f"{value:+.3f}".replace("-", "−")  # a minus as wide as the plus
 
 
 def interval(ends: tuple[float, float] | None) -> str:
@@ -45,7 +45,7 @@ def sd(spread: Mapping[str, Any]) -> str:
 
 def count(value: float) -> str:
     """Return a whole number with thousands separators."""
-    return f"{int(value):,}".replace(",", "\u202f")
+    return f"{int(value):,}".replace(",", "\u202f")  # a narrow space that does not break
 
 
 def size(value: float) -> str:
@@ -53,6 +53,7 @@ def size(value: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g} {unit}"
+
     return f"{int(value)} B"
 
 
@@ -86,10 +87,11 @@ def command(text: str) -> str:
     except ValueError:
         return text
 
+    # paths also stand behind "name=" and "name:"
     return shlex.join(re.sub(r"(^|[=:])/(?:[^/]+/)*([^/]+)/?$", r"\1\2", word) for word in words)
 
 
-def setting(value: Any) -> str:
+def setting(value: object) -> str:
     """Return a setting's value as text."""
     if isinstance(value, str):
         return value

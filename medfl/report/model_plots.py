@@ -15,6 +15,7 @@ from medfl.report.picture import (
     ENTRY,
     LETTER,
     WIDTH,
+    Colour,
     Floats,
     Picture,
     add_legend,
@@ -34,20 +35,19 @@ Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
-_MIN_ITEMS, _MIN_ITEMS_OF_CLASS = (
-    30,
-    10,
-)  # test items without which a map or a spectrum would say nothing
+# Test items without which a map, and a spectrum, would say nothing.
+_MIN_ITEMS = 30
+_MIN_ITEMS_OF_CLASS = 10
 
 
 def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
     """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
     rows = len(classes)
-    (count, _, height, width) = images.shape
+    count, channels, height, width = images.shape
     columns = count // rows
     gap = max(1, width // 16)
 
-    if images.shape[1] == 3:
+    if channels == 3:
         shades = np.moveaxis(images, 1, 3)
     else:
         shades = images.mean(1)[..., None].repeat(3, 3)
@@ -82,7 +82,7 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
     """Draw the cosines between the classes' mean text embeddings (K, D) as a heat map."""
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     cosine = unit @ unit.T
-    low = min(float(cosine.min()), 1 - 1e-3)
+    low = min(float(cosine.min()), 1 - 1e-3)  # a colour scale needs two ends
     names = [shorten(name, 20) for name in classes]
     longest = LETTER * max(map(len, names))
     size = min(0.9, (WIDTH - 0.4 - longest) / len(classes))
@@ -96,14 +96,12 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
         axes.spines[:].set_visible(False)
         style: dict[str, Any] = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
 
-        for (row, column), value in np.ndenumerate(cosine if size > 0.2 else []):
-            axes.text(
-                column,
-                row,
-                f"{value:.2f}",
-                color="white" if value - low > 0.6 * (1 - low) else INK,
-                **style,
-            )
+        if size <= 0.2:  # no space for numbers
+            return
+
+        for (row, column), value in np.ndenumerate(cosine):
+            color = "white" if value - low > 0.6 * (1 - low) else INK
+            axes.text(column, row, f"{value:.2f}", color=color, **style)
 
     return plot(
         "text-embeddings",
@@ -135,6 +133,7 @@ def feature_scatters(
     from sklearn.decomposition import PCA  # here: it imports for a second
     from sklearn.manifold import TSNE
 
+    # a head with a single input still gives a map; PCA is fitted to the test items alone
     both = np.pad(both, ((0, 0), (0, max(0, 2 - both.shape[1]))))
     pca = PCA(min(TOP, len(real), both.shape[1]), svd_solver="full").fit(both[: len(real)])
     reduced = pca.transform(both)
@@ -150,31 +149,23 @@ def feature_scatters(
     else:
         generated = ""
 
-    what = f"What enters the head of the global model for {len(real)} test items (dots){generated}."
+    caption = (
+        f"What enters the head of the global model for {len(real)} test items (dots){generated}."
+    )
 
     def cloud(
         points: Floats, axis_labels: tuple[str, str] = ("", "")
     ) -> Callable[[Figure, Axes], None]:
         def draw(figure: Figure, axes: Axes) -> None:
-            _scatter(
-                axes,
-                points[: len(real)],
-                labels,
-                len(classes),
-                marker="o",
-                s=16,
-                alpha=0.65,
-                linewidths=0,
-            )
-            style: dict[str, Any] = {"marker": "^", "s": 34, "edgecolors": INK, "linewidths": 0.7}
-            _scatter(axes, points[len(real) :], synthetic_labels, len(classes), **style)
+            tones = colours(len(classes))
+            dots = {"marker": "o", "s": 16, "alpha": 0.65, "linewidths": 0}
+            triangles = {"marker": "^", "s": 34, "edgecolors": INK, "linewidths": 0.7}
+            _scatter(axes, points[: len(real)], labels, tones, **dots)
+            _scatter(axes, points[len(real) :], synthetic_labels, tones, **triangles)
             axes.set(xticks=[], yticks=[], xlabel=axis_labels[0], ylabel=axis_labels[1])
-            present = [c for c in range(len(classes)) if c in labels or c in synthetic_labels]
-            add_legend(
-                figure,
-                [(colours(len(classes))[c], classes[c]) for c in present],
-                bool(len(synthetic)),
-            )
+            present = np.unique(np.concatenate([labels, synthetic_labels]))
+            entries = [(tones[label], classes[label]) for label in present]
+            add_legend(figure, entries, bool(len(synthetic)))
 
         return draw
 
@@ -182,22 +173,24 @@ def feature_scatters(
         plot(
             "features-pca",
             f"Features after round {round_}, principal components",
-            f"{what} The components are those of the test items; each axis has its own scale.",
+            f"{caption} The components are those of the test items; each axis has its own scale.",
             cloud(reduced, shares),
             WIDTH,
         ),
         plot(
             "features-tsne",
             f"Features after round {round_}, t-SNE",
-            f"{what} Neighbours stay neighbours; distances between groups and their sizes mean nothing.",
+            f"{caption} Neighbours stay neighbours; distances between groups and their sizes mean nothing.",
             cloud(tsne.fit_transform(reduced)),
             WIDTH,
         ),
     ]
 
 
-def _scatter(axes: Axes, points: Floats, labels: Labels, count: int, **style: Any) -> None:
-    for label, colour in enumerate(colours(count)):
+def _scatter(
+    axes: Axes, points: Floats, labels: Labels, tones: Sequence[Colour], **style: Any
+) -> None:
+    for label, colour in enumerate(tones):
         of_class = points[labels == label]
         if len(of_class):
             axes.scatter(
@@ -213,6 +206,7 @@ def eigenvalues(features: Floats) -> Floats:
     """
     centred = features.astype(np.float64) - features.mean(0, dtype=np.float64)
     scaled = centred / np.sqrt(centred.var(0, ddof=1) + 1e-8)
+    # the squared singular values of the features are the eigenvalues of their covariance
     values: Floats = np.linalg.svd(scaled, compute_uv=False) ** 2 / (len(features) - 1)
     return np.pad(values, (0, max(0, features.shape[1] - len(values))))[:TOP]
 
@@ -234,24 +228,20 @@ def spectrum(
     if counts.max() < _MIN_ITEMS_OF_CLASS or not np.isfinite(features).all():
         return None
 
-    by_class = {
-        c: eigenvalues(features[labels == c])
-        for c in range(len(classes))
-        if counts[c] >= _MIN_ITEMS_OF_CLASS
-    }
+    usable = np.flatnonzero(counts >= _MIN_ITEMS_OF_CLASS).tolist()
+    by_class = {c: eigenvalues(features[labels == c]) for c in usable}
     if not any(values.any() for values in by_class.values()):
         return None
 
     from matplotlib.ticker import LogLocator, MaxNLocator
 
+    # values that are zero up to rounding have no place on a logarithmic axis
     lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in by_class.items()}
-    counts_shown = {
-        len(values) for values in lines.values()
-    }  # a class of n items has n - 1 at most
-    if len(counts_shown) == 1:
-        most = f"The {max(counts_shown)}"
+    lengths = [len(values) for values in lines.values()]  # at most n - 1 for a class of n items
+    if min(lengths) == max(lengths):
+        most = f"The {max(lengths)}"
     else:
-        most = f"Up to {max(counts_shown)} of the"
+        most = f"Up to {max(lengths)} of the"
 
     def draw(figure: Figure, axes: Axes) -> None:
         tones = colours(len(classes))
@@ -268,7 +258,7 @@ def spectrum(
         axes.set(
             xlabel="number of the eigenvalue",
             ylabel="eigenvalue",
-            xlim=(0, max(map(len, lines.values())) + 1),
+            xlim=(0, max(lengths) + 1),
         )
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
@@ -276,10 +266,11 @@ def spectrum(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.minorticks_off()
         plain_axes(axes)
-        texts = {c: f": {imbalance(values):.3g} ({counts[c]})" for c, values in by_class.items()}
-        entries = [
-            (tones[c], shorten(classes[c], ENTRY - len(texts[c])) + texts[c]) for c in by_class
-        ]
+        entries = []
+        for c, values in by_class.items():
+            text = f": {imbalance(values):.3g} ({counts[c]})"
+            entries.append((tones[c], shorten(classes[c], ENTRY - len(text)) + text))
+
         add_legend(
             figure, entries, title="variance of the eigenvalues as in FedMR's Table 7 (items)"
         )

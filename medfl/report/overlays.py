@@ -13,22 +13,27 @@ from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
 from medfl.report.formatting import number
-from medfl.report.picture import Picture, colours, render
+from medfl.report.picture import Colour, Picture, colours, render
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSED, ADDED, CONFUSED = (
-    "#56b4e9",
-    "#d55e00",
-    "#f0e442",
-)  # of Okabe and Ito's palette, as are the first structures
+# All of Okabe and Ito's palette, which colour-blind readers can tell apart.
+MISSED = "#56b4e9"
+ADDED = "#d55e00"
+CONFUSED = "#f0e442"
 _STRUCTURES = ("#009e73", "#e69f00", "#cc79a7")
-_WIDTH, _DPI = 7.2, 150  # inches and dots
-_EDGE, _GAP, _TALLEST = 0.1, 0.06, 1.25  # inches; height of a panel for a width of 1
-_TITLE, _CASE, _LEGEND = 0.32, 0.56, 0.45  # inches above the cases, above each case, and below
+_DPI = 150
+_TALLEST = 1.25  # height of a panel for a width of 1
+# Inches: the picture, its margin and the space between panels; above the cases, above each case, and below.
+_WIDTH = 7.2
+_EDGE = 0.1
+_GAP = 0.06
+_TITLE = 0.32
+_CASE = 0.56
+_LEGEND = 0.45
 _TITLES = ("", "the only test case", "best and worst test case", "best, median and worst test case")
 _COLUMNS = ("image", "reference", "prediction", "error")
 _FILL = 0.22  # opacity of a structure inside its outline
@@ -62,18 +67,16 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
     """
-    order = sorted(
-        (ident for ident, value in dice.items() if not math.isnan(value)),
-        key=lambda i: (-dice[i], i),
-    )
+    scored = [ident for ident, value in dice.items() if not math.isnan(value)]
+    order = sorted(scored, key=lambda ident: (-dice[ident], ident))
+    if not order:
+        return {}
     if len(order) == 1:
         return {order[0]: "only"}
+    if len(order) == 2:
+        return {order[0]: "best", order[1]: "worst"}
 
-    ends = {order[0]: "best", order[-1]: "worst"} if order else {}
-    if order[2:]:
-        return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"}
-
-    return ends
+    return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"}
 
 
 def mask_overlays(
@@ -84,20 +87,18 @@ def mask_overlays(
     `structures` are the foreground classes, `median` is the Dice of all the site's test cases, kept as the picture's
     mark.
     """
-    rows = [
-        (case, planes(case.image, case.reference, case.prediction, case.geometry))
-        for case in examples
-    ]
-    label = (
-        0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0
-    )  # inches of the planes' names
+    cuts = [planes(case.image, case.reference, case.prediction, case.geometry) for case in examples]
+    has_names = any(plane.name for cut in cuts for plane in cut)
+    label = 0.18 if has_names else 0.0  # inches of the planes' names
     panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - label) / 4
-    scales = [_scale(cut, panel) for _, cut in rows]
-    heights = [
-        _CASE + sum(p.size[0] / scale + _GAP for p in cut)
-        for (_, cut), scale in zip(rows, scales, strict=True)
-    ]
-    tall = _TITLE + sum(heights) + _LEGEND
+    rows = []
+    tall = _TITLE + _LEGEND
+    for case, cut in zip(examples, cuts, strict=True):
+        scale = _scale(cut, panel)
+        height = _CASE + sum(plane.size[0] / scale + _GAP for plane in cut)
+        rows.append((case, cut, scale, height))
+        tall += height
+
     title = f"{shorten(site, 50)}: {_TITLES[len(examples)]}"
     confused = len(structures) > 1
 
@@ -106,23 +107,27 @@ def mask_overlays(
             0.5, 1 - 0.16 / tall, title, size=11, weight="bold", color=INK, ha="center", va="top"
         )
         top = tall - _TITLE
-        for (example, cut), scale, height in zip(rows, scales, heights, strict=True):
+        for example, cut, scale, height in rows:
             _case(figure, example, cut, structures, panel, scale, top)
             top -= height
 
         _legend(figure, structures, confused)
 
+    caption = (
+        "Outlines are those of the masks; in the last column the reference's is white, and colours say what the "
+        "prediction misses and what it adds"
+    )
+    if confused:
+        caption += ", or takes for another structure"
+
+    caption += ". "
     if examples[0].reference.ndim == 3:
-        volumes = "Volumes are cut through the middle of the reference. "
-    else:
-        volumes = ""
+        caption += "Volumes are cut through the middle of the reference. "
 
     return render(
         name,
         title,
-        "Outlines are those of the masks; in the last column the reference's is white, and colours say what the "
-        f"prediction misses and what it adds{', or takes for another structure' if confused else ''}. {volumes}"
-        f"The median Dice of all test cases of this site is {median:.3f}.",
+        f"{caption}The median Dice of all test cases of this site is {median:.3f}.",
         (_WIDTH, tall),
         fill,
         dpi=_DPI,
@@ -169,13 +174,8 @@ def _case(
             write(_EDGE + 0.06, top - height / 2, plane.name, size=8.5, color=SOFT, **upright)
 
         for column, left in zip(_COLUMNS, lefts, strict=True):
-            place = (
-                (left + (panel - width) / 2) / wide,
-                (top - height) / tall,
-                width / wide,
-                height / tall,
-            )
-            axes = figure.add_axes(place)
+            x = left + (panel - width) / 2
+            axes = figure.add_axes((x / wide, (top - height) / tall, width / wide, height / tall))
             axes.set_axis_off()
             _panel(axes, column, plane, palette)
 
@@ -187,10 +187,11 @@ def _case(
 
 def _score_line(example: Example, structures: Sequence[str]) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
-    each = [value for name, value in example.scores.items() if name.startswith("dice_")]
-    if 1 < len(each) == len(structures) <= 3:
-        named = zip(structures, map(number, each), strict=True)
-        parts[-1] += f" ({', '.join(f'{shorten(name, 14)} {value}' for name, value in named)})"
+    dice = [value for name, value in example.scores.items() if name.startswith("dice_")]
+    if 1 < len(dice) == len(structures) <= 3:  # more do not fit in the line
+        names = [shorten(name, 14) for name in structures]
+        texts = [f"{name} {number(value)}" for name, value in zip(names, dice, strict=True)]
+        parts[-1] += f" ({', '.join(texts)})"
 
     if "hd95" in example.scores:
         parts.append(f"HD95 {example.scores['hd95']:.3g} {unit(example.geometry)}")
@@ -198,7 +199,7 @@ def _score_line(example: Example, structures: Sequence[str]) -> str:
     return "   ".join(parts)
 
 
-def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Any]) -> None:
+def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Colour]) -> None:
     height, width = plane.reference.shape
     place: dict[str, Any] = {"extent": (0, width, height, 0), "aspect": "auto"}
     if column != "error":
@@ -232,7 +233,7 @@ def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Any]) -> Non
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
-def _shade(axes: Axes, mask: Array, colour: Any, alpha: float, place: Mapping[str, Any]) -> None:
+def _shade(axes: Axes, mask: Array, colour: Colour, alpha: float, place: Mapping[str, Any]) -> None:
     if mask.any():
         from matplotlib.colors import to_rgba
 
@@ -241,10 +242,11 @@ def _shade(axes: Axes, mask: Array, colour: Any, alpha: float, place: Mapping[st
         )
 
 
-def _outline(axes: Axes, mask: Array, colour: Any, width: float) -> None:
+def _outline(axes: Axes, mask: Array, colour: Colour, width: float) -> None:
     """Draw the border of a mask along the edges of its pixels."""
     from matplotlib.collections import LineCollection
 
+    # an edge lies where neighbouring pixels differ; int8, because a difference of booleans is none
     padded = np.pad(mask, 1).astype(np.int8)
     y, x = np.nonzero(np.diff(padded, axis=1)[1:-1])
     upright = np.stack([x, y, x, y + 1], 1)
@@ -275,9 +277,8 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
         )
 
     if length == "mm":
-        bar = max(
-            step for step in (1, 2, 5, 10, 20, 50, 100) if step <= max(1.0, 0.4 * plane.size[1])
-        )
+        longest = max(1.0, 0.4 * plane.size[1])
+        bar = max(step for step in (1, 2, 5, 10, 20, 50, 100) if step <= longest)
         share = bar / plane.size[1]
         axes.plot(
             [0.97 - share, 0.97],
@@ -297,7 +298,7 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
         )
 
 
-def _palette(count: int) -> list[Any]:
+def _palette(count: int) -> list[Colour]:
     if count <= len(_STRUCTURES):
         return list(_STRUCTURES[:count])
 
@@ -308,19 +309,18 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    shapes = [
-        Patch(facecolor=(*to_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
-        for colour, name in zip(_palette(len(structures)), structures, strict=True)
-    ]
-    errors = [
-        ("missed", MISSED),
-        ("added", ADDED),
-        *([("other structure", CONFUSED)] if confused else []),
-    ]
-    shapes += [
-        Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text)
-        for text, colour in errors
-    ]
+    shapes = []
+    for colour, name in zip(_palette(len(structures)), structures, strict=True):
+        tint = (*to_rgb(colour), _FILL)
+        shapes.append(Patch(facecolor=tint, edgecolor=colour, label=shorten(name, 28)))
+
+    errors = {"missed": MISSED, "added": ADDED}
+    if confused:
+        errors["other structure"] = CONFUSED
+
+    for text, colour in errors.items():
+        shapes.append(Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text))
+
     figure.legend(
         handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
         handlelength=1.2, columnspacing=1.5,

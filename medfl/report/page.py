@@ -66,29 +66,31 @@ def context(run: RunFiles) -> dict[str, Any]:
     record = run.record
     judged = run.judged
     higher = metrics.higher_is_better(run.key)
-    kinds = [(kind, title, run.site_values(kind, run.key)) for kind, title in MODEL_KINDS]
-    kinds = [entry for entry in kinds if entry[2]]
-    values = {kind: by_site for kind, _, by_site in kinds}
-    both = [site for site in values.get(judged, {}) if site in values.get("local", {})]
+    kinds = []
+    spreads = []
+    scale = 1.0
+    for kind, title in MODEL_KINDS:
+        if by_site := run.site_values(kind, run.key):
+            kinds.append((kind, title, by_site))
+            spreads.append((kind, title, metrics.spread(by_site, higher)))
+            scale = max(scale, *by_site.values())
 
+    gains = {}
     if judged != "local":
-        gains = {site: values[judged][site] - values["local"][site] for site in both}
-    else:
-        gains = {}
+        local = run.site_values("local", run.key)
+        for site, value in run.site_values(judged, run.key).items():
+            if site in local:
+                gains[site] = value - local[site]
 
-    differences = Differences(run)
-    tested = Counter(run.predictions.sites if run.predictions else ())
     pooled = run.pooled()
     picture = run.path / "partition.png"
-
+    sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
         "titles": {name: run.title(name) for name in (run.key, *run.metric_names())},
         "higher": higher,
         **{name: getattr(run, name) for name in _SHOWN},
-        "sites": [
-            (site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names
-        ],
+        "sites": sizes,
         **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
@@ -96,112 +98,122 @@ def context(run: RunFiles) -> dict[str, Any]:
         "pooled_titles": {kind: title for kind, (_, title, _) in SUMMARY_KINDS.items()},
         "headline": {when: entry for kind, when, entry in pooled if kind == judged},
         "kinds": kinds,
-        "spreads": [
-            (kind, title, metrics.spread(by_site, higher)) for kind, title, by_site in kinds
-        ],
-        "scale": max([1.0, *(value for _, _, by_site in kinds for value in by_site.values())]),
+        "spreads": spreads,
+        "scale": scale,
         "gains": gains,
-        "everybody": differences.everybody(),
-        "against_local": differences.sentence(),
-        "differences": [
-            (
-                site,
-                tested[site],
-                differences.against_local.get(site),
-                differences.against_others.get(site),
-            )
-            for site in run.site_names
-            if site in differences.against_local or site in differences.against_others
-        ],
-        "pooled_difference": differences.pooled,
+        **_differences(run),
         "learning": round_charts.learning_curves(run),
         "costs": round_charts.costs(run),
         "traffic": _traffic(run),
         "changes": _changes(run),
         "class_counts": _class_counts(run),
-        "partition_picture": b64encode(picture.read_bytes()).decode()
-        if picture.is_file()
-        else None,
+        "partition_picture": _embedded(picture) if picture.is_file() else None,
         **_predicted(run),
         **_pictures(run),
         "settings": _settings(record),
     }
 
 
+def _differences(run: RunFiles) -> dict[str, Any]:
+    """Return what the page says of differences from Local models and between sites."""
+    differences = Differences(run)
+    tested = Counter(run.predictions.sites if run.predictions else ())
+    rows = []
+    for site in run.site_names:
+        local = differences.against_local.get(site)
+        sites = differences.against_others.get(site)
+        if local or sites:
+            rows.append((site, tested[site], local, sites))
+
+    return {
+        "everybody": differences.everybody(),
+        "against_local": differences.sentence(),
+        "differences": rows,
+        "pooled_difference": differences.pooled,
+    }
+
+
 def _notes(data: Mapping[str, Any]) -> list[str]:
     """Return the remarks on the images without the path of the data folder, because reports are shared."""
-    folder = str(data.get("folder") or "")
-    return [
-        note.replace(folder, "the data folder") if folder else note
-        for note in data.get("notes") or ()
-    ]
+    notes = list(data.get("notes") or ())
+    if folder := str(data.get("folder") or ""):
+        notes = [note.replace(folder, "the data folder") for note in notes]
+
+    return notes
 
 
 def _predicted(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of the test predictions."""
-    analysis = analyse_predictions(run)
     last = (run.summary or {}).get("rounds")  # the round of the predictions
-    return {
+    exact = []  # the columns whose numbers are those of the predictions
+    for kind, when, values in run.pooled():
+        if kind == run.judged and values.get("round") == last:
+            exact.append(when)
+
+    entries: dict[str, Any] = {
         "classified": bool(run.classes) and run.record["task"] == "classification",
-        "predictions": analysis is not None,
-        **_structures(run),
-        "intervals": analysis.intervals if analysis else {},
-        "intervals_method": analysis.describe_intervals()
-        if analysis and analysis.intervals
-        else "",
         "level": f"{100 * bootstrap.LEVEL:g} %",
-        "confusion": analysis.confusion() if analysis else None,
-        "confusions": analysis.confusions() if analysis else [],
-        "roc": analysis.roc() if analysis else None,
-        "calibration": analysis.calibration() if analysis else None,
-        "worst": analysis.worst() if analysis else [],
-        "each": analysis.each if analysis else {},
-        "few_cases": analysis.cases() if analysis else None,
         "least": bootstrap.LEAST,
         "least_of_class": LEAST_OF_CLASS,
-        "exact": [
-            when
-            for kind, when, values in run.pooled()
-            if kind == run.judged and values.get("round") == last
-        ],
+        "exact": exact,
+        **_structures(run),
+    }
+    analysis = analyse_predictions(run)
+    if analysis is None:
+        absent = ("confusion", "roc", "calibration", "few_cases")
+        empty = {"predictions": False, "intervals": {}, "intervals_method": "", "each": {}}
+        return {**entries, **empty, "confusions": [], "worst": [], **dict.fromkeys(absent)}
+
+    return {
+        **entries,
+        "predictions": True,
+        "intervals": analysis.intervals,
+        "intervals_method": analysis.describe_intervals() if analysis.intervals else "",
+        "confusion": analysis.confusion(),
+        "confusions": analysis.confusions(),
+        "roc": analysis.roc(),
+        "calibration": analysis.calibration(),
+        "worst": analysis.worst(),
+        "each": analysis.each,
+        "few_cases": analysis.cases(),
     }
 
 
 def _structures(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
     kinds = run.structure_metrics
-    columns = [
-        [run.site_values(run.judged, f"{kind}_{slug(name)}") for kind in ("dice", "cases")]
-        for name in run.structures
-    ]
+    structures = []
+    columns = []
+    for name, scores in run.structures.items():
+        structure = slug(name)
+        values = [(scores.get(kind), f"{kind}_{structure}") for kind in kinds]
+        structures.append((name, scores.get("cases"), values))
+        dice = run.site_values(run.judged, f"dice_{structure}")
+        columns.append((dice, run.site_values(run.judged, f"cases_{structure}")))
 
-    return {
-        "structure_titles": [run.title(kind) for kind in kinds],
-        "structures": [
-            (name, scores.get("cases"), [(scores.get(kind), f"{kind}_{slug(name)}") for kind in kinds])
-            for name, scores in run.structures.items()
-        ],
-        "structure_sites": [
-            (site, [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns])
-            for site in run.site_names if any(site in cases for _, cases in columns)
-        ],
-    }  # fmt: skip
+    sites = []
+    for site in run.site_names:
+        if any(site in cases for _, cases in columns):
+            cells = [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns]
+            sites.append((site, cells))
+
+    titles = [run.title(kind) for kind in kinds]
+    return {"structure_titles": titles, "structures": structures, "structure_sites": sites}
 
 
 def _traffic(run: RunFiles) -> dict[str, Any] | None:
-    """Return the mean bytes of a site's messages in a round, how many they are, and the bytes before round 1."""
+    """Return the mean bytes of a site's messages in a round, the number of messages, and the bytes before round 1."""
     rows = []
     for entry in run.rounds:
         sites = len(entry.get("cohort") or ()) - len(entry.get("left_out") or ())
         if sites > 0 and "bytes_up" in entry and "bytes_down" in entry:
             rows.append((entry["bytes_up"], entry["bytes_down"], sites))
 
-    visits = sum(sites for *_, sites in rows)
-    if not visits:
+    if not rows:
         return None
 
-    up = sum(row[0] for row in rows)
-    down = sum(row[1] for row in rows)
+    up, down, visits = map(sum, zip(*rows, strict=True))
+    # what is left of the total was sent for the introductions
     before = (run.summary or {}).get("bytes_up", up) - up
     return {
         "up": up / visits,
@@ -214,60 +226,78 @@ def _traffic(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, int]]:
-    """Return site, median norm of its changes, shares of the mean by its images and as counted, rounds cut, rounds.
+    """Return what server rules that bound norms or shares made of each site's changes.
 
-    Of rules that bound norms or shares; without a bound of norms there is no norm.
+    A row is: site; median norm of its changes, None without a bound of norms; its mean share of the average by images,
+    and as it counted; rounds in which the change was shortened; rounds.
     """
+    observed = [entry.get("observed") or {} for entry in run.rounds]
     rows = []
     for site in run.site_names:
-        observed = [
-            seen for entry in run.rounds if f"share/{site}" in (seen := entry.get("observed") or {})
-        ]
-        if observed:
-            norms = [one[f"norm/{site}"] for one in observed if "clip" in one]
-            said = fmean(one.get(f"said/{site}", one[f"share/{site}"]) for one in observed)
-            shortened = sum(one[f"norm/{site}"] > one["clip"] for one in observed if "clip" in one)
-            counted = fmean(one[f"share/{site}"] for one in observed)
-            rows.append(
-                (site, median(norms) if norms else None, said, counted, shortened, len(observed))
-            )
+        shares = []
+        shares_by_images = []
+        norms = []
+        shortened = 0
+        for values in observed:
+            share = values.get(f"share/{site}")
+            if share is None:  # the site was not in the cohort
+                continue
+
+            shares.append(share)
+            shares_by_images.append(values.get(f"said/{site}", share))
+            if "clip" in values:
+                norms.append(values[f"norm/{site}"])
+                shortened += norms[-1] > values["clip"]
+
+        if shares:
+            norm = median(norms) if norms else None
+            by_images = fmean(shares_by_images)
+            rows.append((site, norm, by_images, fmean(shares), shortened, len(shares)))
 
     return rows
 
 
 def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return every setting of the run as text; not the data folder, because reports are shared."""
-    computing = [name for name, one in SETTINGS.items() if one.group == COMPUTING]
+    computing = [name for name, entry in SETTINGS.items() if entry.group == COMPUTING]
     names = ("runtime", "seed", "device", *computing, "threads")
     rows = [(name, setting(run[name])) for name in names if name in run]
-    for section in ("options", "config"):
-        rows += [
-            (f"{name} ({section[:6]})", setting(value))
-            for name, value in (run.get(section) or {}).items()
-        ]
+    for section, label in (("options", "option"), ("config", "config")):
+        for name, value in (run.get(section) or {}).items():
+            rows.append((f"{name} ({label})", setting(value)))
 
     versions = dict(run.get("versions") or {})
     rows += [(name, setting(value)) for name, value in versions.items()]
     for entry in run.get("resumed") or ():
-        other = {
-            name: value for name, value in entry["versions"].items() if versions.get(name) != value
-        }
-        rows += [
-            (f"{name}, from round {entry['round'] + 1}", setting(value))
-            for name, value in other.items()
-        ]
-        versions |= other
+        for name, value in entry["versions"].items():
+            if versions.get(name) != value:
+                versions[name] = value
+                rows.append((f"{name}, from round {entry['round'] + 1}", setting(value)))
 
     return rows
 
 
+def _embedded(picture: Path) -> str:
+    return b64encode(picture.read_bytes()).decode()
+
+
 def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     counts = run.record.get("site_class_counts") or {}
-    classes = run.classes
-    rows = [(site, counts[site]) for site in run.site_names if site in counts]
-    if not rows or any(len(row) != len(classes) for _, row in rows):
+    rows = []
+    most = 1
+    for site in run.site_names:
+        if site not in counts:
+            continue
+        if len(counts[site]) != len(run.classes):  # a table of other classes would mislead
+            return None
+
+        rows.append((site, counts[site]))
+        most = max(most, *counts[site])
+
+    if not rows:
         return None
-    return {"classes": classes, "rows": rows, "most": max(1, *(max(row) for _, row in rows))}
+
+    return {"classes": run.classes, "rows": rows, "most": most}
 
 
 def _pictures(run: RunFiles) -> dict[str, Any]:

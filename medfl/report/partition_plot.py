@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, LETTER, SOFT, TINTS
 
@@ -59,11 +61,10 @@ class _Layout:
 
     @property
     def slanted(self) -> bool:
+        """Whether the class names do not fit above their columns in three lines."""
         lines = [name.split("\n") for name in self.wrapped]
-        return (
-            max(map(len, lines)) > 3
-            or max(len(line) for name in lines for line in name) * LETTER > self.step_x
-        )
+        longest = max(len(line) for name in lines for line in name)
+        return max(map(len, lines)) > 3 or longest * LETTER > self.step_x
 
     @property
     def head(self) -> float:
@@ -81,15 +82,14 @@ class _Layout:
 
     @property
     def size(self) -> tuple[float, float]:
-        return self.left + self.body[0] + 1.8 + 0.75 * len(self.shown), self.body[
-            1
-        ] + self.head + 2.3
+        width, height = self.body
+        return self.left + width + 1.8 + 0.75 * len(self.shown), height + self.head + 2.3
 
     def box(self, figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
         """Add bare axes; `x` and `y` are measured from the lower left corner of the bubbles."""
-        whole_x, whole_y = self.size
+        total_x, total_y = self.size
         axes = figure.add_axes(
-            ((self.left + x) / whole_x, (0.85 + y) / whole_y, width / whole_x, height / whole_y)
+            ((self.left + x) / total_x, (0.85 + y) / total_y, width / total_x, height / total_y)
         )
         axes.patch.set_alpha(0)
         axes.tick_params(length=0, labelcolor=INK)
@@ -111,10 +111,12 @@ def plot(
     from matplotlib.figure import Figure
 
     sites = partition.sites
+    title = "Training images at each site"
     if classes:
+        title = "Training images of each class at each site"
         counts = partition.counts(sections, len(classes))
     else:
-        counts = {s: [len(h["train"])] for s, h in sites.items()}
+        counts = {site: [len(parts["train"])] for site, parts in sites.items()}
 
     shown = shown_sections(partition)
     names = tuple(shorten(name, 36) for name in classes or ["all images"])
@@ -141,11 +143,6 @@ def plot(
     x = 0.2 / layout.size[0]
     top = 1 - 0.15 / layout.size[1]
 
-    if classes:
-        title = "Training images of each class at each site"
-    else:
-        title = "Training images at each site"
-
     figure.text(x, top, title, size=13, weight="bold", color=INK, va="top")
     text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
     text += f"{sum(map(sum, matrix)):,} training images"
@@ -155,13 +152,15 @@ def plot(
 
 def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
     largest = max(map(max, matrix))
-    cells = [(x, y, count) for y, row in enumerate(matrix) for x, count in enumerate(row) if count]
-    diameters = [_diameter(layout, count, largest) for _, _, count in cells]
+    counts = np.array(matrix)
+    rows, columns = np.nonzero(counts)
+    diameters = [_diameter(layout, count, largest) for count in counts[rows, columns].tolist()]
     axes.set(xlim=(-0.5, len(layout.classes) - 0.5), ylim=(len(matrix) - 0.5, -0.5))
-    centres = [x for x, _, _ in cells], [y for _, y, _ in cells]
+    # matplotlib's sizes are areas in square points
     axes.scatter(
-        *centres,
-        s=[d**2 for d in diameters],
+        columns,
+        rows,
+        s=np.square(diameters),
         color=TINTS["train"],
         alpha=0.85,
         linewidths=0,
@@ -169,12 +168,12 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     )
     axes.set_yticks(range(len(matrix)), layout.sites, size=layout.font)
     axes.xaxis.tick_top()
-    slant: dict[str, Any] = (
-        {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if layout.slanted else {}
-    )
-    axes.set_xticks(
-        range(len(layout.classes)), layout.classes if slant else layout.wrapped, size=9.5, **slant
-    )
+    positions = range(len(layout.classes))
+    if layout.slanted:
+        style: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
+        axes.set_xticks(positions, layout.classes, size=9.5, **style)
+    else:
+        axes.set_xticks(positions, layout.wrapped, size=9.5)
 
     if len(matrix) > 25 and layout.head < 0.4:
         axes.tick_params(labelbottom=True)
@@ -182,8 +181,8 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     if layout.step_y < 0.3 or layout.step_x < 0.6:  # no space for a number at every disc
         return
 
-    for (x, y, count), diameter in zip(cells, diameters, strict=True):
-        text = f"{count:,}"
+    for x, y, diameter in zip(columns.tolist(), rows.tolist(), diameters, strict=True):
+        text = f"{matrix[y][x]:,}"
         if diameter > 4.6 * len(text) + 3:
             axes.text(x, y, text, size=7.5, color="white", ha="center", va="center_baseline")
         else:
@@ -218,11 +217,11 @@ def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
 
 def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
     """Draw the section sizes of each site as stacked bars."""
-    start = [0] * len(sizes)
-    for k, name in enumerate(layout.shown):
-        part = [row[k] for row in sizes]
+    start = np.zeros(len(sizes), np.int64)
+    for name, part in zip(layout.shown, np.array(sizes).T, strict=True):
         axes.barh(range(len(sizes)), part, left=start, height=0.6, color=TINTS[name])
-        start = [a + b for a, b in zip(start, part, strict=True)]
+        start += part
+
     axes.set(xlim=(0, max(start)), ylim=(len(sizes) - 0.5, -0.5))
 
 
@@ -258,11 +257,12 @@ def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -
 def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
     """Draw a legend of discs for round numbers; the axes are in inches."""
     axes.set(xlim=(0, layout.size[0] - layout.left), ylim=(0, 0.75))
+    # the largest of 1, 2, 5, 10, 20, ... images that a disc can have
     power = 10 ** int(math.log10(largest))
     top = max(step * power for step in (1, 2, 5) if step * power <= largest)
     x = 0.1
 
-    for count in [count for count in (top // 100, top // 10, top) if count]:
+    for count in filter(None, (top // 100, top // 10, top)):
         diameter = _diameter(layout, count, largest)
         x += diameter / 144
         axes.scatter([x], [0.35], s=[diameter**2], color=TINTS["train"], alpha=0.85, linewidths=0)
@@ -271,6 +271,7 @@ def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
         axes.text(x, 0.35, label, size=8.5, color=INK, va="center_baseline")
         x += 0.075 * len(label) + 0.2
 
+    # up to this count all discs have the least diameter
     floor = int(largest * (SMALLEST / (72 * layout.disc)) ** 2)
     if floor > 1:
         axes.text(

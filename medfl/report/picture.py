@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
+Colour: TypeAlias = str | tuple[float, float, float, float]
+"""A colour as matplotlib takes it."""
 
-WIDTH, _DPI = 4.8, 200  # inches and dots of a plot: twice what a column of the report is wide
+# Inches, and dots an inch, of a plot: twice the pixels of a column of the report.
+WIDTH = 4.8
+_DPI = 200
 LETTER = 0.085  # inches a letter takes
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
 _THUMBNAIL = 256  # pixels of the longer side of a single image, at most
-_COLUMNS, _ROWS = 2, 6  # of a legend; more rows make the figure higher
+# Of a legend; more rows make the figure higher.
+_COLUMNS = 2
+_ROWS = 6
 _STYLE: dict[Any, Any] = {
-    "text.parse_math": False,
+    "text.parse_math": False,  # names of classes and sites may have a dollar sign
     "font.size": 10,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,
@@ -67,17 +73,16 @@ class Picture:
             with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
                 image.load()
                 texts = dict(getattr(image, "text", {}))
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            Image.DecompressionBombError,
-        ) as error:  # which: by the damage
+        # Pillow raises one or another by what is damaged
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise OSError(f"{path.name} is no whole PNG file") from error
 
-        title = str(texts.get("Title", path.stem))
         return cls(
-            path.stem, png, title, str(texts.get("Description", "")), str(texts.get("Mark", ""))
+            name=path.stem,
+            png=png,
+            title=str(texts.get("Title", path.stem)),
+            caption=str(texts.get("Description", "")),
+            mark=str(texts.get("Mark", "")),
         )
 
     @property
@@ -138,8 +143,10 @@ def render(
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
 
-    texts = {"Title": title, "Description": caption, "Mark": mark, "Software": None}
     file = io.BytesIO()
+    entries = {"Title": title, "Description": caption, "Mark": mark}
+    texts: dict[str, str | None] = {name: text for name, text in entries.items() if text}
+    texts["Software"] = None  # else matplotlib's version would be in the file
 
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, dpi=dpi, facecolor="white", layout=layout)  # not pyplot's
@@ -147,9 +154,7 @@ def render(
             figure.suptitle(title, size=11, weight="bold", color=INK)
 
         fill(figure)
-        figure.savefig(
-            file, format="png", metadata={key: text for key, text in texts.items() if text != ""}
-        )
+        figure.savefig(file, format="png", metadata=texts)
 
     return Picture(name, file.getvalue(), title, caption, mark)
 
@@ -181,8 +186,8 @@ def slant(degrees: float) -> dict[str, Any]:
     return {"rotation": degrees, "ha": "right", "rotation_mode": "anchor"}
 
 
-def colours(count: int) -> list[Any]:
-    """Return distinct colours."""
+def colours(count: int) -> list[Colour]:
+    """Return distinct colours, for up to ten those of matplotlib's own cycle."""
     import matplotlib as mpl
 
     if count <= 10:
@@ -191,12 +196,12 @@ def colours(count: int) -> list[Any]:
 
 
 def add_legend(
-    figure: Figure, entries: Sequence[tuple[Any, str]], synthetic: bool = False, title: str = ""
+    figure: Figure, entries: Sequence[tuple[Colour, str]], synthetic: bool = False, title: str = ""
 ) -> None:
     """Add a legend below: a colour for each entry and, with `synthetic`, the markers of real and generated items."""
     from matplotlib.lines import Line2D
 
-    def handle(colour: Any, marker: str, text: str) -> Line2D:
+    def handle(colour: Colour, marker: str, text: str) -> Line2D:
         return Line2D([], [], linestyle="", marker=marker, color=colour, label=text, markersize=7)
 
     handles = [handle(colour, "o", shorten(text, ENTRY)) for colour, text in entries]
@@ -204,9 +209,8 @@ def add_legend(
         handles += [handle(SOFT, "o", "test items"), handle(SOFT, "^", "generated")]
 
     extra_rows = max(0, (len(handles) + 1) // _COLUMNS - _ROWS)
-    figure.set_figheight(
-        figure.get_figheight() + 0.2 * extra_rows
-    )  # else a long legend takes the axes' room
+    # else a long legend would take the axes' room
+    figure.set_figheight(figure.get_figheight() + 0.2 * extra_rows)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=_COLUMNS, frameon=False, fontsize=9, labelcolor=INK,
         title=title or None, title_fontproperties={"size": 9}, columnspacing=1.2, handletextpad=0.2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,9 @@ from medfl.report import charts, formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
 
-_MAX_SITES, _MAX_CLASSES = 12, 12  # of the single sites' confusion matrices: more cannot be read
+# Of the single sites' confusion matrices: more cannot be read.
+_MAX_SITES = 12
+_MAX_CLASSES = 12
 
 
 class PredictionAnalysis:
@@ -66,55 +69,48 @@ class PredictionAnalysis:
     @cached_property
     def each(self) -> dict[str, list[float]]:
         """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
-        scored = {
-            name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()
-        }
-        return {
-            name: sorted(values.tolist())
-            for name, values in scored.items()
-            if 0 < len(values) < bootstrap.LEAST
-        }
+        few = {}
+        for name, scores in self.predictions.scores.items():
+            values = np.sort(scores[~np.isnan(scores)])
+            if 0 < len(values) < bootstrap.LEAST:
+                few[name] = values.tolist()
+
+        return few
 
     def cases(self) -> dict[str, Any] | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
-        preds = self.predictions
         if self._enough:
             return None
 
+        cases = self.predictions
         if self.is_classification:
             heads = ["Reference", "Predicted", "Confidence"]
-            if preds.probabilities is None:
-                sure = [None] * len(preds.ids)
-            else:
-                sure = preds.probabilities.max(1).tolist()
+            confidences: Iterable[float | None] = [None] * len(cases.ids)
+            if self._confidence is not None:
+                confidences = self._confidence[0]
 
-            cells = [
-                [self.classes[label], self.classes[predicted], formatting.number(confidence)]
-                for label, predicted, confidence in zip(
-                    preds.label, preds.predicted, sure, strict=True
-                )
+            columns = [
+                [self.classes[label] for label in cases.label],
+                [self.classes[label] for label in cases.predicted],
+                _numbers(confidences),
             ]
         else:
-            heads = [*map(self.run.title, preds.scores)]
-            cells = [
-                [formatting.number(values[i]) for values in preds.scores.values()]
-                for i in range(len(preds.ids))
-            ]
+            heads = [self.run.title(name) for name in cases.scores]
+            columns = [_numbers(values) for values in cases.scores.values()]
 
-        return {"heads": heads, "rows": [*zip(preds.ids, preds.sites, cells, strict=True)]}
+        rows = zip(cases.ids, cases.sites, zip(*columns, strict=True), strict=True)
+        return {"heads": heads, "rows": list(rows)}
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
-        cases = f"{len(self.predictions.ids)} test cases"
-        if not self.is_classification:
-            draws = f"the {cases} drawn again with replacement"
-            few = []
-        else:
-            draws = f"the {cases} drawn again with replacement within each reference class, so that every draw has each"
+        draws = f"the {len(self.predictions.ids)} test cases drawn again with replacement"
+        few = []
+        if self.is_classification:
+            draws += " within each reference class, so that every draw has each"
             sizes = np.bincount(self.predictions.label, minlength=len(self.classes))
-            few = [
-                name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < bootstrap.LEAST
-            ]
+            for name, size in zip(self.classes, sizes, strict=True):
+                if 0 < size < bootstrap.LEAST:
+                    few.append(name)
 
         text = (
             f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
@@ -131,9 +127,10 @@ class PredictionAnalysis:
                 "their values stand in place of an interval."
             )
 
-        return text + (
-            f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else ""
-        )
+        if few:
+            text += f" Too narrow, for want of cases, as regards {', '.join(few)}."
+
+        return text
 
     def confusion(self) -> dict[str, Any] | None:
         """Return the pooled confusion matrix."""
@@ -145,18 +142,17 @@ class PredictionAnalysis:
     def confusions(self) -> list[tuple[str, dict[str, Any]]]:
         """Return each site's confusion matrix; none for a single site, or more sites or classes than can be read."""
         sites = [site for site in self.run.site_names if site in set(self.predictions.sites)]
-        if (
-            not self.is_classification
-            or not 1 < len(sites) <= _MAX_SITES
-            or len(self.classes) > _MAX_CLASSES
-        ):
+        readable = 1 < len(sites) <= _MAX_SITES and len(self.classes) <= _MAX_CLASSES
+        if not self.is_classification or not readable:
             return []
+
         site_of = np.array(self.predictions.sites)
         return [(site, self._matrix(site_of == site)) for site in sites]
 
-    def _matrix(self, which: NDArray[np.bool_]) -> dict[str, Any]:
+    def _matrix(self, members: NDArray[np.bool_]) -> dict[str, Any]:
+        cases = self.predictions
         counts = metrics.confusion(
-            self.predictions.label[which], self.predictions.predicted[which], len(self.classes)
+            cases.label[members], cases.predicted[members], len(self.classes)
         )
         rows = counts.sum(1)
         columns = counts.sum(0)
@@ -164,11 +160,11 @@ class PredictionAnalysis:
 
         return {
             "rows": counts.tolist(),
-            "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),
+            "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),  # of the reference class
             "reference": rows.tolist(),
             "cases": int(counts.sum()),
-            "recall": [float(h / n) if n else None for h, n in zip(hits, rows, strict=True)],
-            "precision": [float(h / n) if n else None for h, n in zip(hits, columns, strict=True)],
+            "recall": _shares(hits, rows),
+            "precision": _shares(hits, columns),
         }
 
     @cached_property
@@ -187,36 +183,28 @@ class PredictionAnalysis:
 
         many = len(self.curves) > charts.TONES
         tones = ["local" if many else f"tone-{i}" for i in range(len(self.curves))]
-        rows = [
-            {
-                "tone": tone,
-                "name": self.classes[curve.index],
-                "area": curve.area,
-                "ends": self._area_interval(curve),
-                "positives": curve.positives,
-            }
-            for tone, curve in zip(tones, self.curves, strict=True)
-        ]
-        each = [(curve.fpr, curve.tpr) for curve in self.curves]
-        coloured, grey = ({}, each) if many else (dict(zip(tones, each, strict=True)), [])
-        mean = mean_curve = None
+        rows = []
+        for tone, curve in zip(tones, self.curves, strict=True):
+            row = {"tone": tone, "name": self.classes[curve.index], "area": curve.area}
+            interval = self._area_interval(curve)
+            rows.append({**row, "ends": interval, "positives": curve.positives})
 
+        rates = [(curve.fpr, curve.tpr) for curve in self.curves]
+        mean = None
+        mean_curve = None
+        title = f"ROC curve of {rows[0]['name']}"
         if len(self.curves) > 1:
+            title = "ROC curves, one class against the others"
             mean_curve = roc.macro(self.curves)
             area = float(np.mean([curve.area for curve in self.curves]))
             mean = {"area": area, "ends": self.intervals.get("auroc")}
 
-        if mean:
-            title = "ROC curves, one class against the others"
+        if many:  # more curves than colours: thin and grey, with the mean on top
+            svg = charts.roc(title, {}, rates, mean_curve)
         else:
-            title = f"ROC curve of {rows[0]['name']}"
+            svg = charts.roc(title, dict(zip(tones, rates, strict=True)), mean=mean_curve)
 
-        return {
-            "title": title,
-            "svg": charts.roc(title, coloured, grey, mean_curve),
-            "rows": rows,
-            "mean": mean,
-        }
+        return {"title": title, "svg": svg, "rows": rows, "mean": mean}
 
     def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
@@ -243,11 +231,11 @@ class PredictionAnalysis:
         confidence, right = self._confidence
         curve = calibration.reliability(confidence, right)
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws)
-        intervals = [
-            bootstrap.interval(column) if n >= bootstrap.LEAST else None
-            for column, n in zip(accuracy.T, curve.count, strict=True)
-        ]
-        ends = [one or (value, value) for one, value in zip(intervals, curve.accuracy, strict=True)]
+        ends = []
+        for draws, value, count in zip(accuracy.T, curve.accuracy, curve.count, strict=True):
+            interval = bootstrap.interval(draws) if count >= bootstrap.LEAST else None
+            ends.append(interval or (value, value))  # a bin of few cases has no interval
+
         title = "Reliability of the predicted class"
         svg = charts.reliability(
             title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T
@@ -272,11 +260,10 @@ class PredictionAnalysis:
             return []
 
         of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
-        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))[
-            :WORST
-        ]
-        return [
-            {
+        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))
+        rows = []
+        for i in order[:WORST]:
+            row = {
                 "id": cases.ids[i],
                 "site": cases.sites[i],
                 "label": self.classes[cases.label[i]],
@@ -284,8 +271,18 @@ class PredictionAnalysis:
                 "confidence": float(cases.probabilities[i, cases.predicted[i]]),
                 "own": float(of_reference[i]),
             }
-            for i in order
-        ]
+            rows.append(row)
+
+        return rows
+
+
+def _numbers(values: Iterable[float | None]) -> list[str]:
+    return [formatting.number(value) for value in values]
+
+
+def _shares(hits: NDArray[np.int64], totals: NDArray[np.int64]) -> list[float | None]:
+    """Return hits / totals of each class, None for a class without cases."""
+    return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
 
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:

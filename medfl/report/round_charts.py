@@ -30,49 +30,40 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     numbers = [entry["round"] for entry in rounds]
     # the judged model only, as in the tables: what sites have before the average is no model of theirs
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
-    site_values = [
-        [_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds
-    ]
+    site_values = []
+    for entry in rounds:
+        site_values.append([_metric(site, judged, key) for site in _site_entries(entry)])
 
+    chance = None
     if key == "balanced_accuracy" and run.classes:
         chance = 1 / len(run.classes)
-    else:
-        chance = None
 
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(
         title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance
     )
-    has_band = any(value for values in site_values for value in values)
-
-    if has_band:
-        band = [("band", f"{dict(MODEL_KINDS)[judged].lower()}, lowest to highest site")]
-    else:
-        band = []
-
-    legend = [(judged, dict(MODEL_KINDS)[judged]), *band]
-    dotted = " Dotted: guessing." if chance is not None else ""
-    if band:
+    model = dict(MODEL_KINDS)[judged]
+    legend = [(judged, model)]
+    caption = ""
+    if any(map(any, site_values)):
+        legend.append(("band", f"{model.lower()}, lowest to highest site"))
         caption = "Line: all validation images pooled. Band: each site's own validation images."
-    else:
-        caption = ""
 
-    drawn = [Chart(title, legend, svg, caption + dotted)]
-    losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
-    curve = {judged: [entry.get("train_loss") for entry in rounds]}
-    svg = charts.lines("Training loss", numbers, curve, losses, band_of=judged)
+    if chance is not None:
+        caption += " Dotted: guessing."
+
+    scores = Chart(title, legend, svg, caption)
+    site_losses = []
+    for entry in rounds:
+        site_losses.append([site.get("train_loss") for site in _site_entries(entry)])
+
+    mean = {judged: [entry.get("train_loss") for entry in rounds]}
+    svg = charts.lines("Training loss", numbers, mean, site_losses, band_of=judged)
     legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
-    drawn.append(
-        Chart(
-            "Training loss",
-            legend,
-            svg,
-            "The method's own loss, as the sites report it while training.",
-        )
-    )
-
-    return [chart for chart in drawn if chart.svg is not None]
+    caption = "The method's own loss, as the sites report it while training."
+    losses = Chart("Training loss", legend, svg, caption)
+    return [chart for chart in (scores, losses) if chart.svg is not None]
 
 
 def costs(run: RunFiles) -> list[Chart]:

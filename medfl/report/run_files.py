@@ -24,11 +24,8 @@ class RunFiles(RunReader):
     @property
     def structure_metrics(self) -> list[str]:
         """The metrics that any structure has."""
-        return [
-            kind
-            for kind in OF_STRUCTURES
-            if any(kind in scores for scores in self.structures.values())
-        ]
+        kinds = set[str]().union(*self.structures.values())
+        return [kind for kind in OF_STRUCTURES if kind in kinds]
 
     def metric_names(self) -> list[str]:
         """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`.
@@ -40,6 +37,10 @@ class RunFiles(RunReader):
             names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
 
         listed = [name for name in metrics.METRICS if name in names and name != self.key]
-        single = {f"{kind}_{slug(name)}" for name in self.structures for kind in OF_STRUCTURES}
-        single |= {"round", "classes", *(f"{name}_cases" for name in single)}
-        return [self.key, *listed, *sorted(names - {self.key, *listed} - single)]
+        names -= {self.key, *listed, "round", "classes"}
+        for structure in self.structures:
+            for kind in OF_STRUCTURES:
+                metric = f"{kind}_{slug(structure)}"
+                names -= {metric, f"{metric}_cases"}
+
+        return [self.key, *listed, *sorted(names)]

@@ -10,10 +10,7 @@ from medfl.report.picture import Picture
 
 WORST = 12
 """Test images that a run keeps of those that its judged model gets most wrong."""
-_BEFORE, _AFTER = (
-    ("text-embeddings",),
-    ("features-pca", "features-tsne", "spectrum"),
-)  # the generated grids lie between
+_FEATURES = ("features-pca", "features-tsne", "spectrum")
 _MAX_GRIDS = 4  # grids of generated images
 _MAX_MASK_SITES = 6  # sites with segmented cases
 T = TypeVar("T")
@@ -26,6 +23,7 @@ def grid_name(round_: int) -> str:
 
 def generated_grids(folder: Path) -> list[Path]:
     """Return the grids of generated images in a run folder, by round."""
+    # by length first: rounds from 10,000 on have a digit more
     return sorted(
         (folder / "pictures").glob("generated-[0-9]*.png"),
         key=lambda path: (len(path.stem), path.stem),
@@ -43,10 +41,9 @@ def model_pictures(folder: Path) -> tuple[list[Picture], int]:
     """
     grids = generated_grids(folder)
     shown = _spaced(grids, _MAX_GRIDS)
-    before, after = (
-        [folder / "pictures" / f"{name}.png" for name in names] for names in (_BEFORE, _AFTER)
-    )
-    pictures = [Picture.read(path) for path in [*before, *shown, *after] if path.is_file()]
+    features = [folder / "pictures" / f"{name}.png" for name in _FEATURES]
+    paths = [folder / "pictures" / "text-embeddings.png", *shown, *features]
+    pictures = [Picture.read(path) for path in paths if path.is_file()]
     return pictures, len(grids) - len(shown)
 
 
@@ -59,8 +56,9 @@ def mask_pictures(folder: Path) -> tuple[list[Picture], int]:
     Raises:
         OSError: a picture cannot be read.
     """
-    files = (sorted((folder / "pictures").glob(name)) for name in ("dice*.png", "masks-*.png"))
-    strips, sites = ([Picture.read(path) for path in paths] for paths in files)
+    strips = _read_all(folder, "dice*.png")
+    sites = _read_all(folder, "masks-*.png")
+    # the mark is the site's median Dice
     shown = _spaced(sorted(sites, key=lambda picture: float(picture.mark or 0)), _MAX_MASK_SITES)
     return [*strips, *shown], len(sites) - len(shown)
 
@@ -71,7 +69,11 @@ def worst_images(folder: Path) -> list[Picture]:
     Raises:
         OSError: one cannot be read.
     """
-    return [Picture.read(path) for path in sorted((folder / "pictures").glob("worst-[0-9]*.png"))]
+    return _read_all(folder, "worst-[0-9]*.png")
+
+
+def _read_all(folder: Path, pattern: str) -> list[Picture]:
+    return [Picture.read(path) for path in sorted((folder / "pictures").glob(pattern))]
 
 
 def _spaced(entries: Sequence[T], count: int) -> Sequence[T]:

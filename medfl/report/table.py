@@ -16,9 +16,10 @@ from medfl.report.differences import Differences
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage.run_reader import SUMMARY_KINDS
 
+PHANTOM_NOTE = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
 _TABLE_SITES = 24
 _TABLE_STRUCTURES = 12
-_WIDE = 21
+_WIDE = 21  # letters of a structure metric's column, whose title has a unit
 
 
 def result_table(run_folder: Path) -> str:
@@ -30,13 +31,15 @@ def result_table(run_folder: Path) -> str:
         InputError: as for `write_report`.
     """
     run = RunFiles(Path(run_folder))
-    names = [run.key] + (
-        ["accuracy"] if run.key != "accuracy" and "accuracy" in run.metric_names() else []
-    )
-    columns = [
-        (name, kind, run.site_values(kind, name)) for name in names for kind, _ in MODEL_KINDS
-    ]
-    columns = [column for column in columns if column[2]]
+    names = [run.key]
+    if run.key != "accuracy" and "accuracy" in run.metric_names():
+        names.append("accuracy")
+
+    columns = []
+    for name in names:
+        for kind, _ in MODEL_KINDS:
+            if values := run.site_values(kind, name):
+                columns.append((name, kind, values))
 
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
@@ -47,28 +50,29 @@ def result_table(run_folder: Path) -> str:
         *_pooled_lines(run),
         *structure_lines(run, run.structures, model),
     ]
-    diffs = Differences(run)
-    sentences = {
-        "personal": run.personal_model, "everybody's test images": diffs.everybody(), "against Local": diffs.sentence()
-    }  # fmt: skip
-
-    for name, text in sentences.items():
-        lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""] if text else []
+    differences = Differences(run)
+    for name, text in (
+        ("personal", run.personal_model),
+        ("everybody's test images", differences.everybody()),
+        ("against Local", differences.sentence()),
+    ):
+        if text:
+            lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
 
     summary = run.summary or {}
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
 
-    sent = [
-        f"{way} {formatting.size(summary[f'bytes_{way}'])}"
-        for way in ("up", "down")
-        if f"bytes_{way}" in summary
-    ]
-    if "seconds" in summary:
-        sent.append(f"time {formatting.duration(summary['seconds'])}")
+    totals = []
+    for way in ("up", "down"):
+        if f"bytes_{way}" in summary:
+            totals.append(f"{way} {formatting.size(summary[f'bytes_{way}'])}")
 
-    if sent:
-        lines.append("total     " + ", ".join(sent))
+    if "seconds" in summary:
+        totals.append(f"time {formatting.duration(summary['seconds'])}")
+
+    if totals:
+        lines.append("total     " + ", ".join(totals))
 
     lines.append(_data_line(run))
     return "\n".join(lines)
@@ -80,11 +84,11 @@ def _site_lines(
     """Return two heading lines, the sites, then mean, sd and worst of each column."""
     shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:
+        # the worst first, sites without a value last; the line about the others needs space too
         sign = 1 if metrics.higher_is_better(run.key) else -1
         judged = run.site_values(run.judged, run.key)
-        shown = sorted(shown, key=lambda site: sign * judged.get(site, math.inf * sign))[
-            : _TABLE_SITES - 4
-        ]
+        shown.sort(key=lambda site: sign * judged.get(site, math.inf * sign))
+        shown = shown[: _TABLE_SITES - 4]
 
     widths = [24, 8, 8]
     title_widths = dict[str, int]()
@@ -108,24 +112,18 @@ def _site_lines(
     if len(shown) < len(run.site_names):
         lines.append(f"… {len(run.site_names) - len(shown)} better sites are in sites.csv")
 
-    spreads = [
-        metrics.spread(values, metrics.higher_is_better(name)) for name, _, values in columns
-    ]
     if not columns:
         return [text.rstrip() for text in lines]
 
-    lines += [
-        rule,
-        label_row(
-            ["mean", "", "", *(formatting.number(spread["mean"]) for spread in spreads)], widths
-        ),
-        label_row(["sd", "", "", *map(formatting.sd, spreads)], widths),
-        label_row(
-            ["worst", "", "", *(formatting.number(spread["worst"]) for spread in spreads)], widths
-        ),
-    ]
+    summary: dict[str, list[str]] = {"mean": [], "sd": [], "worst": []}
+    for name, _, values in columns:
+        spread = metrics.spread(values, metrics.higher_is_better(name))
+        summary["mean"].append(formatting.number(spread["mean"]))
+        summary["sd"].append(formatting.sd(spread))
+        summary["worst"].append(formatting.number(spread["worst"]))
 
-    return lines
+    rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
+    return [*lines, rule, *rows]
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:
@@ -148,9 +146,8 @@ def _pooled_lines(run: RunFiles) -> list[str]:
         ]
         width = max(map(len, cells)) + 2
         if len(lines[1]) + width <= terminal.width():
-            lines[1:] = [
-                f"{line}{cell:>{width}}" for line, cell in zip(lines[1:], cells, strict=True)
-            ]
+            for row, cell in enumerate(cells, 1):  # line 0 is blank, line 1 the head
+                lines[row] += f"{cell:>{width}}"
 
     return [*lines, ""]
 
@@ -165,10 +162,12 @@ def structure_lines(
     kinds = run.structure_metrics
     shown = dict(structures)
     if len(shown) > _TABLE_STRUCTURES:
-        by_dice = sorted(
-            shown, key=lambda name: math.inf if (dice := shown[name].get("dice")) is None else dice
-        )
-        shown = {name: shown[name] for name in by_dice[:_TABLE_STRUCTURES]}
+
+        def dice(name: str) -> float:
+            value = structures[name].get("dice")
+            return math.inf if value is None else value
+
+        shown = {name: structures[name] for name in sorted(shown, key=dice)[:_TABLE_STRUCTURES]}
 
     widths = [24, 8, *[_WIDE] * len(kinds)]
     lines = [label_row([f"structure, {model}", "cases", *map(run.title, kinds)], widths)]
@@ -187,16 +186,17 @@ def structure_lines(
 
 
 def _data_line(run: RunFiles) -> str:
-    shared = ""
+    if run.phantom:
+        text = PHANTOM_NOTE
+    else:
+        text = f"real data: {formatting.plain(str(run.record['bundle']), 40)}"
+        if checksum := run.record["data"].get("checksum"):
+            text += f", checksum {str(checksum)[:16]}"
+
     if public := run.public:
         source = "PHANTOM" if public["data"]["source"] == "phantom" else "real"
-        shared = f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
-        if public["teachers"]:
-            shared += f", teachers: {formatting.plain(', '.join(str(name) for name, _ in public['teachers']), 60)}"
+        text += f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
+        if teachers := ", ".join(str(name) for name, _ in public["teachers"]):
+            text += f", teachers: {formatting.plain(teachers, 60)}"
 
-    if run.phantom:
-        return f"PHANTOM data: images drawn by a program; these numbers say nothing about patients{shared}"
-
-    checksum = str(run.record["data"].get("checksum") or "")
-    bundle = formatting.plain(str(run.record["bundle"]), 40)
-    return f"real data: {bundle}" + (f", checksum {checksum[:16]}" if checksum else "") + shared
+    return text

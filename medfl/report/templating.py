@@ -20,12 +20,12 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    same_name = {
-        name: getattr(formatting, name)
-        for name in ("number", "count", "each", "interval", "sd", "signed", "command")
-    }
-    templates.filters.update(
-        same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title
-    )
+    for name in ("number", "count", "each", "interval", "sd", "signed", "command"):
+        templates.filters[name] = getattr(formatting, name)
 
+    templates.filters |= {
+        "bytes": formatting.size,
+        "seconds": formatting.duration,
+        "title": metrics.title,
+    }
     return templates
