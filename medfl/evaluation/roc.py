@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from medfl.evaluation.bootstrap import Floats, Integers
+
 _POINTS = 201  # of a curve at most, which is more than a chart shows
 
 
@@ -29,15 +29,13 @@ class Curve:
     positives: int
 
 
-def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
+def curves(label: Integers, probabilities: Floats) -> list[Curve]:
     """Return the curve of each class that some but not all cases have; of two classes only the second's.
 
     Of N cases, the class indices (N,) and the probabilities (N, K).
     """
-    from sklearn.metrics import (
-        roc_auc_score,
-        roc_curve,
-    )  # here, because it takes a second to import
+    # Here, because it takes a second to import.
+    from sklearn.metrics import roc_auc_score, roc_curve
 
     curves = []
     classes = probabilities.shape[1]
