@@ -122,6 +122,7 @@ class Method:
         if server.get("weights") == {}:  # every tensor is personal
             return server
 
+        # w^{t+1} = sum_k p_k w_k^t
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
@@ -165,6 +166,7 @@ class Method:
             )
 
         trained = snapshot(model)
+        # What the State has under "weights" are the personal tensors, and no others.
         personal = state.get("weights", {})
         reply = Message({"weights": _without(trained, personal)}, {"samples": site.num_samples})
         if not personal:
@@ -246,6 +248,7 @@ def weighted_mean(
             if like.is_floating_point():
                 means[key] = _mean_tensor(like, parts, key, shares)
             else:
+                # The maximum, so that no site's counter goes back.
                 means[key] = torch.stack([weights[key] for weights in parts.values()]).amax(0)
 
     return means

@@ -84,6 +84,7 @@ class FedKEMF(PublicMethod, PrivateModels):
         fused = snapshot(k)
         if self.public_bn == "no_track":
             mean = weighted_mean(replies, "weights", uniform_shares(replies))
+            # Distillation left k's buffers as they were; the sites' mean stands in for them.
             buffers = fused.keys() - dict(k.named_parameters()).keys()
             fused |= {name: mean[name] for name in buffers}
 
@@ -93,8 +94,11 @@ class FedKEMF(PublicMethod, PrivateModels):
         self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public
     ) -> None:
         def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-            kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
-            return kind([p for p in network.parameters() if p.requires_grad], lr=self.server_lr)  # type: ignore[no-any-return]
+            trainable = [p for p in network.parameters() if p.requires_grad]
+            if self.server_optimizer == "sgd":
+                return torch.optim.SGD(trainable, lr=self.server_lr)
+
+            return torch.optim.Adam(trainable, lr=self.server_lr)
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             with torch.no_grad():
@@ -131,6 +135,8 @@ class FedKEMF(PublicMethod, PrivateModels):
         knowledge = proxy_model(site, down["weights"])
 
         def loss(z: Tensor, z_k: Tensor, y: Any) -> Tensor:
+            # (1): the losses of both models are one sum, each detached from the other inside
+            # `divergence`.
             labels = site.loss(z, y) + site.loss(z_k, y)
             if self.lam:
                 return labels + self.lam * (divergence(z, z_k) + divergence(z_k, z))

@@ -91,6 +91,7 @@ class FedProc(Method):
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z, output = features_and_output(network, x)
+            # alpha_t l_proc + (1 - alpha_t) f_k
             loss = alpha * prototype_loss(z, class_indices(y), means, counts > 0, self.tau)
             return loss + (1 - alpha) * site.loss(output, y)
 
@@ -127,6 +128,7 @@ def prototype_loss(
         tau: temperature.
     """
     cosine = normalize(z, dim=1) @ normalize(prototypes, dim=1).to(z.dtype).T
+    # A class without a prototype is not in the sum over c.
     logits = (cosine / tau).masked_fill(~known, -torch.inf)
     labels = torch.where(known[labels], labels, -100)  # the index that cross_entropy passes over
     return cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(labels)

@@ -43,9 +43,8 @@ class TwoHeads(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        personal: Tensor = self.personal(
-            x.detach()
-        )  # always run: the personal head is the last layer of the network
+        # Run in training mode too: hooks on the last layer of the network, which it is, have to fire.
+        personal: Tensor = self.personal(x.detach())
         if self.training:
             return super().forward(x)
 
@@ -74,13 +73,10 @@ class FedROD(Method):
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the personal head's tensors."""
-        prefix = (
-            next(name for name, module in network.named_modules() if isinstance(module, TwoHeads))
-            + ".personal."
-        )
-        return frozenset(
-            name for name in network.state_dict() if name.startswith(prefix.removeprefix("."))
-        )
+        modules = network.named_modules()
+        layer = next(name for name, module in modules if isinstance(module, TwoHeads))
+        prefix = f"{layer}.personal.".removeprefix(".")
+        return frozenset(name for name in network.state_dict() if name.startswith(prefix))
 
     def init_site(self, site: Site) -> State:
         """Start the personal head."""
@@ -99,7 +95,9 @@ class FedROD(Method):
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             feature, generic = features_and_output(network, x)
+            # z_g + h(f), with z_g and f constant: its loss trains h alone.
             personal = generic.detach() + heads.personal(feature.detach())
+            # Balanced softmax for body and g: z_g + gamma log n.
             return site.loss(generic + prior, y) + site.loss(personal, y)
 
         return fit(model, site, objective=objective)

@@ -91,14 +91,11 @@ class FedSM(SiteModels, Method):
     ) -> State:
         """Average w_g and the selector, pull the participants' personal models towards each other."""
         shares = sample_shares(replies)
-        averaged = {
-            g: weighted_mean(replies, g, shares) for g in ("weights", "selector", "mean", "square")
-        }
-        return {
-            **server,
-            **averaged,
-            "personal": {**server["personal"], **soft_pull(replies, self.lam)},
-        }
+        after = {**server, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
+        for group in ("weights", "selector", "mean", "square"):
+            after[group] = weighted_mean(replies, group, shares)
+
+        return after
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the super model."""
@@ -170,6 +167,8 @@ class FedSM(SiteModels, Method):
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 
+        # Adam with the averaged moments of the round before, as if one optimiser went from site to
+        # site.
         optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
         for name, parameter in selector.named_parameters():
             optimizer.state[parameter] = {
@@ -179,13 +178,12 @@ class FedSM(SiteModels, Method):
             }
 
         optimizer.step()
-        moments = {
-            name: optimizer.state[parameter] for name, parameter in selector.named_parameters()
-        }
-        return {
-            "mean": {name: values["exp_avg"] for name, values in moments.items()},
-            "square": {name: values["exp_avg_sq"] for name, values in moments.items()},
-        }
+        moments: dict[str, dict[str, Tensor]] = {"mean": {}, "square": {}}
+        for name, parameter in selector.named_parameters():
+            moments["mean"][name] = optimizer.state[parameter]["exp_avg"]
+            moments["square"][name] = optimizer.state[parameter]["exp_avg_sq"]
+
+        return moments
 
 
 class SuperModel(nn.Module):
@@ -235,8 +233,6 @@ class SuperModel(nn.Module):
             part = self._model(number)(x[rows])
             if output is None:
                 output = part.new_empty((len(x), *part.shape[1:]))
-            else:
-                output = output
 
             output[rows] = part
 
@@ -272,9 +268,10 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
                 continue
 
             mean_of_rest = torch.stack(values[:i] + values[i + 1 :]).mean(0)
-            pulled[name][key] = (
-                values[i] if lam == 1 else lam * values[i] + (1 - lam) * mean_of_rest
-            )
+            if lam == 1:  # bit for bit: the mean of the rest may be infinite
+                pulled[name][key] = values[i]
+            else:
+                pulled[name][key] = lam * values[i] + (1 - lam) * mean_of_rest
 
     return pulled
 

@@ -29,7 +29,7 @@ from medfl.networks.heads import features_and_output, frozen, head_name, replace
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
-_PROJECTED = 256
+_PROJECTED = 256  # length of a projected feature, of the public code
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,25 @@ class MOON(Method):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with mu times the contrastive term in the loss."""
         if self.mu == 0 or "previous" not in state:
-            # FedAvg's loss, given: a bundle's trainer that takes its steps by itself is refused before round 2
-            return fit(
-                model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None
-            )
+            if not self.mu:
+                return fit(model, site)
+
+            # FedAvg's loss as an objective, so that a bundle's trainer which takes its steps by itself is
+            # refused now and not in round 2.
+            return fit(model, site, objective=lambda net, x, y: site.loss(net(x), y))
 
         by_map = self.feature == "bottleneck" or (
             self.feature == "auto" and site.task.kind == "segmentation"
         )
         run = bottleneck_and_output if by_map else features_and_output
-        received, previous = (
-            frozen(site.model(weights)) for weights in (down["weights"], state["previous"])
-        )
+        received = frozen(site.model(down["weights"]))
+        previous = frozen(site.model(state["previous"]))
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z, output = run(network, x)
             with torch.no_grad():
-                z_g, z_p = (run(reference, x)[0] for reference in (received, previous))
+                z_g, _ = run(received, x)
+                z_p, _ = run(previous, x)
             return site.loss(output, y) + self.mu * contrastive(z, z_g, z_p, self.tau)
 
         return fit(model, site, objective=objective)

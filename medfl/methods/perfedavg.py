@@ -76,7 +76,10 @@ class PerFedAvg(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as `train` does; keep the model where that is what is adapted."""
         state, reply = super().local_update(site, state, down)
-        return ({"own": dict(reply["weights"])} if self.adapted == "own" else state), reply
+        if self.adapted == "own":
+            return {"own": dict(reply["weights"])}, reply
+
+        return state, reply
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
@@ -102,6 +105,7 @@ class PerFedAvg(Method):
         def after_a_step(
             network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any
         ) -> Tensor:
+            # `start` is w; the network goes on to w+, where loss and gradient are taken.
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
             last[:] = for_hessian
             with randomness():
@@ -112,9 +116,11 @@ class PerFedAvg(Method):
 
         def back(parameters: Sequence[nn.Parameter]) -> None:
             with torch.no_grad():
+                # Back to w before the optimiser's step: (4) steps from w with the gradient at w+.
                 torch._foreach_copy_(list(parameters), start)
             if self.order == "hessian_free":
                 v = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+                # The brackets of (3), on the batch D'' that came with this step.
                 product = hessian_product(model, site, v, self.delta, (last[0], last[1]), twice)
                 for parameter, bent in zip(parameters, product, strict=True):
                     if parameter.grad is not None:
