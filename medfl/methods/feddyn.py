@@ -70,7 +70,10 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items where alpha depends on it."""
-        scalars = {name: server[name] for name in ("mean_samples",) if name in server}
+        scalars: dict[str, float] = {}
+        if "mean_samples" in server:
+            scalars["mean_samples"] = server["mean_samples"]
+
         return Message({"weights": server["weights"]}, scalars)
 
     def init_site(self, site: Site) -> State:

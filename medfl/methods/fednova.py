@@ -116,12 +116,12 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
 
     # tau_eff is the mean of K_k where a reply has them, else of a_k. As the p_k sum to 1, tau_eff - a_k
     # is the mean of the differences, which is exactly 0 for equal ones.
-    difference = 0.0
+    differences: list[float] = []
     for name, share in shares.items():
         steps = scalars[name].get("steps", scalars[name]["effective_steps"])
-        difference += share * (steps - effective)
+        differences.append(share * (steps - effective))
 
-    return difference / effective
+    return sum(differences) / effective
 
 
 METHOD = FedNova

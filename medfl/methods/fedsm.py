@@ -268,7 +268,7 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
                 continue
 
             mean_of_rest = torch.stack(values[:i] + values[i + 1 :]).mean(0)
-            if lam == 1:  # bit for bit: the mean of the rest may be infinite
+            if lam == 1:  # bit for bit, whatever the others sent
                 pulled[name][key] = values[i]
             else:
                 pulled[name][key] = lam * values[i] + (1 - lam) * mean_of_rest

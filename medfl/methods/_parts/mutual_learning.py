@@ -84,6 +84,7 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
 
             memory[f"turn {turn}"] = report.optimizer_state or {}
+            # The journal is about the first network alone.
             reports += [] if turn else [report]
 
     site.journal.append(summed(reports))
@@ -93,9 +94,11 @@ def optimizing_each(site: Site) -> Site:
     """Return the site with an optimiser for a list of networks: each keeps the parameter groups that it has alone."""
 
     def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
-        first, *more = (site.settings.optimizer(network) for network in networks.children())
-        for group in (group for optimizer in more for group in optimizer.param_groups):
-            first.add_param_group(group)
+        first, *rest = (site.settings.optimizer(network) for network in networks.children())
+        for solver in rest:
+            for group in solver.param_groups:
+                first.add_param_group(group)
+
         return first
 
     return replace(site, settings=replace(site.settings, optimizer=optimizer))

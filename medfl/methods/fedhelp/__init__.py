@@ -246,17 +246,16 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         lesson = Lesson(self, site, state, network)
         following = lesson.items(site)
-        factor = self.lambda_j * (
-            len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1
-        )
+        factor = self.lambda_j
+        if self.loss_reduction == "sum":  # P / K_i: the sums of eq. 3, over the site's number
+            factor *= len(lesson.public) / site.num_samples
 
         def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
+        steady = site
         if self.public_schedule == "full":
             steady = replace(site, train=_passes(site, len(lesson.public)))
-        else:
-            steady = site
 
         both = nn.ModuleList([network, lesson.trained])
         fit(
@@ -285,9 +284,9 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
         def both_losses(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(
-                loss, z, z_proxy, y
-            )  # eq. 7
+            # Eq. 7
+            of_large = self._large_loss(loss, z, z_proxy, y)
+            return of_large + self._proxy_loss(loss, z, z_proxy, y)
 
         train_together(site, large, proxy, both_losses, "proxy")
 
@@ -329,13 +328,18 @@ class FedHelp(LessonOptions, SiteNetworks):
         return total
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return (
-            divergence(student / self.temperature, teacher / self.temperature) * self.temperature**2
-        )
+        warm = self.temperature
+        # Gradients shrink by the square of the temperature; the factor takes that back.
+        return divergence(student / warm, teacher / warm) * warm**2
 
     def _size(self, z: Tensor) -> int:
         """Return |Omega|."""
-        return self.top or (min(3, z.shape[1] - 1) if z.ndim == 2 else 1)
+        if self.top:
+            return self.top
+        if z.ndim > 2:  # maps
+            return 1
+
+        return min(3, z.shape[1] - 1)
 
 
 def top_set(z: Tensor, size: int) -> Tensor:
@@ -348,13 +352,9 @@ def _passes(site: Site, length: int) -> Shard:
     """Return a site's training items, repeated or drawn to so many."""
     indices = site.train.indices
     generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
-    order = torch.cat(
-        [
-            torch.randperm(len(indices), generator=generator)
-            for _ in range(-(-length // len(indices)))
-        ]
-    )
-    return Shard(site.train.prepared, indices[order[:length]])
+    passes = -(-length // len(indices))  # rounded up
+    orders = [torch.randperm(len(indices), generator=generator) for _ in range(passes)]
+    return Shard(site.train.prepared, indices[torch.cat(orders)[:length]])
 
 
 METHOD = FedHelp

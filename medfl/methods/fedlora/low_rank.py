@@ -103,23 +103,20 @@ def adapting(
     trained: Pairs = {}
     with train_only(model, whole), ExitStack() as stack:
         for name, layer in model.named_modules():
-            if (
-                isinstance(layer, _NormBase)
-                and f"{name}.running_mean" not in whole
-                and layer.track_running_stats
-            ):
+            tracks = isinstance(layer, _NormBase) and layer.track_running_stats
+            if tracks and f"{name}.running_mean" not in whole:
                 stack.callback(layer.train, layer.training)
                 layer.eval()
 
-        adapters = {
-            name: stack.enter_context(_adapted(model, name, _Adapter(a, b, scale, trains_a)))
-            for name, (a, b) in pairs.items()
-        }
+        adapters: dict[str, _Adapter] = {}
+        for name, (a, b) in pairs.items():
+            adapter = _Adapter(a, b, scale, trains_a)
+            adapters[name] = stack.enter_context(_adapted(model, name, adapter))
+
         yield trained
-        trained |= {
-            name: (adapter.a.detach().clone(), adapter.b.detach().clone())
-            for name, adapter in adapters.items()
-        }
+        # Before the stack is left: then the adapters are gone.
+        for name, adapter in adapters.items():
+            trained[name] = (adapter.a.detach().clone(), adapter.b.detach().clone())
 
 
 @contextmanager
@@ -195,10 +192,11 @@ def read_factors(
     if unknown:
         raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
 
-    return {
-        n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors}
-        for n, matrix in matrices.items()
-    }
+    read: dict[str, dict[str, Tensor]] = {}
+    for name, matrix in matrices.items():
+        read[name] = {f: read_factor(tensors, name, f, matrix, rank) for f in factors}
+
+    return read
 
 
 def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:

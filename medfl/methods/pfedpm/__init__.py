@@ -155,6 +155,7 @@ class PFedPM(PrototypeExchange):
             for reply in replies.values():
                 owners.update(prototypes_in(reply).keys())
 
+            # (7) as printed, with 1 over the number of owners before the sum.
             fresh = {c: value / max(1, owners[c]) for c, value in fresh.items()}
 
         return {"prototypes": fresh, **after}
@@ -185,15 +186,15 @@ class PFedPM(PrototypeExchange):
         """Train near the mixed features; reply the site's own."""
         model = site.model(state["weights"])
         common = received(down, model)
-        mixed = None if common is None else mix(common, state["own"], self.a)
-        if "relation" in state and mixed is not None:
-            relation = relation_for(site, model, state["relation"])
-        else:
-            relation = None
+        mixed = None
+        relation = None
+        if common is not None:
+            mixed = mix(common, state["own"], self.a)  # (8)
+            if "relation" in state:
+                relation = relation_for(site, model, state["relation"])
 
-        means, counts = self._trained(
-            model, site, common if self.mix == "live" else mixed, mixed, relation
-        )
+        target = common if self.mix == "live" else mixed
+        means, counts = self._trained(model, site, target, mixed, relation)
         groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
         after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
@@ -230,21 +231,18 @@ class PFedPM(PrototypeExchange):
             if self.lam == 0 or target is None:
                 return loss
 
+            # (9)
             return loss + self.lam * self._distance(h, label, target)
 
         if relation is None or mixed is None:
             fit(model, site, objective=objective)
         else:
-            learn = partial(
-                relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model
-            )
-            every_batch = self.relation_update == "batch"
-            fit(
-                model,
-                after_steps(site, lambda: learn(*last)) if every_batch else site,
-                objective=objective,
-            )
-            if not every_batch:
+            optimizer = OPTIMIZERS[self.relation_optimizer](relation)
+            learn = partial(relation_step, relation, optimizer, mixed, model)
+            if self.relation_update == "batch":
+                fit(model, after_steps(site, lambda: learn(*last)), objective=objective)
+            else:
+                fit(model, site, objective=objective)
                 with stream(site.seed, "relation epochs") as generator:
                     for _ in range(site.settings.epochs):
                         for x, y in site.train.batches(site.settings.batch_size, generator):
@@ -309,9 +307,9 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
     members = (label[:, None] == torch.arange(len(target), device=label.device)).to(h.dtype)
     counts = members.sum(0)
     means = members.T @ h / counts.clamp(min=1)[:, None]
-    norms = torch.linalg.vector_norm(
-        target.nan_to_num().to(h.dtype) - means, dim=1
-    )  # its gradient at 0 is 0
+    # `vector_norm` has the gradient 0 at 0.
+    norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)
+    # n_j times the distance; the division by B follows.
     total: Tensor = (counts * has_prototype(target) * norms).sum()
     return total / len(label)
 

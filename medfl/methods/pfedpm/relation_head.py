@@ -40,10 +40,9 @@ class Relation(nn.Module):
 
     def forward(self, h: Tensor, means: Tensor) -> Tensor:
         """Return the scores of all pairs; a pair is two channels, the sample's first."""
-        samples, classes = (
-            h[:, None].expand(-1, len(means), -1),
-            means.expand(len(h), -1, -1),
-        )  # (B, J, d)
+        # (B, J, d) each
+        samples = h[:, None].expand(-1, len(means), -1)
+        classes = means.expand(len(h), -1, -1)
         scores: Tensor = self.layers(torch.stack([samples, classes], 2).flatten(0, 1))
         return scores.view(len(h), len(means))
 
