@@ -17,6 +17,8 @@ from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
+Collated = Any
+"""Inputs or targets of a batch: mostly a tensor, but a bundle's data set may collate anything."""
 _BLOCK = 32768
 """Numbers summed at a time on a CPU: their float64 sum and the buffer beside it fit in its cache."""
 

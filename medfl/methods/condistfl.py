@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.data.known_labels import AnnotatedClasses
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
@@ -66,7 +66,7 @@ class ConDistFL(Method):
 
         received = frozen(site.model(down["weights"]))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             output = network(x)
             with torch.no_grad():
                 teacher = _whole(received(x))

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from medfl.core.message import Message
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.public import public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import Objective, Site, fit, snapshot
@@ -119,7 +118,7 @@ class FCCL(ScoreExchange):
             if weight:
                 references.append((weight, frozen(site.model(state[name]))))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z = network(x)
             with torch.no_grad():
                 teachers = [(weight, reference(x)) for weight, reference in references]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
-from medfl.methods.base import MEANS, Group, Method, option
+from medfl.methods.base import MEANS, Collated, Group, Method, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -89,7 +88,7 @@ class FedProc(Method):
         if alpha == 0 or not counts.any():
             return fit(model, site)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z, output = features_and_output(network, x)
             # alpha_t l_proc + (1 - alpha_t) f_k
             loss = alpha * prototype_loss(z, class_indices(y), means, counts > 0, self.tau)

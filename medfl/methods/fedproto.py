@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from medfl.methods._parts.prototypes import (
     distance,
     prototype_groups,
 )
-from medfl.methods.base import MEANS, Group, option
+from medfl.methods.base import MEANS, Collated, Group, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -81,7 +80,7 @@ class FedProto(PrototypeExchange):
         if self.lam == 0 or prototypes is None:
             return fit(model, site)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             h, output = features_and_output(network, x)
             # f_k + lambda mean (h - C_y)^2
             return site.loss(output, y) + self.lam * prototype_loss(h, class_indices(y), prototypes)

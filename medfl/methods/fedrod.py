@@ -13,7 +13,6 @@ hypernetwork) is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged
@@ -93,7 +92,7 @@ class FedROD(Method):
         heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
         prior = log_prior(site, heads.out_features, self.gamma)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             feature, generic = features_and_output(network, x)
             # z_g + h(f), with z_g and f constant: its loss trains h alone.
             personal = generic.detach() + heads.personal(feature.detach())

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import WithoutLabels
-from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
@@ -139,7 +138,7 @@ class FedSemi(Method, WithoutLabels):
         generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
         is_classification = site.task.kind == "classification"
 
-        def feed(x: Any, y: None) -> tuple[Any, ...]:
+        def feed(x: Collated, y: None) -> tuple[Collated, ...]:
             if sure and self.decay < 1:
                 # The step on the batch before has been taken by now: t <- decay t + (1 - decay) s.
                 ema_update(teacher, model, self.decay)
@@ -221,7 +220,7 @@ def masked_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -
     return (cross_entropy(class_logits(model, x).float(), y, reduction="none") * keep).mean()
 
 
-def class_logits(model: nn.Module, x: Any) -> Tensor:
+def class_logits(model: nn.Module, x: Collated) -> Tensor:
     """Return logits (B, K, ...), K = 2 of a network with one output: 0 and that one.
 
     Raises:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.extras import SiteModels
-from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot
 
@@ -217,7 +216,7 @@ class SuperModel(nn.Module):
             held = held | (who == int(number))
         return torch.where(held & (sure > self.threshold), who, -1)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Collated:
         """Return the output of the routed models (B, ...)."""
         routes = self.route(x)
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
@@ -227,7 +226,7 @@ class SuperModel(nn.Module):
         if len(used) == 1:
             return self._model(used[0])(x)
 
-        output: Any = None
+        output: Collated = None
         for number in used:
             rows = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[rows])
@@ -238,7 +237,7 @@ class SuperModel(nn.Module):
 
         return output
 
-    def _blended(self, x: Tensor, routes: Tensor) -> Any:
+    def _blended(self, x: Tensor, routes: Tensor) -> Collated:
         """Return what `forward` does, by every model on every image: a recorded program has no routes to choose."""
         output = self.w_g(x)
         for number, expert in self.experts.items():

@@ -42,7 +42,7 @@ from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Objective, Site, evaluating, snapshot
 
@@ -115,7 +115,7 @@ class FedType(PrivateModels):
     ) -> dict[str, Any]:
         """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
-        def logits_and_loss(network: nn.Module, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        def logits_and_loss(network: nn.Module, x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
             z = network(x)
             hits.add_((z.detach().argmax(1) == class_indices(y)).sum())
             return z, site.loss(z, y)
@@ -127,11 +127,11 @@ class FedType(PrivateModels):
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+        def with_draws(x: Collated, y: Collated) -> tuple[Collated, ...]:
             return x, y, *[uniform(len(x), draws).to(site.device) for _ in range(2)]
 
         def objective(
-            network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor
+            network: nn.Module, x: Collated, y: Collated, u_proxy: Tensor, u_large: Tensor
         ) -> Tensor:
             z, loss = logits_and_loss(network, x, y)
             with torch.no_grad():
@@ -144,7 +144,7 @@ class FedType(PrivateModels):
         return {"objective": objective, "feed": with_draws}
 
     def _proxy_objective(self, site: Site, large: nn.Module) -> Objective:
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z = network(x)
             if not self.lam_f:
                 return site.loss(z, y)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.nn.functional import cosine_similarity, softplus
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
@@ -88,7 +87,7 @@ class MOON(Method):
         received = frozen(site.model(down["weights"]))
         previous = frozen(site.model(state["previous"]))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z, output = run(network, x)
             with torch.no_grad():
                 z_g, _ = run(received, x)
@@ -108,7 +107,7 @@ def contrastive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
     return softplus((cosine_similarity(z, z_p) - cosine_similarity(z, z_g)) / tau).mean()
 
 
-def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Collated]:
     """Run a network once and return its smallest feature map (B, C, H, W[, D]) and its output.
 
     Of several that small it is the last, with which a decoder starts. A map of one position is none: it is the gate of
@@ -119,7 +118,7 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     size = float("inf")
     feature_map = x
 
-    def look(_: nn.Module, inputs: Any, output: Any) -> None:
+    def look(_: nn.Module, inputs: Collated, output: Collated) -> None:
         nonlocal size, feature_map
         if (
             isinstance(output, Tensor)

@@ -36,7 +36,7 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, Collated, Method, mean_shares, option, weighted_mean
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
@@ -91,11 +91,11 @@ class PerFedAvg(Method):
         randomness = SeparateRandomness(site, "inner", 1)
         twice = SeparateRandomness(site, "hessian", 1, each=2)
         steps = count(1)
-        last = list[Any]()
+        last = list[Collated]()
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+        def with_draws(x: Collated, y: Collated) -> tuple[Collated, ...]:
             step = next(steps)
-            drawn = list[Any]()
+            drawn = list[Collated]()
             for name in names:
                 with stream(site.seed, name, step) as generator:
                     drawn += draw(site, generator)
@@ -103,7 +103,12 @@ class PerFedAvg(Method):
             return x, y, *drawn
 
         def after_a_step(
-            network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any
+            network: nn.Module,
+            x: Collated,
+            y: Collated,
+            x_inner: Collated,
+            y_inner: Collated,
+            *for_hessian: Collated,
         ) -> Tensor:
             # `start` is w; the network goes on to w+, where loss and gradient are taken.
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])

@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,
+    Collated,
     Group,
     Method,
     mean_shares,
@@ -155,7 +155,7 @@ class PFedBayes(Method):
                 (scale * divergence(fixed(q), w.moments())).backward()  # type: ignore[no-untyped-call]
                 follower.step()  # (2)
 
-            def bound(model: nn.Module, x: Any, y: Any) -> Tensor:
+            def bound(model: nn.Module, x: Collated, y: Collated) -> Tensor:
                 nonlocal taken
                 # q_i has been through K steps on the last batch.
                 if scale and taken and taken % self.inner_steps == 0:
@@ -245,7 +245,7 @@ class Gaussian(nn.Module):
             out[name] = mu + sigma * eps.to(mu.device, non_blocking=True)
         return out
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Collated:
         """Run the network with weights drawn for this pass."""
         return functional_call(self.network, self.drawn(), (x,))
 

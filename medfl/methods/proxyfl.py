@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
@@ -80,7 +79,7 @@ class ProxyFL(PrivateModels):
         private = site.model(state["private"])
         proxy = proxy_model(site, down["weights"])
 
-        def loss(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+        def loss(z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
             of_private = self._loss(site.loss(z, y), z, z_proxy)
             return of_private + self._loss(site.loss(z_proxy, y), z_proxy, z)
 

@@ -30,7 +30,8 @@ def head_name(network: nn.Module) -> str:
     Raises:
         InputError: the network has neither.
     """
-    names = [name for name, module in network.named_modules() if isinstance(module, LAYERS)]
+    modules = network.named_modules()
+    names: list[str] = [name for name, module in modules if isinstance(module, LAYERS)]
     if names:
         return names[-1]
 

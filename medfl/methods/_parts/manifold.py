@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from medfl.methods._parts.prototypes import class_indices
+from medfl.methods.base import Collated
 from medfl.training import Site
 
 STDS = ("unbiased", "biased")
@@ -117,7 +117,7 @@ def shaped(site: Site, loss: FeatureLoss) -> Site:
     """Return the site with a loss on the features added to whatever it trains, in float32 also with mixed precision."""
     before = site.penalty
 
-    def penalty(features: Tensor, targets: Any) -> Tensor:
+    def penalty(features: Tensor, targets: Collated) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
             exact = features.to(torch.promote_types(features.dtype, torch.float32))
             added = loss(exact, class_indices(targets))

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import Method
+from medfl.methods.base import Collated, Method
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
 
-PairLoss = Callable[[Tensor, Tensor, Any], Tensor]
+PairLoss = Callable[[Tensor, Tensor, Collated], Tensor]
 """(output of the private model, output of the proxy, targets) -> loss of both."""
 
 Turn = tuple[nn.Module, nn.Module, Mapping[str, Any]]
@@ -57,7 +57,7 @@ def train_together(
     """
     separate_randomness = SeparateRandomness(site, purpose)
 
-    def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
+    def objective(pair: nn.Module, x: Collated, y: Collated) -> Tensor:
         z = private(x)
         with separate_randomness():
             z_proxy = proxy(x)

@@ -18,7 +18,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import Group, option, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, Group, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Host, Objective, Site, evaluating, fit
 
@@ -116,7 +116,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         one before.
         """
 
-        def objective(network: nn.Module, x: Any, consensus: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, consensus: Collated) -> Tensor:
             return loss(self.scores(network, site, x), consensus)
 
         positions = down["positions"]["scored"]
@@ -136,7 +136,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
         return Message({"scores": {"public": torch.cat(parts)}})
 
-    def scores(self, network: nn.Module, site: Site, x: Any) -> Tensor:
+    def scores(self, network: nn.Module, site: Site, x: Collated) -> Tensor:
         """Return a network's scores of public inputs, maps at most `map_size` a side."""
         return reduced(public_data(site).outputs(network, x), self.map_size)
 

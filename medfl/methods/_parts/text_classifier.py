@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices
+from medfl.methods.base import Collated
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.training import Objective
 
@@ -265,7 +266,7 @@ def adapt(
 def text_objective(finite: bool = False) -> Objective:
     """Return the loss of a network with a `TextHead`: eq. 4, or eq. 1 over the prompts themselves."""
 
-    def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+    def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
         features, _ = features_and_output(network, x)
         layer = head(network)
         assert isinstance(layer, TextHead)

@@ -35,7 +35,7 @@ from medfl.methods._parts.text_classifier import (
     text_objective,
 )
 from medfl.methods._parts.text_options import TextClassified
-from medfl.methods.base import Group, option
+from medfl.methods.base import Collated, Group, option
 from medfl.methods.fedbm.synthesis import (
     AXES,
     CONDITIONS,
@@ -305,7 +305,7 @@ class FedBM(MakesImages, TextClassified):
         steps = -(-len(site.train) // site.settings.batch_size)
         done = 0
 
-        def mix(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        def mix(x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
             nonlocal done
             if done == 0 or (self.pool_per_round and done % steps == 0):
                 # With `pool_per_round` each epoch draws the same images again.

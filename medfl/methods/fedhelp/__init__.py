@@ -48,13 +48,13 @@ from medfl.methods._parts.mutual_learning import (
     train_together,
 )
 from medfl.methods._parts.public import public_data
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
 from medfl.methods.fedhelp.pixel_weights import pixel_loss
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
-SizedLoss = Callable[[Tensor, Any], Tensor]
+SizedLoss = Callable[[Tensor, Collated], Tensor]
 """(logits, targets) -> mean loss of a batch."""
 
 
@@ -250,7 +250,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         if self.loss_reduction == "sum":  # P / K_i: the sums of eq. 3, over the site's number
             factor *= len(lesson.public) / site.num_samples
 
-        def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
+        def objective(pair: nn.Module, x: Collated, y: Collated, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
         steady = site
@@ -283,7 +283,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         return snapshot(proxy), {"weights": snapshot(large)}
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def both_losses(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+        def both_losses(z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
             # Eq. 7
             of_large = self._large_loss(loss, z, z_proxy, y)
             return of_large + self._proxy_loss(loss, z, z_proxy, y)
@@ -291,12 +291,12 @@ class FedHelp(LessonOptions, SiteNetworks):
         train_together(site, large, proxy, both_losses, "proxy")
 
     def _in_turns(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def large_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def large_objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
                 z_proxy = proxy(x)
             return self._large_loss(loss, network(x), z_proxy, y)
 
-        def proxy_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def proxy_objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
                 z = large(x)
             return self._proxy_loss(loss, z, network(x), y)
@@ -307,7 +307,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         train_in_turns(site, lambda epoch: turns)
 
-    def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
         """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
         on_labels = loss(z, y)
         if not self.lambda_b:
@@ -316,7 +316,7 @@ class FedHelp(LessonOptions, SiteNetworks):
             return on_labels + self.lambda_b * self._divergence(z, z_proxy)
         return on_labels + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
 
-    def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
         """Return lambda_F ->KD, what trains the proxy (eq. 4), and the labels' part where one is asked for."""
         total = z_proxy.new_zeros(())
         if self.lambda_f:

@@ -12,7 +12,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import pixel_classes
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 
 CAP = 10.0
 """The most that a class may weigh."""
@@ -142,14 +141,14 @@ class PixelWeights(Method):
         return class_balance((pixel_classes(y) for _, y in shard.batches(1)), classes)
 
 
-def pixel_loss(z: Tensor, y: Any, balance: Tensor, border: Border) -> Tensor:
+def pixel_loss(z: Tensor, y: Collated, balance: Tensor, border: Border) -> Tensor:
     """Return the mean over pixels of beta times the cross-entropy of logits z (B, K, H, W[, D])."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
     labels = pixel_labels(y, exact)
     return weighted(cross_entropy(exact, labels, reduction="none"), beta(labels, balance, border))
 
 
-def pixel_labels(y: Any, z: Tensor) -> Tensor:
+def pixel_labels(y: Collated, z: Tensor) -> Tensor:
     """Return the class indices (B, H, W[, D]) of masks for logits z (B, K, H, W[, D])."""
     return pixel_classes(y).reshape(len(y), *z.shape[2:])
 

@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ from medfl.methods._parts.prototypes import (
     class_means,
     prototype_groups,
 )
-from medfl.methods.base import Group, option
+from medfl.methods.base import Collated, Group, option
 from medfl.methods.pfedpm.relation_head import (
     OPTIMIZERS,
     Judged,
@@ -215,11 +214,11 @@ class PFedPM(PrototypeExchange):
     ) -> tuple[Tensor, Tensor]:
         """Train the network by (9) and the relation head by (12); return class means (K, d) and counts (K,), (6)."""
         classes = class_count(model)
-        last = list[Any]()
+        last = list[Collated]()
         sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=site.device)
         counts = torch.zeros(classes, dtype=torch.int64, device=site.device)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             h, output = features_and_output(network, x)
             label = class_indices(y)
             last[:] = x, label

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn.functional import mse_loss, one_hot
 from medfl.core.message import Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.prototype_exchange import has_prototype, only_classes
+from medfl.methods.base import Collated
 from medfl.networks.heads import feature_size, features_and_output, head
 from medfl.training import Site, evaluating
 
@@ -106,7 +106,7 @@ def relation_step(
     optimizer: torch.optim.Optimizer,
     mixed: Tensor,
     network: nn.Module,
-    x: Any,
+    x: Collated,
     label: Tensor,
 ) -> None:
     """Take one step of the relation head; the network is run in evaluation mode, so nothing of it changes."""
