@@ -65,8 +65,13 @@ def interval(values: Floats) -> Interval | None:
 
 def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     """Return the interval of each metric that has one."""
-    candidates = {name: interval(column) for name, column in values.items()}
-    return {name: ends for name, ends in candidates.items() if ends is not None}
+    ends_of: dict[str, Interval] = {}
+    for name, column in values.items():
+        ends = interval(column)
+        if ends is not None:
+            ends_of[name] = ends
+
+    return ends_of
 
 
 def classification(
@@ -138,13 +143,15 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     # A class that every case has, or none, has no pair to compare.
-    usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]
-    ranked = [_Ranked.of(label == c, probabilities[:, c]) for c in usable]
-    by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
+    ranked: dict[int, _Ranked] = {}
+    for c in classes:
+        if 0 < np.count_nonzero(label == c) < len(label):
+            ranked[c] = _Ranked.of(label == c, probabilities[:, c])
 
+    by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
     for start in range(0, len(draws), _BLOCK):
         rows = slice(start, start + _BLOCK)
-        for c, scores in zip(usable, ranked, strict=True):
+        for c, scores in ranked.items():
             by_class[rows, c] = scores.areas(draws[rows])
 
     return by_class

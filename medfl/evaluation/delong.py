@@ -116,7 +116,8 @@ def area(positive: Array, score: Array) -> Area:
 def paired_test(positive: Array, first: Array, second: Array) -> Difference:
     """Compare the areas of two scores (N,) of the same cases; raises as `covariance`."""
     values, covariances = covariance(positive, np.stack([first, second]))
-    areas = [_area(positive, float(values[i]), float(covariances[i, i])) for i in (0, 1)]
+    area_of_first = _area(positive, float(values[0]), float(covariances[0, 0]))
+    area_of_second = _area(positive, float(values[1]), float(covariances[1, 1]))
     difference = float(values[0] - values[1])
     # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b)
     variance = float(covariances[0, 0] + covariances[1, 1] - 2 * covariances[0, 1])
@@ -129,7 +130,9 @@ def paired_test(positive: Array, first: Array, second: Array) -> Difference:
         p = float(2 * norm.sf(abs(difference) / math.sqrt(variance)))
 
     half = _half_width(max(variance, 0.0))
-    return Difference(areas[0], areas[1], difference, difference - half, difference + half, p)
+    low = difference - half
+    high = difference + half
+    return Difference(area_of_first, area_of_second, difference, low, high, p)
 
 
 def _covariance_of_means(components: Floats) -> Floats:

@@ -307,14 +307,21 @@ class CaseEvaluator:
         ):
             with _naming_item(ident):
                 pair = _channels(x, self._processed(x, *output))
-            yield None if pair is None else _indices(*pair)
+
+            if pair is None:
+                yield None
+            else:
+                yield _indices(*pair)
 
     def _outputs(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[tuple[Foreign, Foreign, Foreign, Mapping[str, Foreign]]]:
         """Yield input, target, prediction and the further fields of each item, in batches of one."""
         network.eval()
-        cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
+        if not len(shard):
+            return
+
+        cases = shard.prepared.cases(shard.indices)
         for ident, (x, y, fields) in zip(shard.ids, cases, strict=True):
             x = moved(x, device)
             y = moved(y, device)
@@ -403,9 +410,8 @@ def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
     """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
-    spacing = prepared.geometry[index].spacing if prepared.geometry else ()
-    if len(spacing) == dimensions:
-        return spacing
+    if prepared.geometry and len(prepared.geometry[index].spacing) == dimensions:
+        return prepared.geometry[index].spacing
 
     return (1.0,) * dimensions
 
@@ -414,8 +420,10 @@ def _in_file(
     prepared: Prepared, index: int, shape: Sequence[int]
 ) -> tuple[EllipsisType | slice, ...]:
     """Return the index (..., slices) of the part of an item's grid that its file has, without padding."""
-    parts = prepared.geometry[index].part_in_file(shape) if prepared.geometry else ()
-    return (..., *parts)
+    if not prepared.geometry:
+        return (...,)
+
+    return (..., *prepared.geometry[index].part_in_file(shape))
 
 
 def _channels(x: Foreign, cases: Sequence[Foreign]) -> tuple[Tensor, Tensor] | None:
@@ -459,8 +467,7 @@ def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
         return Masks(prediction[0], reference[0], 2)
 
     # Only channels of which each pixel has exactly one are class indices.
-    one_hot = all(bool((value.sum(0) == 1).all()) for value in (prediction, reference))
-    if one_hot:
+    if (prediction.sum(0) == 1).all() and (reference.sum(0) == 1).all():
         return Masks(prediction.argmax(0), reference.argmax(0), len(reference))
 
     return None

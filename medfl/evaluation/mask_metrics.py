@@ -175,8 +175,10 @@ def channel_scores(
             if maps:
                 return measure_surfaces(maps[0][c], maps[1][c])
 
-            predicted, true = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
-            return measure_surfaces(predicted, true)
+            predicted, true = pairs[c]
+            return measure_surfaces(
+                _surface_points(predicted.numpy(), 2)[0], _surface_points(true.numpy(), 2)[0]
+            )
 
         result |= _of_surfaces(
             surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True))
@@ -190,21 +192,21 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 
     They are numbered where there are not as many names, or the names of metrics could not tell them apart.
     """
-    structures = [*names[-count:]] if 0 <= len(names) - count <= 1 else []
-    distinct = len({slug(name) for name in structures} - {""}) == count
-    if distinct:
-        return structures
+    if 0 <= len(names) - count <= 1:  # with the background's name or without it
+        structures = [*names[-count:]]
+        if len(set(map(slug, structures)) - {""}) == count:
+            return structures
 
-    return [f"class {index}" for index in range(1, count + 1)]
+    return _numbered(count)
 
 
 def by_structure(
     summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
-    numbered = [f"class {index}" for index in range(1, len(measured))]
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
     if not structures:
+        numbered = _numbered(len(measured) - 1)
         structures = [name for name in numbered if f"dice_{slug(name)}" in measured]
 
     results: dict[str, dict[str, float | None]] = {}
@@ -223,6 +225,10 @@ def by_structure(
     return results
 
 
+def _numbered(count: int) -> list[str]:
+    return [f"class {index}" for index in range(1, count + 1)]
+
+
 def slug(name: str) -> str:
     """Return a class's name as part of a metric's name: lower case, words joined by underscores."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
@@ -230,7 +236,7 @@ def slug(name: str) -> str:
 
 def check_structures(names: Sequence[str]) -> None:
     """Raise an InputError unless the names of metrics can tell structures of these names apart."""
-    slugs = [slug(name) for name in names]
+    slugs = [*map(slug, names)]
     for name, name_slug in zip(names, slugs, strict=True):
         unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
         if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
@@ -328,6 +334,6 @@ def _surfaces(
         distances.append(torch.from_numpy(nearest).float())
 
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
-    near = sum(int((distance <= tolerance).sum()) for distance in distances)
+    near = (torch.cat(distances) <= tolerance).sum()
 
-    return hd95, near / sum(map(len, distances))
+    return hd95, int(near) / sum(map(len, distances))

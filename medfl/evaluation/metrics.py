@@ -171,7 +171,7 @@ class Cases:
         """
         filled = [part for part in parts if len(part)]
         if not filled:
-            return parts[0] if parts else Cases((), {})
+            return next(iter(parts), Cases((), {}))
 
         examples: dict[
             str, torch.Tensor

@@ -58,8 +58,12 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
     """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
-    rates = [_at_grid(curve.fpr, curve.tpr) for curve in curves]
-    return rates[0][0], np.mean([tpr for _, tpr in rates], axis=0)
+    sensitivities: list[Floats] = []
+    for curve in curves:
+        grid, tpr = _at_grid(curve.fpr, curve.tpr)
+        sensitivities.append(tpr)
+
+    return grid, np.mean(sensitivities, axis=0)
 
 
 def _at_grid(fpr: Floats, tpr: Floats) -> tuple[Floats, Floats]:

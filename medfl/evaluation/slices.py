@@ -147,7 +147,7 @@ def _cut(
     name: str,
     left: str,
 ) -> Plane:
-    across, up = (candidate for candidate in range(3) if candidate != axis)
+    across, up = sorted({0, 1, 2} - {axis})
     # R, A and S grow with the index: flipped, the patient's right is left and superior is up.
     image, reference, prediction = (np.flip(volume.take(at[axis], axis)).T for volume in volumes)
     height, width = reference.shape
