@@ -102,8 +102,10 @@ def conditional(
 
     predicted = teacher.argmax(1, keepdim=True)
     for channel in known.classes:
+        # Nor where the teacher sees an annotated structure: the site's own mask says better there.
         annotated = annotated | (predicted == channel)
 
+    # The probabilities of the unannotated classes, given that it is none of the annotated ones.
     q, p = (_given_the_rest(z, known, tau) * ~annotated for z in (student, teacher.detach()))
     space = [0, *range(2, q.ndim)]
     return 1 - (2 * (q * p).sum(space) / (q.sum(space) + p.sum(space) + 1e-5)).mean()

@@ -134,6 +134,7 @@ class FedETF(SiteModels, Method):
 
 def simplex(dimension: int, classes: int) -> Tensor:
     """Draw a simplex equiangular tight frame (d, K): unit columns whose cosines are all -1/(K-1)."""
+    # U with orthonormal columns, so that the columns of M have equal angles.
     orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
     centred = torch.eye(classes) - torch.ones(classes, classes) / classes
     # M = sqrt(K / (K - 1)) U (I - 11' / K)

@@ -90,6 +90,7 @@ class FedGH(PrototypeExchange):
             InputError: features differ in length between the sites, or from the header's.
         """
         network = host.model(host.networks.initial)
+        # A copy, since the network is one that others get too.
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
         lengths = {"the server": feature_size(network)}

@@ -99,6 +99,7 @@ class FedMD(ScoreExchange):
             )
             self.fit_public(model, everything, objective, "public labels")
 
+        # In either case the site's own data come last: phase two of the transfer.
         self.first_epochs(model, site)
 
 

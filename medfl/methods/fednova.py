@@ -69,6 +69,7 @@ class FedNova(Method):
         ).steps
         scalars = {
             "samples": site.num_samples,
+            # a_k
             "effective_steps": effective_steps(site, model, steps, self.mu),
         }
         if self.mu:

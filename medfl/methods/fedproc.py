@@ -106,6 +106,7 @@ class FedProc(Method):
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])
+        # A class whose owners are all absent keeps its prototype.
         newest_counts = torch.where(counts > 0, counts, old["counts"])
         fresh = {
             "means": torch.where(counts[:, None] > 0, means, old["means"]),

@@ -148,6 +148,7 @@ class PFedBayes(Method):
             follower = build(w)
 
             for group in follower.param_groups:
+                # `fit` decays the rate of its own optimiser alone.
                 group |= {"lr": group["lr"] * site.settings.lr_factor, "weight_decay": 0.0}
 
             def follow() -> None:
@@ -201,6 +202,7 @@ class PFedBayes(Method):
                 chosen = [p for p in model.network.parameters() if p.requires_grad]
                 solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
 
+            # rho learns at the rate of mu, without weight decay: decay would pull sigma to log 2.
             solver.add_param_group(
                 {**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0}
             )

@@ -60,9 +60,11 @@ class PrototypeExchange(OwnNetworks):
         Raises:
             InputError: they differ.
         """
-        lengths = {
-            name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars
-        }
+        lengths: dict[str, int] = {}
+        for name, message in introductions.items():
+            if message.scalars:
+                lengths[name] = int(message.scalars["features"])
+
         if lengths and network is not None:
             lengths["the server"] = feature_size(network)
         check_lengths(lengths)
@@ -224,9 +226,10 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         sites_of.setdefault(lengths[site], []).append(site)
 
     if len(sites_of) > 1:
-        groups = [
-            f"length {length} at {', '.join(sites_of[length])}" for length in sorted(sites_of)
-        ]
+        groups: list[str] = []
+        for length, sites in sorted(sites_of.items()):
+            groups.append(f"length {length} at {', '.join(sites)}")
+
         raise InputError(
             f"features of {'; '.join(groups)}",
             "networks may differ between sites, the length of their features may not",

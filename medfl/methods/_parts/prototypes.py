@@ -212,9 +212,9 @@ def gaussians(
     network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device
 ) -> Gaussians:
     """Return count, mean and unbiased covariance of each class's features at one site, in float64."""
-    parts = list(features(network, shard, batch_size, device))
-    value = torch.cat([part for part, _ in parts]).double()
-    label = torch.cat([part for _, part in parts])
+    values, labels = zip(*features(network, shard, batch_size, device), strict=True)
+    value = torch.cat(values).double()
+    label = torch.cat(labels)
     counts = torch.bincount(label, minlength=num_classes)
     means = value.new_zeros(num_classes, value.shape[1])
     covariances = value.new_zeros(num_classes, value.shape[1], value.shape[1])

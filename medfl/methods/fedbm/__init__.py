@@ -316,6 +316,7 @@ class FedBM(MakesImages, TextClassified):
             with torch.no_grad():
                 images = source.augment(network(z))
 
+            # Eq. 11: one batch, one forward pass, one mean.
             return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix

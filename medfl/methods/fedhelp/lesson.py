@@ -229,6 +229,7 @@ class Contribution:
         if self.rule == "gate":
             logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
         else:
+            # A sparse gradient: SparseAdam then moves the rows of this batch alone.
             logits = embedding(positions.to(features.device), self.values["table"], sparse=True)
 
         return logits.softmax(1).T
@@ -275,4 +276,5 @@ def distributions(answers: Tensor, segmentation: bool) -> Tensor:
     """Return teachers' answers as distributions (M, B, C, ...): a foreground logit l is [1 - sigma(l), sigma(l)]."""
     if not segmentation:
         return answers
+    # sigma(-l) is 1 - sigma(l) without cancelling.
     return torch.stack([(-answers).sigmoid(), answers.sigmoid()], 2)

@@ -74,9 +74,11 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
-        groups = {
-            name: server[name] for name in ("weights", "adapters", "delta") if server.get(name)
-        }
+        groups: dict[str, Weights] = {}
+        for name in ("weights", "adapters", "delta"):
+            if server.get(name):  # an empty group is not sent
+                groups[name] = server[name]
+
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
     def aggregate(
@@ -128,9 +130,11 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights = {
-            name: t.detach().clone() for name, t in model.state_dict().items() if name in full_names
-        }
+        weights: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            if name in full_names:
+                weights[name] = tensor.detach().clone()
+
         sent = named_factors(trained, self.sent_up)
         reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
         if self.share == "a":

@@ -69,6 +69,7 @@ def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     a = v[:rank]
     b = u[:, :rank] * s[:rank]
+    # A pair of singular vectors is known up to a common sign, which libraries choose differently.
     sign = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
     return a * sign, b * sign.T
 
@@ -133,6 +134,7 @@ def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapte
         parametrize.remove_parametrizations(layer, leaf, leave_parametrized=False)
         parameters = dict(layer._parameters)
         layer._parameters.clear()
+        # Removing a parametrisation puts its tensor last: optimisers and hashes go by the order.
         layer._parameters.update({key: parameters[key] for key in order})
 
 

@@ -223,6 +223,7 @@ class PFedPM(PrototypeExchange):
             label = class_indices(y)
             last[:] = x, label
             if self.features == "running":
+                # (6) over the batches as they come, while the network moves.
                 sums.index_add_(0, label, h.detach().double())
                 counts.add_(torch.bincount(label, minlength=classes))
 
@@ -275,6 +276,7 @@ class PFedPM(PrototypeExchange):
 
         mixed = table(state["mixed"], len(allowed)).to(site.device)
         scored = has_prototype(mixed)
+        # A class without C~ has no score; if that leaves none, all that have one are allowed.
         allowed = allowed & scored if (allowed & scored).any() else scored
         return Judged(
             model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num()
