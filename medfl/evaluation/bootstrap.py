@@ -20,12 +20,14 @@ DRAWS = 1000
 LEVEL = 0.95
 LEAST = 10
 """Cases; from fewer no interval is made."""
-_DRAWN_AT_ONCE = 1 << 22  # numbers
+_DRAWN_AT_ONCE = 1 << 22  # numbers: 32 MiB of int64
 _BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Array = NDArray[Any]
+"""Numbers of any type, where the caller's type does not matter."""
 Draws = NDArray[np.int32]
 """(draws, N): how often each draw takes each of N cases."""
 
@@ -43,6 +45,7 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
         step = max(1, _DRAWN_AT_ONCE // len(members))
         for start in range(0, count, step):
             rows = min(step, count - start)
+            # Row r counts in its own range of `size` numbers, so that one bincount serves all rows.
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
             draws[start : start + rows, members] = np.bincount(
                 taken.ravel(), minlength=rows * size
@@ -62,8 +65,13 @@ def interval(values: Floats) -> Interval | None:
 
 def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     """Return the interval of each metric that has one."""
-    candidates = {name: interval(column) for name, column in values.items()}
-    return {name: ends for name, ends in candidates.items() if ends is not None}
+    ends_of: dict[str, Interval] = {}
+    for name, column in values.items():
+        ends = interval(column)
+        if ends is not None:
+            ends_of[name] = ends
+
+    return ends_of
 
 
 def classification(
@@ -80,7 +88,8 @@ def classification(
     values = classified(label, predicted, classes, draws)
     if probabilities is not None:
         area = mean_area(areas(label, probabilities, draws))
-        values |= {} if area is None else {"auroc": area}
+        if area is not None:
+            values["auroc"] = area
 
     return intervals(values)
 
@@ -101,7 +110,7 @@ def classified(
     }
 
 
-def _mean_share(part: NDArray[Any], total: NDArray[Any]) -> Floats:
+def _mean_share(part: Array, total: Array) -> Floats:
     """Return the mean of part / total (draws, K) over the classes whose total is not 0."""
     shares: Floats = (part / np.maximum(total, 1)).sum(1) / (total > 0).sum(1)
     return shares
@@ -109,12 +118,12 @@ def _mean_share(part: NDArray[Any], total: NDArray[Any]) -> Floats:
 
 def means(values: Mapping[str, Floats], draws: Draws) -> dict[str, Interval]:
     """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
-    enough = {
-        name: column
-        for name, column in values.items()
-        if np.count_nonzero(~np.isnan(column)) >= LEAST
-    }
-    return intervals({name: mean(column, draws) for name, column in enough.items()})
+    averages: dict[str, Floats] = {}
+    for name, column in values.items():
+        if np.count_nonzero(~np.isnan(column)) >= LEAST:
+            averages[name] = mean(column, draws)
+
+    return intervals(averages)
 
 
 def mean(values: Floats, draws: Draws) -> Floats:
@@ -133,13 +142,16 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     `medfl.evaluation.metrics`; a class without a case, or without any other case, has NaN.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
-    usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]
-    ranked = [_Ranked.of(label == c, probabilities[:, c]) for c in usable]
-    by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
+    # A class that every case has, or none, has no pair to compare.
+    ranked: dict[int, _Ranked] = {}
+    for c in classes:
+        if 0 < np.count_nonzero(label == c) < len(label):
+            ranked[c] = _Ranked.of(label == c, probabilities[:, c])
 
+    by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
     for start in range(0, len(draws), _BLOCK):
         rows = slice(start, start + _BLOCK)
-        for c, scores in zip(usable, ranked, strict=True):
+        for c, scores in ranked.items():
             by_class[rows, c] = scores.areas(draws[rows])
 
     return by_class
@@ -171,29 +183,31 @@ class _Ranked(NamedTuple):
         order = np.argsort(score, kind="stable")
         positives = order[positive[order]]
         negatives = order[~positive[order]]
-        ends = [
-            np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")
-        ]
-        return cls(positives, negatives, ends[0], ends[1])
+        below = np.searchsorted(score[negatives], score[positives], "left")
+        up_to = np.searchsorted(score[negatives], score[positives], "right")
+        return cls(positives, negatives, below, up_to)
 
     def areas(self, draws: Draws) -> Floats:
         """Return the area in each draw."""
         positives = draws.take(self.positives, 1)
         summed = draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
+        # summed[:, i] is how many negatives are drawn among the i lowest.
         summed = np.pad(summed, ((0, 0), (1, 0)))
         pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
         won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
 
         with np.errstate(invalid="ignore"):
+            # A pair counts twice if it is won and once if it is tied: hence the half.
             share: Floats = won / 2 / (positives.sum(1, dtype=float) * summed[:, -1])
 
         return share
 
 
-def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws) -> NDArray[Any]:
+def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws) -> Array:
     """Return (draws, K, K) counts with the reference in rows."""
     cells = label * classes + predicted
     order = np.argsort(cells, kind="stable")
+    # Cells without a case are left out: `reduceat` cannot sum an empty range.
     present, first = np.unique(cells[order], return_index=True)
     counts = np.zeros((len(draws), classes * classes), np.int64)
     counts[:, present] = np.add.reduceat(draws[:, order], first, axis=1, dtype=np.int64)

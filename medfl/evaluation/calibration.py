@@ -13,13 +13,13 @@ which belongs to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.evaluation.bootstrap import Array, Draws, Floats
+
 BINS = 15
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Reliability:
     bins: int
 
 
-def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> Reliability:
+def reliability(confidence: Floats, correct: Array, bins: int = BINS) -> Reliability:
     """Return the reliability curve of N > 0 cases, in bins of equal width between 0 and 1.
 
     `confidence` (N,) is the probability of the predicted class, `correct` (N,) whether it is the reference class.
@@ -52,6 +52,7 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
 
     right = np.asarray(correct).astype(bool)
     edges = np.linspace(0, 1, bins + 1)
+    # "left", as scikit-learn's curve has it: a confidence on an edge is in the bin that ends there.
     _, member = np.unique(np.searchsorted(edges[1:-1], confidence), return_inverse=True)
     accuracy, mean = calibration_curve(right, confidence, n_bins=bins, strategy="uniform")
     count = np.bincount(member)
@@ -61,7 +62,7 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
 
 
 def redrawn(
-    curve: Reliability, confidence: Floats, correct: NDArray[Any], draws: NDArray[Any]
+    curve: Reliability, confidence: Floats, correct: Array, draws: Draws
 ) -> tuple[Floats, Floats]:
     """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN where a draw has no case of the bin.
 
@@ -69,8 +70,9 @@ def redrawn(
     """
     bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]
-    gaps, hits, cases = (
-        draws @ column for column in (bins * (right - confidence[:, None]), bins * right, bins)
-    )
+    # Times the number of cases of a bin: sum over its cases of (right - confidence), and of right.
+    gaps = draws @ (bins * (right - confidence[:, None]))
+    hits = draws @ (bins * right)
+    cases = draws @ bins
     with np.errstate(invalid="ignore"):
         return np.abs(gaps).sum(1) / cases.sum(1), hits / cases

@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import norm, rankdata
 
 from medfl.core.errors import InputError
-from medfl.evaluation.bootstrap import LEVEL
-
-Floats = NDArray[np.float64]
+from medfl.evaluation.bootstrap import LEVEL, Array, Floats
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Difference:
     p: float
 
 
-def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Floats]:
+def covariance(positive: Array, scores: Array) -> tuple[Floats, Floats]:
     """Return the areas (R,) of R scores of the same cases and their covariance (R, R).
 
     Args:
@@ -102,32 +98,41 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
     above = values[:, chosen]
     below = values[:, ~chosen]
     ranks = rankdata(np.concatenate([above, below], axis=1), axis=1)
-    v10 = (ranks[:, :m] - rankdata(above, axis=1)) / n  # share of negatives below each positive
-    v01 = 1 - (ranks[:, m:] - rankdata(below, axis=1)) / m  # share of positives above each negative
+    # V10(X_i): share of the negatives below a positive, which is its rank among all less its rank
+    # among the positives. Midranks count a tie as one half, as psi does.
+    v10 = (ranks[:, :m] - rankdata(above, axis=1)) / n
+    # V01(Y_j): share of the positives above a negative.
+    v01 = 1 - (ranks[:, m:] - rankdata(below, axis=1)) / m
 
     return v10.mean(1), _covariance_of_means(v10) + _covariance_of_means(v01)
 
 
-def area(positive: NDArray[Any], score: NDArray[Any]) -> Area:
+def area(positive: Array, score: Array) -> Area:
     """Return the area of one score (N,) with its interval; raises as `covariance`."""
     values, variances = covariance(positive, score)
     return _area(positive, float(values[0]), float(variances[0, 0]))
 
 
-def paired_test(positive: NDArray[Any], first: NDArray[Any], second: NDArray[Any]) -> Difference:
+def paired_test(positive: Array, first: Array, second: Array) -> Difference:
     """Compare the areas of two scores (N,) of the same cases; raises as `covariance`."""
     values, covariances = covariance(positive, np.stack([first, second]))
-    areas = [_area(positive, float(values[i]), float(covariances[i, i])) for i in (0, 1)]
+    area_of_first = _area(positive, float(values[0]), float(covariances[0, 0]))
+    area_of_second = _area(positive, float(values[1]), float(covariances[1, 1]))
     difference = float(values[0] - values[1])
+    # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b)
     variance = float(covariances[0, 0] + covariances[1, 1] - 2 * covariances[0, 1])
 
-    if variance <= 1e-15:  # both rank every pair alike, or each is constant over the classes
+    # Rounding leaves a little of a variance of 0: both scores rank every pair alike, or each
+    # separates the classes entirely.
+    if variance <= 1e-15:
         p = 1.0 if abs(difference) <= 1e-12 else math.nan
     else:
         p = float(2 * norm.sf(abs(difference) / math.sqrt(variance)))
 
     half = _half_width(max(variance, 0.0))
-    return Difference(areas[0], areas[1], difference, difference - half, difference + half, p)
+    low = difference - half
+    high = difference + half
+    return Difference(area_of_first, area_of_second, difference, low, high, p)
 
 
 def _covariance_of_means(components: Floats) -> Floats:
@@ -139,13 +144,15 @@ def _covariance_of_means(components: Floats) -> Floats:
     return covariances
 
 
-def _area(positive: NDArray[Any], value: float, variance: float) -> Area:
+def _area(positive: Array, value: float, variance: float) -> Area:
     half = _half_width(variance)
     chosen = np.asarray(positive).astype(bool)
-    low, high = (
-        min(1.0, max(0.0, end)) if math.isfinite(end) else math.nan
-        for end in (value - half, value + half)
-    )
+    if math.isfinite(half):
+        low = min(1.0, max(0.0, value - half))
+        high = min(1.0, max(0.0, value + half))
+    else:
+        low = high = math.nan
+
     return Area(value, low, high, variance, int(chosen.sum()), int((~chosen).sum()))
 
 

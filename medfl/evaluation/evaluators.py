@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,9 +23,12 @@ from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import Cases
 
-_BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
+_BATCH = 16  # items of a batch of masks at most
+_PIXELS = 16 * 256 * 256  # and their pixels
 
 Names = Sequence[str]
+Foreign = Any
+"""What code of a bundle takes and returns: mostly tensors, but nothing says so."""
 
 
 class Masks(NamedTuple):
@@ -71,17 +75,22 @@ class ClassEvaluator:
         labels: list[Tensor] = []
         for x, y in shard.batches(self.batch_size):
             logits = network(x.to(device)).float().flatten(1)
-            logits = logits.logit(1e-6) if self.ends_in_sigmoid else logits
-            rows.append(
-                torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
-            )
-            one_hot = y.ndim == 2 and y.shape[1] > 1
-            labels.append((y.argmax(1) if one_hot else y.reshape(len(logits))).to(device).long())
+            if self.ends_in_sigmoid:
+                logits = logits.logit(1e-6)
+            # A single logit z of class 1 is the pair (0, z): its softmax is (1 - sigmoid, sigmoid).
+            if logits.shape[1] == 1:
+                logits = torch.cat([torch.zeros_like(logits), logits], 1)
 
-        logits = torch.cat(rows) if rows else torch.zeros(0, 2, device=device)
-        if labels:
+            rows.append(logits)
+            one_hot = y.ndim == 2 and y.shape[1] > 1
+            label = y.argmax(1) if one_hot else y.reshape(len(logits))
+            labels.append(label.to(device).long())
+
+        if rows:
+            logits = torch.cat(rows)
             label = torch.cat(labels)
         else:
+            logits = torch.zeros(0, 2, device=device)
             label = torch.zeros(0, dtype=torch.int64, device=device)
 
         values = {
@@ -106,9 +115,9 @@ class MaskEvaluator:
         tolerance: of the surface Dice, in the unit of the images' spacing.
     """
 
-    loss: Callable[[Any, Any], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
     classes: tuple[str, ...]
-    inferer: Callable[..., Any]
+    inferer: Callable[..., Tensor]
     tolerance: float = 1.0
 
     @torch.no_grad()
@@ -128,13 +137,13 @@ class MaskEvaluator:
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
+            # Padding that the transforms added is no part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
             prediction = prediction[part]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             annotated = shard.shown.get(index)
-
             if annotated is not None:  # structures that its mask does not show are not scored
                 prediction = annotated.renumbered(prediction)
                 reference = annotated.renumbered(reference)
@@ -175,11 +184,14 @@ class MaskEvaluator:
                 logits = self.inferer(x.to(device), network).float()
 
             y = y.to(device)
-            yield from ((logits[i : i + 1], y[i : i + 1]) for i in range(len(y)))
+            for i in range(len(y)):
+                yield logits[i : i + 1], y[i : i + 1]
+
             start += len(y)
 
     def _batch_size(self, prepared: Prepared) -> int:
         """Return how many items are inferred at once: a power of two."""
+        # Other inferers cut windows of their own size, and unstacked items differ in size.
         if not isinstance(prepared, Stacked) or type(self.inferer) is not SimpleInferer:
             return 1
         most = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
@@ -190,10 +202,10 @@ class MaskEvaluator:
             raise RunError(f"the model's output is not finite for case {ident!r}")
 
         channels = logits.shape[1]
-        classes = max(2, logits.shape[1])
-        predicted = (
-            (logits.argmax(1) if channels > 1 else logits[:, 0] > 0)[0].to(torch.uint8).cpu()
-        )
+        classes = max(2, channels)
+        # A logit above 0 is a probability of class 1 above one half.
+        winner = logits.argmax(1) if channels > 1 else logits[:, 0] > 0
+        predicted = winner[0].to(torch.uint8).cpu()
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -230,9 +242,9 @@ class CaseEvaluator:
     def __init__(
         self,
         name: str,
-        metric: Any,
-        inferer: Callable[..., Any],
-        postprocessing: Callable[[Any], Any] | None = None,
+        metric: Foreign,
+        inferer: Callable[..., Foreign],
+        postprocessing: Callable[[Foreign], Foreign] | None = None,
         tolerance: float | None = None,
         structures: Sequence[str] = (),
     ) -> None:
@@ -295,14 +307,21 @@ class CaseEvaluator:
         ):
             with _naming_item(ident):
                 pair = _channels(x, self._processed(x, *output))
-            yield None if pair is None else _indices(*pair)
+
+            if pair is None:
+                yield None
+            else:
+                yield _indices(*pair)
 
     def _outputs(
         self, network: nn.Module, shard: Shard, device: torch.device
-    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+    ) -> Iterator[tuple[Foreign, Foreign, Foreign, Mapping[str, Foreign]]]:
         """Yield input, target, prediction and the further fields of each item, in batches of one."""
         network.eval()
-        cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
+        if not len(shard):
+            return
+
+        cases = shard.prepared.cases(shard.indices)
         for ident, (x, y, fields) in zip(shard.ids, cases, strict=True):
             x = moved(x, device)
             y = moved(y, device)
@@ -311,16 +330,22 @@ class CaseEvaluator:
 
             yield x, y, prediction, fields
 
-    def _processed(self, x: Any, y: Any, prediction: Any, fields: Mapping[str, Any]) -> list[Any]:
+    def _processed(
+        self, x: Foreign, y: Foreign, prediction: Foreign, fields: Mapping[str, Foreign]
+    ) -> list[Foreign]:
+        # A plain loss is computed from prediction and target: nothing reads processed cases.
         if not self._is_ignite and self.tolerance is None:
             return []
         cases = decollate_batch({**fields, "image": x, "label": y, "pred": prediction})
-        return [self.postprocessing(case) if self.postprocessing else case for case in cases]
+        if self.postprocessing is None:
+            return list(cases)
+
+        return [self.postprocessing(case) for case in cases]
 
     def _mask_row(
         self,
-        x: Any,
-        cases: Sequence[Any],
+        x: Foreign,
+        cases: Sequence[Foreign],
         prepared: Prepared,
         index: int,
         surface_metrics: Sequence[str],
@@ -334,26 +359,25 @@ class CaseEvaluator:
             *pair, spacing, self.tolerance, surface_metrics=surface_metrics, names=names
         )
 
-    def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
+    def _score(self, cases: list[Foreign], y: Foreign, prediction: Foreign) -> float:
         if not self._is_ignite:
             return float(self._metric(prediction, y))
 
+        # What an ignite engine does in an epoch of one iteration.
         self._engine.state.output = cases  # type: ignore[assignment]
         self._metric.started(self._engine)
         self._metric.iteration_completed(self._engine)
         try:
             value = self._metric.compute()
         except NotComputableError:  # nothing in this case to score
-            return float("nan")
+            return math.nan
 
-        metric: Any = (
-            self._metric.metric_fn if isinstance(self._metric, IgniteMetricHandler) else None
-        )
-        details = metric.get_buffer() if metric is not None else None
-        if (
-            isinstance(details, Tensor) and details.isnan().all()
-        ):  # MONAI calls the mean of nothing 0
-            return float("nan")
+        if isinstance(self._metric, IgniteMetricHandler):
+            metric: Foreign = self._metric.metric_fn
+            details = metric.get_buffer() if metric is not None else None
+            # MONAI calls the mean of nothing 0.
+            if isinstance(details, Tensor) and details.isnan().all():
+                return math.nan
 
         parts = list(value.values()) if isinstance(value, Mapping) else value
         return float(torch.as_tensor(parts, dtype=torch.float64).nanmean())
@@ -386,46 +410,55 @@ def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
     """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
-    spacing = prepared.geometry[index].spacing if prepared.geometry else ()
-    if len(spacing) == dimensions:
-        return spacing
+    if prepared.geometry and len(prepared.geometry[index].spacing) == dimensions:
+        return prepared.geometry[index].spacing
 
     return (1.0,) * dimensions
 
 
-def _in_file(prepared: Prepared, index: int, shape: Sequence[int]) -> tuple[Any, ...]:
+def _in_file(
+    prepared: Prepared, index: int, shape: Sequence[int]
+) -> tuple[EllipsisType | slice, ...]:
     """Return the index (..., slices) of the part of an item's grid that its file has, without padding."""
-    parts = prepared.geometry[index].part_in_file(shape) if prepared.geometry else ()
-    return (..., *parts)
+    if not prepared.geometry:
+        return (...,)
+
+    return (..., *prepared.geometry[index].part_in_file(shape))
 
 
-def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+def _channels(x: Foreign, cases: Sequence[Foreign]) -> tuple[Tensor, Tensor] | None:
     """Return a processed case's prediction and label (C, H, W[, D]) if they are binary and of the image's size."""
     if not isinstance(x, Tensor) or len(cases) != 1 or not isinstance(cases[0], Mapping):
         return None
 
-    pair: list[Any] = [cases[0].get(key) for key in ("pred", "label")]
-    if not all(isinstance(value, Tensor) and value.shape[1:] == x.shape[2:] for value in pair):
-        return None
-    if len(pair[0]) != len(pair[1]) or not all(
-        ((value == 0) | (value == 1)).all() for value in pair
-    ):
-        return None
+    masks: list[Tensor] = []
+    for key in ("pred", "label"):
+        channels = cases[0].get(key)
+        if not isinstance(channels, Tensor) or channels.shape[1:] != x.shape[2:]:
+            return None
+        if not ((channels == 0) | (channels == 1)).all():
+            return None
+        if isinstance(channels, MetaTensor):
+            channels = channels.as_tensor()
 
-    prediction, label = (
-        value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair
-    )
-    return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
+        masks.append(channels.to(torch.uint8).cpu())
+
+    prediction, label = masks
+    return (prediction, label) if len(prediction) == len(label) else None
 
 
-def _shown(case: Any, known: AnnotatedClasses) -> Any:
+def _shown(case: Foreign, annotated: AnnotatedClasses) -> Foreign:
     """Return a processed case whose binary channels are those that its reference shows."""
     if not isinstance(case, Mapping):
         return case
-    pair: dict[str, Any] = {key: case.get(key) for key in ("pred", "label")}
-    if any(not isinstance(value, Tensor) or len(value) != known.count for value in pair.values()):
-        return case
-    return {**case, **{key: known.renumbered(value[None])[0] for key, value in pair.items()}}
+    shown: dict[str, Tensor] = {}
+    for key in ("pred", "label"):
+        channels = case.get(key)
+        if not isinstance(channels, Tensor) or len(channels) != annotated.count:
+            return case
+        shown[key] = annotated.renumbered(channels[None])[0]
+
+    return {**case, **shown}
 
 
 def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
@@ -433,8 +466,8 @@ def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
     if len(reference) == 1:
         return Masks(prediction[0], reference[0], 2)
 
-    one_hot = all(bool((value.sum(0) == 1).all()) for value in (prediction, reference))
-    if one_hot:
+    # Only channels of which each pixel has exactly one are class indices.
+    if (prediction.sum(0) == 1).all() and (reference.sum(0) == 1).all():
         return Masks(prediction.argmax(0), reference.argmax(0), len(reference))
 
     return None

@@ -25,7 +25,8 @@ from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
 KINDS = ("dice", *SURFACE_METRICS)
 """The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
 
-_Surfaces = tuple[float, float]  # HD95 and surface Dice of one class
+_Surfaces = tuple[float, float]
+"""HD95, in the unit of the spacing, and surface Dice of one class: in the order of `SURFACE_METRICS`."""
 
 
 def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
@@ -93,32 +94,41 @@ def scores(
         tolerance: of the surface Dice, in the same unit.
         surface_metrics: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
     """
-    predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
+    predicted = prediction.detach().cpu().numpy()
+    true = reference.detach().cpu().numpy()
     count = len(classes)
     shape = predicted.shape
+    # Counts and surfaces are sought in the box around both masks alone; the rest is background.
     boxes = ndimage.find_objects(((predicted > 0) | (true > 0)).astype(np.uint8))
     box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty where both masks are
     predicted = predicted[box].astype(np.int64)
     true = true[box].astype(np.int64)
-    counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(
-        count, count
-    )
+    # (K, K) pixels, the reference in rows
+    cells = (true * count + predicted).ravel()
+    counts = np.bincount(cells, minlength=count * count).reshape(count, count)
     counts[0, 0] += math.prod(shape) - predicted.size
     both = np.diag(counts)[1:]
     sizes = (counts.sum(0) + counts.sum(1))[1:]
     present = counts.sum(1)[1:] > 0
+    # 2|A∩B| / (|A|+|B|), and 1 where both are empty
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
-    by_class = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
-    result |= {f"dice_{slug(name)}": float(value) for name, value in by_class}
+    # NaN in a class's own Dice where the reference lacks it: its mean is over the cases that have it.
+    for name, value in zip(classes[1:], np.where(present, dice, math.nan), strict=True):
+        result[f"dice_{slug(name)}"] = float(value)
+
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
 
     if surface_metrics:
-        ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
+        ours = _surface_points(predicted, count)
+        theirs = _surface_points(true, count)
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
-        average: Callable[..., Any] = partial(np.mean, axis=0)
         result |= _of_surfaces(
-            surface_metrics, classes[1:], present, lambda c: measure(ours[c], theirs[c]), average
+            surface_metrics,
+            classes[1:],
+            present,
+            lambda c: measure(ours[c], theirs[c]),
+            lambda pairs: np.mean(pairs, axis=0),
         )
 
     return result
@@ -141,16 +151,14 @@ def channel_scores(
     first = int(len(reference) > 1 and _exclusive(reference))
     pairs = [*zip(prediction[first:], reference[first:], strict=True)]
     names = foreground(names, len(pairs))
-    cases = [
-        scores(*pair, ("", name), spacing, tolerance)
-        for pair, name in zip(pairs, names, strict=True)
-    ]
-    result = {"dice": float(np.mean([case["dice"] for case in cases]))}
+    result = {"dice": math.nan}  # first in the row, known last
+    dice: list[float] = []
+    for pair, name in zip(pairs, names, strict=True):
+        case = scores(*pair, ("", name), spacing, tolerance)
+        dice.append(case["dice"])
+        result[f"dice_{slug(name)}"] = case[f"dice_{slug(name)}"]
 
-    for case, name in zip(cases, names, strict=True):
-        measure = f"dice_{slug(name)}"
-        result[measure] = case[measure]
-
+    result["dice"] = float(np.mean(dice))
     result["pixel_accuracy"] = float((prediction == reference).all(0).double().mean())
 
     if surface_metrics:
@@ -160,14 +168,17 @@ def channel_scores(
         )
         maps: list[list[NDArray[np.int64]]] = []
         if first and _exclusive(prediction):  # one pass over the image, not one a channel
-            maps = [
-                _surface_points(mask.argmax(0).numpy(), len(mask))
-                for mask in (prediction, reference)
-            ]
+            for mask in (prediction, reference):
+                maps.append(_surface_points(mask.argmax(0).numpy(), len(mask)))
 
         def measured(c: int) -> _Surfaces:
-            of_channel = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
-            return measure_surfaces(*([points[c] for points in maps] or of_channel))
+            if maps:
+                return measure_surfaces(maps[0][c], maps[1][c])
+
+            predicted, true = pairs[c]
+            return measure_surfaces(
+                _surface_points(predicted.numpy(), 2)[0], _surface_points(true.numpy(), 2)[0]
+            )
 
         result |= _of_surfaces(
             surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True))
@@ -181,35 +192,41 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 
     They are numbered where there are not as many names, or the names of metrics could not tell them apart.
     """
-    structures = [*names[-count:]] if 0 <= len(names) - count <= 1 else []
-    distinct = len({slug(name) for name in structures} - {""}) == count
-    if distinct:
-        return structures
+    if 0 <= len(names) - count <= 1:  # with the background's name or without it
+        structures = [*names[-count:]]
+        if len(set(map(slug, structures)) - {""}) == count:
+            return structures
 
-    return [f"class {index}" for index in range(1, count + 1)]
+    return _numbered(count)
 
 
 def by_structure(
     summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
-    numbered = [f"class {index}" for index in range(1, len(measured))]
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
     if not structures:
+        numbered = _numbered(len(measured) - 1)
         structures = [name for name in numbered if f"dice_{slug(name)}" in measured]
 
     results: dict[str, dict[str, float | None]] = {}
     for name in structures:
-        columns = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
-        results[name] = {
-            kind: summary.get(column) for kind, column in columns.items() if column in measured
-        }
+        results[name] = {}
+        for kind in KINDS:
+            column = f"{kind}_{slug(name)}"
+            if column in measured:
+                results[name][kind] = summary.get(column)
 
-        dice = columns["dice"]
+        # A summary counts the cases of a metric only where some are NaN.
+        dice = f"dice_{slug(name)}"
         scored = summary.get(f"{dice}_cases", cases) if dice in summary else 0
         results[name]["cases"] = int(scored)
 
     return results
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"class {index}" for index in range(1, count + 1)]
 
 
 def slug(name: str) -> str:
@@ -219,7 +236,7 @@ def slug(name: str) -> str:
 
 def check_structures(names: Sequence[str]) -> None:
     """Raise an InputError unless the names of metrics can tell structures of these names apart."""
-    slugs = [slug(name) for name in names]
+    slugs = [*map(slug, names)]
     for name, name_slug in zip(names, slugs, strict=True):
         unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
         if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
@@ -258,17 +275,14 @@ def _of_surfaces(
         if any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS):
             values[c] = measured(c)
 
-    present_values = {c: pair for c, pair in values.items() if present[c]}
     results: dict[str, float] = {}
-    for c, pair in present_values.items():
-        results.update(
-            {
-                f"{kind}_{slug(names[c])}": value
-                for kind, value in zip(SURFACE_METRICS, pair, strict=True)
-            }
-        )
+    for c, pair in values.items():
+        for kind, value in zip(SURFACE_METRICS, pair, strict=True):
+            if present[c]:
+                results[f"{kind}_{slug(names[c])}"] = value
 
-    results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if of_all else {}
+    if of_all:
+        results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True)
 
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
@@ -285,11 +299,13 @@ def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]
         differs = along[1:] != along[:-1]
         edge[1:] |= differs
         edge[:-1] |= differs
+        # The outermost pixels have nothing beyond them.
         edge[:1] = edge[-1:] = True
 
     points = np.argwhere(edges & (labels > 0))
     classes = labels[tuple(points.T)]
     order = np.argsort(classes, kind="stable")
+    # One pass for all classes: points in the order of their class, cut where it changes.
     return np.split(points[order], np.searchsorted(classes[order], np.arange(2, count)))
 
 
@@ -304,19 +320,20 @@ def _surfaces(
     if not len(predicted) and not len(true):
         return 0.0, 1.0
     if not len(predicted) or not len(true):
-        return math.hypot(
-            *((side - 1) * step for side, step in zip(shape, spacing, strict=True))
-        ), 0.0
+        # Half a pixel from each end: between the centres of opposite corners.
+        sides = ((side - 1) * step for side, step in zip(shape, spacing, strict=True))
+        return math.hypot(*sides), 0.0
 
-    # from the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
+    # From the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
     corner = np.minimum(predicted.min(0), true.min(0)) - 1
-    here, there = ((points - corner) * np.asarray(spacing, float) for points in (predicted, true))
-    both = [
-        KDTree(ends, leafsize=32).query(starts)[0]
-        for starts, ends in ((here, there), (there, here))
-    ]
-    distances = [torch.from_numpy(array).float() for array in both]
-    hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
-    near = sum(int((distance <= tolerance).sum()) for distance in distances)
+    here = (predicted - corner) * np.asarray(spacing, float)
+    there = (true - corner) * np.asarray(spacing, float)
+    distances: list[Tensor] = []
+    for starts, ends in ((here, there), (there, here)):
+        nearest, _ = KDTree(ends, leafsize=32).query(starts)
+        distances.append(torch.from_numpy(nearest).float())
 
-    return hd95, near / sum(map(len, distances))
+    hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
+    near = (torch.cat(distances) <= tolerance).sum()
+
+    return hd95, int(near) / sum(map(len, distances))

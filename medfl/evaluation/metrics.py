@@ -94,11 +94,12 @@ def title(name: str) -> str:
     """Return the metric's title; `dice_<name>` is the Dice of one structure, as are its surface Dice and HD95."""
     if name in METRICS:
         return METRICS[name].title
-    first = next(
-        (kind for kind in ("dice", "hd95", "surface_dice") if name.startswith(f"{kind}_")), ""
-    )
-    words = name.removeprefix(f"{first}_").split("_")
-    return " ".join([*([METRICS[first].title] if first else []), *words])
+    for kind in ("dice", "hd95", "surface_dice"):
+        if name.startswith(f"{kind}_"):
+            words = name.removeprefix(f"{kind}_").split("_")
+            return " ".join([METRICS[kind].title, *words])
+
+    return name.replace("_", " ")
 
 
 def is_distance(name: str) -> bool:
@@ -155,10 +156,10 @@ class Cases:
         """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
-        values = {
-            name: tensor.index_select(0, index.to(tensor.device))
-            for name, tensor in self.values.items()
-        }
+        values: dict[str, torch.Tensor] = {}
+        for name, tensor in self.values.items():
+            values[name] = tensor.index_select(0, index.to(tensor.device))
+
         return Cases(tuple(self.ids[row] for row in rows), values)
 
     @staticmethod
@@ -170,7 +171,7 @@ class Cases:
         """
         filled = [part for part in parts if len(part)]
         if not filled:
-            return parts[0] if parts else Cases((), {})
+            return next(iter(parts), Cases((), {}))
 
         examples: dict[
             str, torch.Tensor
@@ -181,11 +182,10 @@ class Cases:
 
         for part in filled:
             lacking = [name for name in examples if name not in part.values]
-            if any(
-                examples[name].ndim > 1 or not examples[name].is_floating_point()
-                for name in lacking
-            ):
-                raise ValueError(f"cannot join cases with and without {lacking}")
+            for name in lacking:
+                # Only a float a case can be NaN.
+                if examples[name].ndim > 1 or not examples[name].is_floating_point():
+                    raise ValueError(f"cannot join cases with and without {lacking}")
 
         ids: list[str] = []
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in examples}
@@ -193,9 +193,10 @@ class Cases:
             ids += part.ids
             for name, example in examples.items():
                 column = part.values.get(name)
-                columns[name].append(
-                    example.new_full((len(part),), torch.nan) if column is None else column
-                )
+                if column is None:
+                    column = example.new_full((len(part),), torch.nan)
+
+                columns[name].append(column)
 
         return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
 
@@ -228,6 +229,7 @@ def summarise(cases: Cases) -> dict[str, float]:
         result["auroc"] = area
 
     if "loss" in cases.values:
+        # In float64: the mean of many float32 losses would lose digits.
         result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
 
     further = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
@@ -251,6 +253,7 @@ def from_confusion(counts: NDArray[np.int64]) -> dict[str, float]:
     return {
         "accuracy": float(hits.sum() / counts.sum()),
         "balanced_accuracy": float((hits[present] / reference[present]).mean()),
+        # F1 = 2 TP / (2 TP + FP + FN), whose denominator is the row's sum and the column's.
         "f1_macro": float((2 * hits[occurs] / (reference + predicted)[occurs]).mean()),
     }
 
@@ -270,11 +273,11 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
 
     A site without the metric has no entry, None or NaN. No site at all gives an empty result.
     """
-    by_site = {
-        site: float(value)
-        for site, value in values.items()
-        if value is not None and not math.isnan(value)
-    }
+    by_site: dict[str, float] = {}
+    for site, value in values.items():
+        if value is not None and not math.isnan(value):
+            by_site[site] = float(value)
+
     if not by_site:
         return {}
 
@@ -335,6 +338,7 @@ def _auroc(label: NDArray[Any], probabilities: NDArray[Any]) -> float | None:
     n = n[usable]
     positive = positive[:, usable]
     ranks = rankdata(probabilities[:, columns[usable]], axis=0)
+    # Midranks: a tie between a positive and a negative counts one half.
     areas = ((ranks * positive).sum(0) - n * (n + 1) / 2) / (n * (cases - n))
 
     return float(areas.mean())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from medfl.evaluation.bootstrap import Floats, Integers
+
 _POINTS = 201  # of a curve at most, which is more than a chart shows
 
 
@@ -29,15 +29,13 @@ class Curve:
     positives: int
 
 
-def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
+def curves(label: Integers, probabilities: Floats) -> list[Curve]:
     """Return the curve of each class that some but not all cases have; of two classes only the second's.
 
     Of N cases, the class indices (N,) and the probabilities (N, K).
     """
-    from sklearn.metrics import (
-        roc_auc_score,
-        roc_curve,
-    )  # here, because it takes a second to import
+    # Here, because it takes a second to import.
+    from sklearn.metrics import roc_auc_score, roc_curve
 
     curves = []
     classes = probabilities.shape[1]
@@ -60,8 +58,12 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
     """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
-    rates = [_at_grid(curve.fpr, curve.tpr) for curve in curves]
-    return rates[0][0], np.mean([tpr for _, tpr in rates], axis=0)
+    sensitivities: list[Floats] = []
+    for curve in curves:
+        grid, tpr = _at_grid(curve.fpr, curve.tpr)
+        sensitivities.append(tpr)
+
+    return grid, np.mean(sensitivities, axis=0)
 
 
 def _at_grid(fpr: Floats, tpr: Floats) -> tuple[Floats, Floats]:

@@ -28,6 +28,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
     Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
     the grids differ only by flips, axis order, cropping and padding, nothing is lost.
     """
+    # File's pixel -> millimetres -> mask's pixel
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
     mask: NDArray[np.uint8] = ndimage.affine_transform(
@@ -77,8 +78,10 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
     else:
         volume: Any = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
         volume.header.set_xyzt_units("mm")
+        # Both forms, since viewers differ in which they read.
         volume.set_qform(affine, _SCANNER)
         volume.set_sform(affine, _SCANNER)
+        # Without a time in the header, equal masks are equal files.
         file.write(gzip.compress(volume.to_bytes(), mtime=0))
         path = path.with_name(f"{path.name}.nii.gz")
 

@@ -20,7 +20,7 @@ from medfl.evaluation.save_masks import is_picture
 
 Array = NDArray[Any]
 _WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
-_ROUNDING = 1e-3
+_ROUNDING = 1e-3  # beyond 0..1 that colours may be, from interpolation
 _CUTS = (("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))
 """Name, axis of the cut (of R, A, S), and the side on the left."""
 
@@ -62,32 +62,25 @@ def planes(
     """
     spacing = geometry.spacing if geometry else (1.0,) * reference.ndim
     if reference.ndim == 2:
-        as_they_are = len(image) == 3 and image.min() >= -_ROUNDING and image.max() <= 1 + _ROUNDING
-        if as_they_are:
-            grey = image.clip(0, 1)
+        coloured = len(image) == 3
+        if coloured and image.min() >= -_ROUNDING and image.max() <= 1 + _ROUNDING:
+            shown = image.clip(0, 1)
         else:
-            grey = _windowed(image if len(image) == 3 else image[:1])
+            shown = _windowed(image if coloured else image[:1])
 
-        rows_first = geometry is not None and is_picture(geometry)
-        arrays = [np.moveaxis(grey, 0, 2), reference, prediction]
-        picture, reference, prediction = (
-            arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
-        )
-        height, width = (
-            side * step
-            for side, step in zip(
-                reference.shape, spacing if rows_first else spacing[::-1], strict=True
-            )
-        )
-        return [
-            Plane(
-                "",
-                picture if len(image) == 3 else picture[..., 0],
-                reference,
-                prediction,
-                (height, width),
-            )
-        ]
+        picture = np.moveaxis(shown, 0, 2)  # channels last
+        if geometry is None or not is_picture(geometry):  # columns come first: turn
+            picture = picture.swapaxes(0, 1)
+            reference = reference.swapaxes(0, 1)
+            prediction = prediction.swapaxes(0, 1)
+            spacing = spacing[::-1]
+
+        height = reference.shape[0] * spacing[0]
+        width = reference.shape[1] * spacing[1]
+        if not coloured:
+            picture = picture[..., 0]
+
+        return [Plane("", picture, reference, prediction, (height, width))]
 
     volumes = [_windowed(image[:1])[0], reference, prediction]
     affine: Array = geometry.affine if geometry else np.full((4, 4), np.nan)
@@ -95,6 +88,7 @@ def planes(
     if oriented:
         order: Array = nib.orientations.io_orientation(affine)  # type: ignore[no-untyped-call]
         volumes = [nib.orientations.apply_orientation(volume, order) for volume in volumes]  # type: ignore[no-untyped-call]
+        # Axes are now right, anterior, superior; the spacing follows them.
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
 
     at = _middle(*volumes[1:])
@@ -123,9 +117,8 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
             if by.subtrahend is None or by.divisor is None:
                 return image
 
-            divisor, subtrahend = (
-                np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend)
-            )
+            divisor = np.asarray(by.divisor, float).reshape(-1, 1, 1)
+            subtrahend = np.asarray(by.subtrahend, float).reshape(-1, 1, 1)
             undone = undone * divisor + subtrahend
         elif isinstance(step, ScaleIntensityRanged):
             low = step.scaler.b_min
@@ -154,7 +147,8 @@ def _cut(
     name: str,
     left: str,
 ) -> Plane:
-    across, up = (candidate for candidate in range(3) if candidate != axis)
+    across, up = sorted({0, 1, 2} - {axis})
+    # R, A and S grow with the index: flipped, the patient's right is left and superior is up.
     image, reference, prediction = (np.flip(volume.take(at[axis], axis)).T for volume in volumes)
     height, width = reference.shape
     return Plane(
@@ -163,10 +157,12 @@ def _cut(
 
 
 def _middle(reference: Array, prediction: Array) -> list[int]:
-    mask = next(
-        (mask > 0 for mask in (reference, prediction) if (mask > 0).any()),
-        np.ones_like(reference, dtype=bool),
-    )
+    mask = reference > 0
+    if not mask.any():
+        mask = prediction > 0
+    if not mask.any():
+        mask = np.ones_like(reference, dtype=bool)
+
     return [int(np.percentile(where, 50, method="lower")) for where in np.nonzero(mask)]
 
 

@@ -98,19 +98,18 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     """
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
+    shared_fields: dict[str, dataclasses.Field[Any]] = {}
     if cls.takes_prototypes:
         shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
-    else:
-        shared_fields = {}
 
     if not isinstance(options, Mapping | None):
         raise InputError(
             f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}"
         )
 
-    declared: dict[str, Declared] = {
-        key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()
-    }
+    # An option of the method hides one of prototype sharing with the same name.
+    fields = {**shared_fields, **own_fields}
+    declared = {key: Declared.of(field) for key, field in fields.items()}
     values = read_options(name, declared, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own_fields})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
@@ -118,17 +117,13 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     if sharing.prototypes:
         return WithPrototypes(method, sharing)
 
-    idle = [
-        field.name
-        for field in shared_fields.values()
-        if getattr(sharing, field.name) != field.default
-    ]
-    if idle:
-        raise InputError(
-            f"{idle[0]}={getattr(sharing, idle[0])} for method {name!r} without prototypes",
-            f"{idle[0]} belongs to prototypes=true",
-            "add that, or leave it out",
-        )
+    for key, field in shared_fields.items():
+        if getattr(sharing, key) != field.default:
+            raise InputError(
+                f"{key}={getattr(sharing, key)} for method {name!r} without prototypes",
+                f"{key} belongs to prototypes=true",
+                "add that, or leave it out",
+            )
 
     return method
 
@@ -192,7 +187,10 @@ def values_of(method: Method) -> dict[str, Any]:
 
 def options_of(cls: type[Method] | type[Sharing]) -> list[dict[str, Any]]:
     """Return what is declared of each option of a method: its own first, then those that it shares with others."""
-    order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    order: list[str] = []
+    for base in cls.__mro__:
+        order += inspect.get_annotations(base)
+
     fields = sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
     return [Declared.of(field).document for field in fields]
 
@@ -222,15 +220,17 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
     for kind in kinds:
         owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
 
-    unasked = [
-        hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)
-    ]
-    if unasked or hasattr(cls, "sends"):
-        hook = unasked[0] if unasked else "sends"
+    remedies: dict[str, str] = {}
+    for hook, kind in owners.items():
+        if hasattr(cls, hook) and not issubclass(cls, kind):
+            remedies[hook] = f"derive from medfl.methods.{kind.__name__} too"
+
+    if hasattr(cls, "sends"):  # the hook that `groups` replaced
+        remedies["sends"] = "declare the groups with groups()"
+
+    for hook, remedy in remedies.items():
         raise InputError(
             f"method {name!r} with {hook!r}, which no runtime asks a Method for",
             "hooks are those of Method and of the classes that docs/extend.md lists",
-            f"derive from medfl.methods.{owners[hook].__name__} too"
-            if unasked
-            else "declare the groups with groups()",
+            remedy,
         )

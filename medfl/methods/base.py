@@ -17,6 +17,8 @@ from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
+Collated = Any
+"""Inputs or targets of a batch: mostly a tensor, but a bundle's data set may collate anything."""
 _BLOCK = 32768
 """Numbers summed at a time on a CPU: their float64 sum and the buffer beside it fit in its cache."""
 
@@ -122,6 +124,7 @@ class Method:
         if server.get("weights") == {}:  # every tensor is personal
             return server
 
+        # w^{t+1} = sum_k p_k w_k^t
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
@@ -165,6 +168,7 @@ class Method:
             )
 
         trained = snapshot(model)
+        # What the State has under "weights" are the personal tensors, and no others.
         personal = state.get("weights", {})
         reply = Message({"weights": _without(trained, personal)}, {"samples": site.num_samples})
         if not personal:
@@ -246,6 +250,7 @@ def weighted_mean(
             if like.is_floating_point():
                 means[key] = _mean_tensor(like, parts, key, shares)
             else:
+                # The maximum, so that no site's counter goes back.
                 means[key] = torch.stack([weights[key] for weights in parts.values()]).amax(0)
 
     return means

@@ -63,6 +63,7 @@ class CCVR(Method):
         groups: dict[str, Weights] = {}
         if site.round % self.calibrate_every == 0:
             groups["statistics"] = self._statistics(site, down)
+        # The statistics are of the model as received: training, which comes next, changes it.
         state, reply = super().local_update(site, state, down)
         return state, Message({**reply.tensors, **groups}, reply.scalars)
 
@@ -101,6 +102,7 @@ class CCVR(Method):
             return dict(weights)
 
         with stream(host.seed, "calibrate") as generator:
+            # z ~ N(mu_c, Sigma_c), the same number for every class: the head sees balanced classes.
             drawn = [statistics.sample(c, self.virtual, generator).to(kind) for c in classes]
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
@@ -111,14 +113,13 @@ class CCVR(Method):
                 layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator
             )
 
-        name = head_name(network)
-        return {
-            **weights,
-            **{
-                f"{name}.{leaf}".removeprefix("."): tensor
-                for leaf, tensor in snapshot(layer).items()
-            },
-        }
+        calibrated = dict(weights)
+        prefix = head_name(network)
+        for leaf, tensor in snapshot(layer).items():
+            # A network that is its own head has the name "".
+            calibrated[f"{prefix}.{leaf}".removeprefix(".")] = tensor
+
+        return calibrated
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""

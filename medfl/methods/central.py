@@ -29,11 +29,14 @@ class Central(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the pooled data, continuing the optimiser."""
         model = site.model(down["weights"])
-        report = fit(
-            model, site, optimizer_state=state.get("optimizer", {}) if self.keep_optimizer else None
-        )
-        reply = Message({"weights": snapshot(model)}, {"samples": site.num_samples})
-        return ({"optimizer": report.optimizer_state} if self.keep_optimizer else {}), reply
+        after: State = {}
+        if self.keep_optimizer:
+            report = fit(model, site, optimizer_state=state.get("optimizer", {}))
+            after = {"optimizer": report.optimizer_state}
+        else:
+            fit(model, site)
+
+        return after, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
 
 
 METHOD = Central

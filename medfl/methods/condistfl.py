@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.data.known_labels import AnnotatedClasses
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
@@ -66,7 +66,7 @@ class ConDistFL(Method):
 
         received = frozen(site.model(down["weights"]))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             output = network(x)
             with torch.no_grad():
                 teacher = _whole(received(x))
@@ -102,8 +102,10 @@ def conditional(
 
     predicted = teacher.argmax(1, keepdim=True)
     for channel in known.classes:
+        # Nor where the teacher sees an annotated structure: the site's own mask says better there.
         annotated = annotated | (predicted == channel)
 
+    # The probabilities of the unannotated classes, given that it is none of the annotated ones.
     q, p = (_given_the_rest(z, known, tau) * ~annotated for z in (student, teacher.detach()))
     space = [0, *range(2, q.ndim)]
     return 1 - (2 * (q * p).sum(space) / (q.sum(space) + p.sum(space) + 1e-5)).mean()

@@ -38,6 +38,7 @@ class Ditto(Method):
         """Train the copy of the global model as FedAvg does, then v_i."""
         _, reply = super().local_update(site, {}, down)
         personal = site.model(state["personal"])
+        # v_i <- v_i - eta (g_i(v_i) + lambda (v_i - w^t))
         fit(personal, site, gradient_hook=pull(personal, down["weights"], self.lam))
         return {"personal": snapshot(personal)}, reply
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +33,13 @@ from medfl.core.message import Message
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.public import public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import Objective, Site, fit, snapshot
 
-_BATCH = 512
-_LEAST = 1e-5
+_BATCH = 512  # public items a step, of the public code
+_LEAST = 1e-5  # standard deviation below which a column counts as constant
 
 
 @dataclass(frozen=True)
@@ -114,17 +113,20 @@ class FCCL(ScoreExchange):
     def _hold_on(self, site: Site, state: State) -> Objective:
         """Return the loss of the private phase (3); the model of the previous round is the one in the State."""
         weights = {"frozen": self.frozen_weight, "weights": self.previous_weight}
-        references = [
-            (weight, frozen(site.model(state[name]))) for name, weight in weights.items() if weight
-        ]
+        references: list[tuple[float, nn.Module]] = []
+        for name, weight in weights.items():
+            if weight:
+                references.append((weight, frozen(site.model(state[name]))))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z = network(x)
             with torch.no_grad():
                 teachers = [(weight, reference(x)) for weight, reference in references]
-            return sum(
-                (weight * divergence(z, teacher) for weight, teacher in teachers), site.loss(z, y)
-            )
+            loss: Tensor = site.loss(z, y)
+            for weight, teacher in teachers:
+                loss = loss + weight * divergence(z, teacher)  # (3)
+
+            return loss
 
         return objective
 
@@ -135,6 +137,7 @@ def collaboration(z: Tensor, z_bar: Tensor, lam: float) -> Tensor:
     diagonal = m.diagonal()
     agree = (diagonal - 1).square().sum()
     oppose = (m + 1).square().sum() - (diagonal + 1).square().sum()
+    # Eq. 2: the diagonal towards 1, everything off it towards -1.
     return agree + lam * oppose
 
 
@@ -143,6 +146,7 @@ def cross_correlation(z: Tensor, z_bar: Tensor) -> Tensor:
     local_scores = standardised(z)
     mean_scores = standardised(z_bar.detach().to(z))
     with torch.autocast(z.device.type, enabled=False):  # M is compared with 1
+        # Eq. 1: M = z' z~ / B.
         return local_scores.T @ mean_scores / len(local_scores)
 
 

@@ -41,6 +41,7 @@ class FedBABU(PersonalHead):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train the body; a parameter without gradient has no weight decay either."""
         body = {name for name, _ in model.named_parameters()} - self.personal_names(model)
+        # phi is frozen: only theta has gradients.
         with train_only(model, body):
             return fit(model, site)
 

@@ -66,20 +66,21 @@ class FedCB(TextClassified):
         self, host: Host, weights: Weights, introductions: Mapping[str, Message]
     ) -> State:
         """Start from the initial weights; no site has the embeddings."""
-        return {
-            **super().init_server(host, weights, introductions),
-            **({"informed": []} if self.from_text else {}),
-        }
+        server = super().init_server(host, weights, introductions)
+        if self.from_text:
+            server = {**server, "informed": []}
+
+        return server
 
     def aggregate(
         self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
     ) -> State:
         """Average body and projection; whoever replied has the embeddings."""
+        after: State = {"weights": self.average_weights(host, server, replies)}
         if self.from_text:
-            informed = {"informed": sorted({*server["informed"], *replies})}
-        else:
-            informed = {}
-        return {"weights": self.average_weights(host, server, replies), **informed}
+            after["informed"] = sorted({*server["informed"], *replies})
+
+        return after
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection against the frozen classifier."""

@@ -91,6 +91,8 @@ class FedDC(Method):
         drift = state["drift"]
         control = state["control"]
         total = zeros_of(model)
+        # The gradient of (alpha/2) ||w + h_k - w^t||^2 + <c - c_k, w> is alpha (w - w^t), which `pull`
+        # adds, and the constant alpha h_k + (c - c_k), which `push` adds.
         shift = {name: self.alpha * drift[name] + (common[name] - control[name]) for name in drift}
         hooks = [pull(model, received, self.alpha), push(model, shift), clip(self.max_norm)]
         is_sgd = isinstance(site.settings.optimizer(model), torch.optim.SGD)
@@ -101,17 +103,18 @@ class FedDC(Method):
 
         steps = fit(model, site, gradient_hook=in_turn(*hooks)).steps
         trained = snapshot(model)
+        # D = w_k - w^t
         gone = {name: trained[name] - received[name] for name in drift}
         if by_gradient:
             mean = {name: value / steps for name, value in total.items()}
         else:
             pace = effective_steps(site, model, steps) * site.learning_rate(model)  # K eta
-            mean = {name: -value / pace for name, value in gone.items()}
+            mean = {name: -value / pace for name, value in gone.items()}  # -D / (K eta)
 
-        change = {name: mean[name] - common[name] for name in drift}
+        change = {name: mean[name] - common[name] for name in drift}  # c_k+ - c_k
         state = {
-            "drift": {name: drift[name] + gone[name] for name in drift},
-            "control": {name: control[name] + change[name] for name in drift},
+            "drift": {name: drift[name] + gone[name] for name in drift},  # h_k + D
+            "control": {name: control[name] + change[name] for name in drift},  # c_k+
         }
 
         return state, Message(

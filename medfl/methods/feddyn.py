@@ -70,10 +70,10 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items where alpha depends on it."""
+        scalars: dict[str, float] = {}
         if "mean_samples" in server:
-            scalars = {"mean_samples": server["mean_samples"]}
-        else:
-            scalars = {}
+            scalars["mean_samples"] = server["mean_samples"]
+
         return Message({"weights": server["weights"]}, scalars)
 
     def init_site(self, site: Site) -> State:
@@ -91,15 +91,12 @@ class FedDyn(Method):
             scale = 1.0
 
         alpha = self.alpha * scale
-        push_back = push(
-            model, {name: alpha * value for name, value in history.items()}
-        )  # -g_k = alpha H_k
-        fit(
-            model,
-            site,
-            gradient_hook=in_turn(pull(model, received, alpha), push_back, clip(self.max_norm)),
-        )
+        # The gradient of -<g_k, w> is -g_k = alpha_k H_k, that of the square alpha_k (w - w^t).
+        push_back = push(model, {name: alpha * value for name, value in history.items()})
+        pull_back = pull(model, received, alpha)
+        fit(model, site, gradient_hook=in_turn(pull_back, push_back, clip(self.max_norm)))
         trained = snapshot(model)
+        # H_k <- H_k + w_k - w^t
         after = {name: value + (trained[name] - received[name]) for name, value in history.items()}
 
         return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
@@ -115,10 +112,9 @@ class FedDyn(Method):
         """Return w, or the last participants' mean."""
         weights = server["weights"]
         if self.evaluate == "mean" and host.round:
-            weights = {
-                **weights,
-                **{name: weights[name] - value for name, value in server["history"].items()},
-            }
+            # w = mean_S w_k + mean_m H_k, so the mean of the last participants is w less the history.
+            history = server["history"]
+            weights = {**weights, **{name: weights[name] - history[name] for name in history}}
         return host.model(weights)
 
 

@@ -96,6 +96,7 @@ class FedETF(SiteModels, Method):
         self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local"
     ) -> FitReport:
         """Train body, projection and tau by balanced softmax."""
+        # Logits + gamma log n: rare classes must win by more.
         layer: Any = head(model)  # a SimplexHead
         prior = log_prior(site, layer.etf.shape[1], self.gamma)
         return fit(
@@ -125,17 +126,18 @@ class FedETF(SiteModels, Method):
                 ("weight bias", self.finetune_projection_lr),
             ):
                 names = [prefix + leaf for leaf in part.split()]
-                fit_part(
-                    model, site, names, f"finetune {part} {index}", epochs=3, rate=rate
-                )  # 3 as in the public code
+                # 3 epochs as in the public code.
+                fit_part(model, site, names, f"finetune {part} {index}", epochs=3, rate=rate)
 
         return model
 
 
 def simplex(dimension: int, classes: int) -> Tensor:
     """Draw a simplex equiangular tight frame (d, K): unit columns whose cosines are all -1/(K-1)."""
+    # U with orthonormal columns, so that the columns of M have equal angles.
     orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
     centred = torch.eye(classes) - torch.ones(classes, classes) / classes
+    # M = sqrt(K / (K - 1)) U (I - 11' / K)
     return orthonormal.mul((classes / (classes - 1)) ** 0.5) @ centred
 
 

@@ -90,27 +90,31 @@ class FedGH(PrototypeExchange):
             InputError: features differ in length between the sites, or from the header's.
         """
         network = host.model(host.networks.initial)
+        # A copy, since the network is one that others get too.
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
-        sent = [
-            (name, int(c), r)
-            for name in sorted(replies)
-            for c, r in prototypes_in(replies[name]).items()
-        ]
-        sent.sort(key=lambda entry: entry[:2])  # the wire has its own order
-        check_lengths(
-            {"the server": feature_size(network), **{name: len(r) for name, _, r in sent}}
-        )
+        lengths = {"the server": feature_size(network)}
+        means: list[Tensor] = []
+        classes: list[int] = []
+        for name in sorted(replies):
+            prototypes = prototypes_in(replies[name])
+            for c in sorted(prototypes, key=int):  # the wire has its own order
+                lengths[name] = len(prototypes[c])
+                means.append(prototypes[c])
+                classes.append(int(c))
 
-        if sent:
-            samples = torch.stack([r for _, _, r in sent])
-            labels = torch.tensor([c for _, c, _ in sent])
+        check_lengths(lengths)
+
+        if means:
+            samples = torch.stack(means)
+            labels = torch.tensor(classes)
             with stream(host.seed, "header") as generator:
                 layer.requires_grad_(True)
                 optimizer = torch.optim.SGD(layer.parameters(), self.server_lr)
                 size = self.server_batch_size or len(samples)
                 x = samples.to(host.device)
                 y = labels.to(host.device)
+                # phi <- phi - eta d/dphi CE(phi(r_k,c), c)
                 fit_head(layer, optimizer, x, y, self.server_epochs, size, generator)
 
         return {"header": snapshot(layer)}

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import option, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, option, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import Host, LocalSettings, Site, fit, snapshot
@@ -84,6 +83,7 @@ class FedKEMF(PublicMethod, PrivateModels):
         fused = snapshot(k)
         if self.public_bn == "no_track":
             mean = weighted_mean(replies, "weights", uniform_shares(replies))
+            # Distillation left k's buffers as they were; the sites' mean stands in for them.
             buffers = fused.keys() - dict(k.named_parameters()).keys()
             fused |= {name: mean[name] for name in buffers}
 
@@ -93,10 +93,13 @@ class FedKEMF(PublicMethod, PrivateModels):
         self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public
     ) -> None:
         def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-            kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
-            return kind([p for p in network.parameters() if p.requires_grad], lr=self.server_lr)  # type: ignore[no-any-return]
+            trainable = [p for p in network.parameters() if p.requires_grad]
+            if self.server_optimizer == "sgd":
+                return torch.optim.SGD(trainable, lr=self.server_lr)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            return torch.optim.Adam(trainable, lr=self.server_lr)
+
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
                 teacher = ensemble([public.outputs(network, x) for network in teachers])  # (2)
             return divergence(public.outputs(network, x), teacher)  # (3)
@@ -130,7 +133,9 @@ class FedKEMF(PublicMethod, PrivateModels):
         private = site.model(state["private"])
         knowledge = proxy_model(site, down["weights"])
 
-        def loss(z: Tensor, z_k: Tensor, y: Any) -> Tensor:
+        def loss(z: Tensor, z_k: Tensor, y: Collated) -> Tensor:
+            # (1): the losses of both models are one sum, each detached from the other inside
+            # `divergence`.
             labels = site.loss(z, y) + site.loss(z_k, y)
             if self.lam:
                 return labels + self.lam * (divergence(z, z_k) + divergence(z_k, z))

@@ -23,7 +23,6 @@ scores, averaged over cells so that at most `map_size` are left a side.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from torch.nn.functional import l1_loss, mse_loss
 from medfl.core.message import Message
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
@@ -92,7 +91,7 @@ class FedMD(ScoreExchange):
         )
         if self.pretrain_epochs and same_classes:
 
-            def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+            def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
                 return site.loss(public.outputs(network, x), y)  # type: ignore[no-any-return]
 
             everything = on_public(
@@ -100,6 +99,7 @@ class FedMD(ScoreExchange):
             )
             self.fit_public(model, everything, objective, "public labels")
 
+        # In either case the site's own data come last: phase two of the transfer.
         self.first_epochs(model, site)
 
 

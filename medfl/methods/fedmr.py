@@ -104,14 +104,15 @@ class FedMR(Method):
             loss = intra_class_loss(
                 features, labels, std=self.std, min_count=self.min_count, scale=self.intra_scale
             )
-            d = features.shape[1]
-            return loss * (
-                self.mu1 / max(d * (d - 1), 1) if self.intra_scale == "paper" else self.mu1
-            )
+            if self.intra_scale != "paper":
+                return loss * self.mu1
 
-        return fit(
-            model, self._sharing.pushed(shaped(site, intra) if self.mu1 else site, down, model)
-        )
+            # mu1~ = mu1 / (d (d - 1)): M^c has d (d - 1) entries off the diagonal.
+            d = features.shape[1]
+            return loss * (self.mu1 / max(d * (d - 1), 1))
+
+        decorrelated = shaped(site, intra) if self.mu1 else site
+        return fit(model, self._sharing.pushed(decorrelated, down, model))
 
     def aggregate(
         self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int

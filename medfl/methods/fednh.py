@@ -91,6 +91,7 @@ class FedNH(Method):
         mean = weighted_mean(replies, "weights", uniform_shares(replies))
         name = f"{head_name(network)}.weight"
         weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))
+        # W is not averaged: a site returns it as it came.
         weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
 
         return {"weights": weights}
@@ -100,6 +101,7 @@ class FedNH(Method):
         means, counts = pooled_means(sent)
         if self.rho == 1:
             return old.clone()
+        # W_c <- normalise(rho W_c + (1 - rho) normalise(mean of the r_kc by n_kc))
         fresh = normalize(self.rho * old + (1 - self.rho) * normalize(means, dim=1), dim=1)
         return torch.where(counts[:, None] > 0, fresh, old)
 
@@ -112,6 +114,7 @@ def spread(classes: int, features: int) -> Tensor:
         return orthonormal[:classes].contiguous()
 
     for step in range(500):
+        # Each row is pushed by the others, the nearest most, with a step that shrinks.
         push = (10 * (rows @ rows.T)).exp().fill_diagonal_(0) @ rows
         rows = normalize(rows - 0.1 * 0.99**step * normalize(push, dim=1), dim=1)
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.effective_steps import effective_steps
@@ -67,6 +69,7 @@ class FedNova(Method):
         ).steps
         scalars = {
             "samples": site.num_samples,
+            # a_k
             "effective_steps": effective_steps(site, model, steps, self.mu),
         }
         if self.mu:
@@ -82,25 +85,25 @@ class FedNova(Method):
         weights = weighted_mean(replies, "weights", shares)
         trainable = trained_names(host.model(received))
 
+        # The second sum: p_k (tau_eff / a_k - 1) (w_k - w).
         for site_name, share in shares.items():
             excess = share * _excess(replies, shares, site_name)
-            for name in trainable if excess else ():
-                weights[name].add_(
-                    replies[site_name]["weights"][name] - received[name], alpha=excess
-                )
+            if not excess:
+                continue
+
+            trained = replies[site_name]["weights"]
+            for name in trainable:
+                weights[name].add_(trained[name] - received[name], alpha=excess)
 
         if not self.server_momentum:
             return {"weights": weights}
 
-        velocity = {
-            name: self.server_momentum * old + (weights[name] - received[name])
-            for name, old in server["velocity"].items()
-        }
+        velocity: dict[str, Tensor] = {}
+        for name, old in server["velocity"].items():
+            velocity[name] = self.server_momentum * old + (weights[name] - received[name])
+            weights[name] = received[name] + velocity[name]
 
-        return {
-            "weights": weights | {n: received[n] + v for n, v in velocity.items()},
-            "velocity": velocity,
-        }
+        return {"weights": weights, "velocity": velocity}
 
 
 def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_name: str) -> float:
@@ -112,11 +115,14 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
             f"site {site_name!r}: its reply says that its effective steps are {effective:g}, below {_LEAST:g}"
         )
 
-    reach = {
-        name: site_scalars.get("steps", site_scalars["effective_steps"])
-        for name, site_scalars in scalars.items()
-    }
-    return sum(share * (reach[name] - effective) for name, share in shares.items()) / effective
+    # tau_eff is the mean of K_k where a reply has them, else of a_k. As the p_k sum to 1, tau_eff - a_k
+    # is the mean of the differences, which is exactly 0 for equal ones.
+    differences: list[float] = []
+    for name, share in shares.items():
+        steps = scalars[name].get("steps", scalars[name]["effective_steps"])
+        differences.append(share * (steps - effective))
+
+    return sum(differences) / effective
 
 
 METHOD = FedNova

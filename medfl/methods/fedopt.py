@@ -79,9 +79,8 @@ class FedOpt(Method):
     ) -> State:
         """Start from the initial weights with m = 0 and v = tau^2."""
         server = super().init_server(host, weights, introductions)
-        zeros = {
-            name: torch.zeros_like(weights[name]) for name in trained_names(host.model(weights))
-        }
+        names = trained_names(host.model(weights))
+        zeros = {name: torch.zeros_like(weights[name]) for name in names}
         if self.optimizer == "sgd":
             return {**server, "m": zeros} if self._beta1 else server
         return {
@@ -103,22 +102,22 @@ class FedOpt(Method):
         if self.optimizer == "sgd" and not beta1:
             return {**server, "weights": step_towards(old, mean, rate, names)}
 
-        change = {name: mean[name] - old[name] for name in names}
+        weights = dict(mean)
+        m: dict[str, Tensor] = {}
+        v: dict[str, Tensor] = {}
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
-        m = {name: beta1 * server["m"][name] + new * d for name, d in change.items()}
-        if self.optimizer == "sgd":
-            return {
-                **server,
-                "weights": {**mean, **{name: old[name] + rate * m[name] for name in names}},
-                "m": m,
-            }
+        for name in names:
+            d = mean[name] - old[name]  # D, the pseudo-gradient
+            m[name] = beta1 * server["m"][name] + new * d
+            if self.optimizer == "sgd":
+                weights[name] = old[name] + rate * m[name]
+                continue
 
-        v = {
-            name: _SQUARES[self.optimizer](server["v"][name], d * d, self.beta2)
-            for name, d in change.items()
-        }
-        moved = {name: old[name] + rate * m[name] / (v[name].sqrt() + self.tau) for name in names}
-        return {**server, "weights": {**mean, **moved}, "m": m, "v": v}
+            v[name] = _SQUARES[self.optimizer](server["v"][name], d * d, self.beta2)
+            weights[name] = old[name] + rate * m[name] / (v[name].sqrt() + self.tau)
+
+        after = {**server, "weights": weights, "m": m}
+        return {**after, "v": v} if v else after
 
 
 METHOD = FedOpt

@@ -33,6 +33,7 @@ class FedPer(PersonalHead):
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the head's tensors."""
         if isinstance(network, TwoConv) and not self.head_layers:
+            # What pFedPM's communication counts take for the head.
             return head_names(network, ("fc1", "fc2"))
         return super().personal_names(network)
 

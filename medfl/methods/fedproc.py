@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
-from medfl.methods.base import MEANS, Group, Method, option
+from medfl.methods.base import MEANS, Collated, Group, Method, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -89,8 +88,9 @@ class FedProc(Method):
         if alpha == 0 or not counts.any():
             return fit(model, site)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z, output = features_and_output(network, x)
+            # alpha_t l_proc + (1 - alpha_t) f_k
             loss = alpha * prototype_loss(z, class_indices(y), means, counts > 0, self.tau)
             return loss + (1 - alpha) * site.loss(output, y)
 
@@ -106,6 +106,7 @@ class FedProc(Method):
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])
+        # A class whose owners are all absent keeps its prototype.
         newest_counts = torch.where(counts > 0, counts, old["counts"])
         fresh = {
             "means": torch.where(counts[:, None] > 0, means, old["means"]),
@@ -127,6 +128,7 @@ def prototype_loss(
         tau: temperature.
     """
     cosine = normalize(z, dim=1) @ normalize(prototypes, dim=1).to(z.dtype).T
+    # A class without a prototype is not in the sum over c.
     logits = (cosine / tau).masked_fill(~known, -torch.inf)
     labels = torch.where(known[labels], labels, -100)  # the index that cross_entropy passes over
     return cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(labels)

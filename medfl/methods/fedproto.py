@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from medfl.methods._parts.prototypes import (
     distance,
     prototype_groups,
 )
-from medfl.methods.base import MEANS, Group, option
+from medfl.methods.base import MEANS, Collated, Group, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -81,8 +80,9 @@ class FedProto(PrototypeExchange):
         if self.lam == 0 or prototypes is None:
             return fit(model, site)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             h, output = features_and_output(network, x)
+            # f_k + lambda mean (h - C_y)^2
             return site.loss(output, y) + self.lam * prototype_loss(h, class_indices(y), prototypes)
 
         return fit(model, site, objective=objective)
@@ -107,9 +107,8 @@ class FedProto(PrototypeExchange):
         if self.predict == "classifier" or prototypes is None:
             return model
         own_classes = class_counts(site.train, len(prototypes)).to(site.device) > 0
-        return nearest(
-            deepcopy(model), prototypes, own_classes
-        )  # a leased network is not changed for good
+        # On a copy: a leased network must not keep the hook.
+        return nearest(deepcopy(model), prototypes, own_classes)
 
 
 def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:
@@ -120,8 +119,10 @@ def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:
         prototypes: (K, d), NaN for a class without one.
         own: (K,) bool, the classes allowed.
     """
-    allowed = own & has_prototype(prototypes)
-    allowed = allowed if allowed.any() else has_prototype(prototypes)
+    available = has_prototype(prototypes)
+    allowed = own & available
+    if not allowed.any():  # no class of the site has been sent yet
+        allowed = available
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return only_classes(

@@ -31,6 +31,7 @@ class FedProx(Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with mu (w - w^t) added to the gradient; `model` holds w^t now."""
+        # The gradient of (mu/2) ||w - w^t||^2; `pull` copies w^t before the first step.
         return fit(model, site, gradient_hook=pull(model, dict(model.named_parameters()), self.mu))
 
 

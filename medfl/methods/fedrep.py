@@ -46,9 +46,8 @@ class FedRep(PersonalHead):
         """Train the head, then the body."""
         if self.head_epochs:
             self._train_head(model, site, self.head_epochs, "head")
-        with train_only(
-            model, {name for name, _ in model.named_parameters()} - self.personal_names(model)
-        ):
+        body = dict(model.named_parameters()).keys() - self.personal_names(model)
+        with train_only(model, body):
             return fit(model, site)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -13,7 +13,6 @@ hypernetwork) is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged
@@ -43,9 +42,8 @@ class TwoHeads(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        personal: Tensor = self.personal(
-            x.detach()
-        )  # always run: the personal head is the last layer of the network
+        # Run in training mode too: hooks on the last layer of the network, which it is, have to fire.
+        personal: Tensor = self.personal(x.detach())
         if self.training:
             return super().forward(x)
 
@@ -74,13 +72,10 @@ class FedROD(Method):
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the personal head's tensors."""
-        prefix = (
-            next(name for name, module in network.named_modules() if isinstance(module, TwoHeads))
-            + ".personal."
-        )
-        return frozenset(
-            name for name in network.state_dict() if name.startswith(prefix.removeprefix("."))
-        )
+        modules = network.named_modules()
+        layer = next(name for name, module in modules if isinstance(module, TwoHeads))
+        prefix = f"{layer}.personal.".removeprefix(".")
+        return frozenset(name for name in network.state_dict() if name.startswith(prefix))
 
     def init_site(self, site: Site) -> State:
         """Start the personal head."""
@@ -97,9 +92,11 @@ class FedROD(Method):
         heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
         prior = log_prior(site, heads.out_features, self.gamma)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             feature, generic = features_and_output(network, x)
+            # z_g + h(f), with z_g and f constant: its loss trains h alone.
             personal = generic.detach() + heads.personal(feature.detach())
+            # Balanced softmax for body and g: z_g + gamma log n.
             return site.loss(generic + prior, y) + site.loss(personal, y)
 
         return fit(model, site, objective=objective)

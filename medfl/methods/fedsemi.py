@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import WithoutLabels
-from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
@@ -73,10 +72,10 @@ class FedSemi(Method, WithoutLabels):
         self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
     ) -> State:
         """Average, with unlabelled sites weighted by `weight`; if all weights are 0, change nothing."""
-        counted = {
-            name: Message({}, {"samples": self._counted(reply, host.round)})
-            for name, reply in replies.items()
-        }
+        counted: dict[str, Message] = {}
+        for name, reply in replies.items():
+            counted[name] = Message({}, {"samples": self._counted(reply, host.round)})
+
         if not any(message.scalars["samples"] for message in counted.values()):
             return server
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(counted))}
@@ -89,20 +88,19 @@ class FedSemi(Method, WithoutLabels):
         if "sure" not in reply.scalars:
             return samples
 
+        share = 1.0
         if self.count == "sure":
-            share = min(1.0, max(0.0, reply.scalars["sure"]))
-        else:
-            share = 1.0
+            share = min(1.0, max(0.0, reply.scalars["sure"]))  # r_k, from outside: not trusted
 
         return samples * self._weight(round_) * share
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return the mean share of pseudo-labelled items at the unlabelled sites."""
-        sure = [
-            replies[name].scalars["sure"]
-            for name in sorted(replies)
-            if "sure" in replies[name].scalars
-        ]
+        sure: list[float] = []
+        for name in sorted(replies):
+            if "sure" in replies[name].scalars:
+                sure.append(replies[name].scalars["sure"])
+
         return {"sure": sum(sure) / len(sure)} if sure else {}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -125,15 +123,13 @@ class FedSemi(Method, WithoutLabels):
             feed=self._lessons(model, teacher, site, sure),
         )
         share = max(_LEAST, float(torch.stack(sure).mean())) if sure else _LEAST
-        received = {
-            name: down["weights"][name]
-            for name, _ in model.named_buffers()
-            if name in down["weights"]
-        }
+        # The buffers of w: those of s come from strong views, which no real image looks like.
+        weights = snapshot(model)
+        for name, _ in model.named_buffers():
+            if name in down["weights"]:
+                weights[name] = down["weights"][name]
 
-        return state, Message(
-            {"weights": {**snapshot(model), **received}}, {"samples": samples, "sure": share}
-        )
+        return state, Message({"weights": weights}, {"samples": samples, "sure": share})
 
     def _lessons(
         self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]
@@ -142,8 +138,9 @@ class FedSemi(Method, WithoutLabels):
         generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
         is_classification = site.task.kind == "classification"
 
-        def feed(x: Any, y: None) -> tuple[Any, ...]:
+        def feed(x: Collated, y: None) -> tuple[Collated, ...]:
             if sure and self.decay < 1:
+                # The step on the batch before has been taken by now: t <- decay t + (1 - decay) s.
                 ema_update(teacher, model, self.decay)
 
             with torch.no_grad(), evaluating(teacher), autocast(site):
@@ -152,6 +149,7 @@ class FedSemi(Method, WithoutLabels):
             chance, label = q.max(1, keepdim=True)
             certain = chance >= self.threshold
             sure.append(certain.float().mean())
+            # y: one-hot where the teacher is sure, its probabilities elsewhere.
             target = torch.where(certain, torch.zeros_like(q).scatter_(1, label, 1.0), q)
             weight = torch.where(certain, 1.0, self.unsure).squeeze(1)
             view, visible = strong_view(
@@ -190,9 +188,9 @@ def strong_view(
     flat = x.flatten(1)
     mean = flat.mean(1).reshape(per_image)
     deviation = flat.std(1, correction=0).reshape(per_image)
-    gain, shift, noise = (
-        strength * part * term for part, term in zip((0.5, 0.5, 0.25), terms, strict=True)
-    )
+    gain = strength * 0.5 * terms[0]
+    shift = strength * 0.5 * terms[1]
+    noise = strength * 0.25 * terms[2]
     view = mean + (1 + gain) * (x - mean) + deviation * (shift + noise.abs() * normal)
     visible = _outside_a_box(u[:, 4:], sides).to(x)
     view = torch.where(visible.unsqueeze(1) > 0, view, mean)
@@ -207,6 +205,7 @@ def _outside_a_box(u: Tensor, sides: torch.Size) -> Tensor:
     """Return (B, *sides): 0 in a box drawn by u (B, 2 * axes) in 0 to 1, 1 elsewhere."""
     inside = torch.full((len(u), *sides), float(bool(sides)))
     for axis, side in enumerate(sides):
+        # A quarter to half of each side, rounded to whole pixels.
         length = (side * (0.25 + 0.25 * u[:, 2 * axis])).round()
         start = ((side - length) * u[:, 2 * axis + 1]).round()
         coordinates = torch.arange(side).expand(len(u), -1)
@@ -221,7 +220,7 @@ def masked_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -
     return (cross_entropy(class_logits(model, x).float(), y, reduction="none") * keep).mean()
 
 
-def class_logits(model: nn.Module, x: Any) -> Tensor:
+def class_logits(model: nn.Module, x: Collated) -> Tensor:
     """Return logits (B, K, ...), K = 2 of a network with one output: 0 and that one.
 
     Raises:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.extras import SiteModels
-from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot
 
@@ -91,14 +90,11 @@ class FedSM(SiteModels, Method):
     ) -> State:
         """Average w_g and the selector, pull the participants' personal models towards each other."""
         shares = sample_shares(replies)
-        averaged = {
-            g: weighted_mean(replies, g, shares) for g in ("weights", "selector", "mean", "square")
-        }
-        return {
-            **server,
-            **averaged,
-            "personal": {**server["personal"], **soft_pull(replies, self.lam)},
-        }
+        after = {**server, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
+        for group in ("weights", "selector", "mean", "square"):
+            after[group] = weighted_mean(replies, group, shares)
+
+        return after
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the super model."""
@@ -170,6 +166,8 @@ class FedSM(SiteModels, Method):
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 
+        # Adam with the averaged moments of the round before, as if one optimiser went from site to
+        # site.
         optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
         for name, parameter in selector.named_parameters():
             optimizer.state[parameter] = {
@@ -179,13 +177,12 @@ class FedSM(SiteModels, Method):
             }
 
         optimizer.step()
-        moments = {
-            name: optimizer.state[parameter] for name, parameter in selector.named_parameters()
-        }
-        return {
-            "mean": {name: values["exp_avg"] for name, values in moments.items()},
-            "square": {name: values["exp_avg_sq"] for name, values in moments.items()},
-        }
+        moments: dict[str, dict[str, Tensor]] = {"mean": {}, "square": {}}
+        for name, parameter in selector.named_parameters():
+            moments["mean"][name] = optimizer.state[parameter]["exp_avg"]
+            moments["square"][name] = optimizer.state[parameter]["exp_avg_sq"]
+
+        return moments
 
 
 class SuperModel(nn.Module):
@@ -219,7 +216,7 @@ class SuperModel(nn.Module):
             held = held | (who == int(number))
         return torch.where(held & (sure > self.threshold), who, -1)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Collated:
         """Return the output of the routed models (B, ...)."""
         routes = self.route(x)
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
@@ -229,20 +226,18 @@ class SuperModel(nn.Module):
         if len(used) == 1:
             return self._model(used[0])(x)
 
-        output: Any = None
+        output: Collated = None
         for number in used:
             rows = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[rows])
             if output is None:
                 output = part.new_empty((len(x), *part.shape[1:]))
-            else:
-                output = output
 
             output[rows] = part
 
         return output
 
-    def _blended(self, x: Tensor, routes: Tensor) -> Any:
+    def _blended(self, x: Tensor, routes: Tensor) -> Collated:
         """Return what `forward` does, by every model on every image: a recorded program has no routes to choose."""
         output = self.w_g(x)
         for number, expert in self.experts.items():
@@ -272,9 +267,10 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
                 continue
 
             mean_of_rest = torch.stack(values[:i] + values[i + 1 :]).mean(0)
-            pulled[name][key] = (
-                values[i] if lam == 1 else lam * values[i] + (1 - lam) * mean_of_rest
-            )
+            if lam == 1:  # bit for bit, whatever the others sent
+                pulled[name][key] = values[i]
+            else:
+                pulled[name][key] = lam * values[i] + (1 - lam) * mean_of_rest
 
     return pulled
 

@@ -42,7 +42,7 @@ from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Objective, Site, evaluating, snapshot
 
@@ -115,7 +115,7 @@ class FedType(PrivateModels):
     ) -> dict[str, Any]:
         """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
-        def logits_and_loss(network: nn.Module, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        def logits_and_loss(network: nn.Module, x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
             z = network(x)
             hits.add_((z.detach().argmax(1) == class_indices(y)).sum())
             return z, site.loss(z, y)
@@ -127,23 +127,24 @@ class FedType(PrivateModels):
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+        def with_draws(x: Collated, y: Collated) -> tuple[Collated, ...]:
             return x, y, *[uniform(len(x), draws).to(site.device) for _ in range(2)]
 
         def objective(
-            network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor
+            network: nn.Module, x: Collated, y: Collated, u_proxy: Tensor, u_large: Tensor
         ) -> Tensor:
             z, loss = logits_and_loss(network, x, y)
             with torch.no_grad():
                 sets = of_proxy(proxy(x), u_proxy)
                 kappa = consensus(sets, of_large(z, u_large)).mean()
 
+            # CE + lambda_B kappa L
             return loss + self.lam_b * kappa * set_loss(z, sets)
 
         return {"objective": objective, "feed": with_draws}
 
     def _proxy_objective(self, site: Site, large: nn.Module) -> Objective:
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z = network(x)
             if not self.lam_f:
                 return site.loss(z, y)
@@ -151,6 +152,7 @@ class FedType(PrivateModels):
             with torch.no_grad():
                 teacher = large(x)
 
+            # CE + lambda_F KL(p || p~)
             return site.loss(z, y) + self.lam_f * divergence(z, teacher)
 
         return objective
@@ -158,13 +160,13 @@ class FedType(PrivateModels):
     def _sets(self, site: Site, network: nn.Module, lam: float, draws: torch.Generator) -> Sets:
         """Calibrate a network's uncertainty sets on the site's training items."""
         rate = partial(scores, k_reg=self.k_reg, lam=lam)
+        label_scores: list[Tensor] = []
         with evaluating(network), torch.no_grad():
-            label_scores = [
-                rate(network(x.to(site.device)), uniform(len(x), draws).to(site.device)).gather(
-                    1, class_indices(y).to(site.device)[:, None]
-                )
-                for x, y in site.still.batches(site.settings.batch_size)
-            ]
+            for x, y in site.still.batches(site.settings.batch_size):
+                labels = class_indices(y).to(site.device)
+                z = network(x.to(site.device))
+                u = uniform(len(x), draws).to(site.device)
+                label_scores.append(rate(z, u).gather(1, labels[:, None]))
 
         threshold = conformal_quantile(torch.cat(label_scores)[:, 0], self.coverage)
         return lambda z, u: (rate(z, u) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
@@ -186,6 +188,7 @@ def scores(z: Tensor, u: Tensor, k_reg: int, lam: float) -> Tensor:
     """
     p, order = z.double().softmax(1).sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device)
+    # The larger probabilities, a random part of the class's own, and the cost of ranks beyond k.
     ranked = p.cumsum(1) - p + u * p + lam * (ranks - k_reg).clamp(min=0)
     return torch.empty_like(p).scatter(1, order, ranked)
 
@@ -200,6 +203,7 @@ def conformal_quantile(values: Tensor, coverage: float) -> Tensor:
 def consensus(sets: Tensor, of_large: Tensor) -> Tensor:
     """Return the consensus (B,) of the proxy's sets and the large model's, (B, K) bool, none empty: 0 to 1."""
     both, size, size_large = (members.sum(1) for members in (sets & of_large, sets, of_large))
+    # #(S and S_l) / #(S or S_l) where #S_l <= #S, else #(S and S_l) / #S.
     return both / torch.where(size_large <= size, (sets | of_large).sum(1), size)
 
 

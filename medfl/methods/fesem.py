@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
@@ -86,18 +86,19 @@ class FeSEM(Method):
     ) -> State:
         """Make the first centres and give each site one."""
         names = sorted(introductions)
-        clusters = range(1, self.clusters)
-        drawn = [
-            snapshot(host.networks.fresh("centre", k)) if self.start == "random" else dict(weights)
-            for k in clusters
-        ]
+        drawn: list[dict[str, Tensor]] = []
+        for k in range(1, self.clusters):
+            if self.start == "random":
+                drawn.append(snapshot(host.networks.fresh("centre", k)))
+            else:
+                drawn.append(dict(weights))
+
         assignment = dict.fromkeys(names, 0)
 
         if self.assign == "by_class_count":
             counts = {name: introductions[name].scalars["classes"] for name in names}
-            assignment = {
-                name: int(counts[name] >= sum(counts.values()) / len(counts)) for name in names
-            }
+            mean = sum(counts.values()) / len(counts)
+            assignment = {name: int(count >= mean) for name, count in counts.items()}
         elif self.start == "random":
             with stream(host.seed, "deal") as generator:
                 order = torch.randperm(len(names), generator=generator).tolist()
@@ -123,18 +124,15 @@ class FeSEM(Method):
         assignment = server["assignment"]
         chosen = server["chosen"]
         if self.assign == "distance":
-            names = [
-                name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad
-            ]
-            anchors = _spread(
-                [replies[site]["weights"] for site in sorted(replies)], centres, chosen, names
-            )
+            trainable = host.model(centres[0]).named_parameters()
+            names = [name for name, parameter in trainable if parameter.requires_grad]
+            sent = [replies[site]["weights"] for site in sorted(replies)]
+            anchors = _spread(sent, centres, chosen, names)
             centres = [*anchors, *centres[len(anchors) :]]
             chosen = len(anchors)
-            assignment = {
-                **assignment,
-                **{site: nearest(m["weights"], anchors, names) for site, m in replies.items()},
-            }
+            assignment = dict(assignment)
+            for site, reply in replies.items():
+                assignment[site] = nearest(reply["weights"], anchors, names)  # E-step
 
         first, *rest = self.means(centres, assignment, replies)
         return {"weights": first, "others": rest, "assignment": assignment, "chosen": chosen}
@@ -149,12 +147,14 @@ class FeSEM(Method):
         members: list[dict[str, Message]] = [{} for _ in centres]
         for name, reply in replies.items():
             members[assignment.get(name, 0)][name] = reply
-        return [
-            weighted_mean(member_replies, "weights", mean_shares(self.weights, member_replies))
-            if member_replies
-            else centre
-            for centre, member_replies in zip(centres, members, strict=True)
-        ]
+
+        after = list(centres)
+        for index, member_replies in enumerate(members):
+            if member_replies:  # a centre without members stays
+                shares = mean_shares(self.weights, member_replies)
+                after[index] = weighted_mean(member_replies, "weights", shares)
+
+        return after
 
     def global_predictor(self, host: Host, server: State) -> None:
         """Return None: there are several centres."""
@@ -165,7 +165,10 @@ class FeSEM(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train from the site's centre."""
         _, reply = super().local_update(site, {}, down)
-        return ({"trained": reply["weights"]} if self.predict == "local" else {}), reply
+        if self.predict == "local":
+            return {"trained": reply["weights"]}, reply
+
+        return {}, reply
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the site's centre, or its model of its last training."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
@@ -88,12 +88,13 @@ class L2GD(Method):
 
     def tosses(self, host: Host) -> dict[str, int]:
         """Toss the coin, if there is one: averaging steps until it falls on local ones, and these until it turns."""
-        if self.coin:
-            runs = {"averagings": self.coin, "iterations": 1 - self.coin}
-        else:
-            runs = {}
+        if not self.coin:
+            return {}
+
         with stream(host.seed, "coin") as generator:
-            return {name: _run(again, generator) for name, again in runs.items()}
+            averagings = _run(self.coin, generator)
+            iterations = _run(1 - self.coin, generator)
+            return {"averagings": averagings, "iterations": iterations}
 
     def global_predictor(self, host: Host, server: State) -> None:
         """Return None: the mean is no product of this method."""
@@ -124,17 +125,14 @@ class L2GD(Method):
 
     def _averaged(self, state: State, down: Message) -> Weights:
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
+        # A step leaves 1 - theta of the distance to m, and m where it is.
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
-        personal: Weights = state["weights"]
-        mean = {
-            name: m.to(personal[name].device)
-            for name, m in down["weights"].items()
-            if part and m.is_floating_point()
-        }
-        return {
-            **personal,
-            **{name: torch.lerp(personal[name], m, part) for name, m in mean.items()},
-        }
+        averaged: dict[str, Tensor] = dict(state["weights"])
+        for name, m in down["weights"].items():
+            if part and m.is_floating_point():
+                averaged[name] = torch.lerp(averaged[name], m.to(averaged[name].device), part)
+
+        return averaged
 
 
 def _run(again: float, generator: torch.Generator) -> int:

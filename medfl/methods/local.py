@@ -33,6 +33,7 @@ class Local(WholeCohort, OwnNetworks):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the site's own model on; reply nothing."""
+        # The site's own weights, whatever was broadcast.
         model = site.model(state["weights"])
         self.train(model, site, state, down)
         return {"weights": snapshot(model)}, Message()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,12 @@ from torch.nn.functional import cosine_similarity, softplus
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
-_PROJECTED = 256
+_PROJECTED = 256  # length of a projected feature, of the public code
 
 
 @dataclass(frozen=True)
@@ -74,23 +73,25 @@ class MOON(Method):
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with mu times the contrastive term in the loss."""
         if self.mu == 0 or "previous" not in state:
-            # FedAvg's loss, given: a bundle's trainer that takes its steps by itself is refused before round 2
-            return fit(
-                model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None
-            )
+            if not self.mu:
+                return fit(model, site)
+
+            # FedAvg's loss as an objective, so that a bundle's trainer which takes its steps by itself is
+            # refused now and not in round 2.
+            return fit(model, site, objective=lambda net, x, y: site.loss(net(x), y))
 
         by_map = self.feature == "bottleneck" or (
             self.feature == "auto" and site.task.kind == "segmentation"
         )
         run = bottleneck_and_output if by_map else features_and_output
-        received, previous = (
-            frozen(site.model(weights)) for weights in (down["weights"], state["previous"])
-        )
+        received = frozen(site.model(down["weights"]))
+        previous = frozen(site.model(state["previous"]))
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             z, output = run(network, x)
             with torch.no_grad():
-                z_g, z_p = (run(reference, x)[0] for reference in (received, previous))
+                z_g, _ = run(received, x)
+                z_p, _ = run(previous, x)
             return site.loss(output, y) + self.mu * contrastive(z, z_g, z_p, self.tau)
 
         return fit(model, site, objective=objective)
@@ -106,7 +107,7 @@ def contrastive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
     return softplus((cosine_similarity(z, z_p) - cosine_similarity(z, z_g)) / tau).mean()
 
 
-def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Collated]:
     """Run a network once and return its smallest feature map (B, C, H, W[, D]) and its output.
 
     Of several that small it is the last, with which a decoder starts. A map of one position is none: it is the gate of
@@ -117,7 +118,7 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     size = float("inf")
     feature_map = x
 
-    def look(_: nn.Module, inputs: Any, output: Any) -> None:
+    def look(_: nn.Module, inputs: Collated, output: Collated) -> None:
         nonlocal size, feature_map
         if (
             isinstance(output, Tensor)

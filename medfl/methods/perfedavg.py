@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, Collated, Method, mean_shares, option, weighted_mean
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
@@ -76,7 +75,10 @@ class PerFedAvg(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as `train` does; keep the model where that is what is adapted."""
         state, reply = super().local_update(site, state, down)
-        return ({"own": dict(reply["weights"])} if self.adapted == "own" else state), reply
+        if self.adapted == "own":
+            return {"own": dict(reply["weights"])}, reply
+
+        return state, reply
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
@@ -88,11 +90,11 @@ class PerFedAvg(Method):
         randomness = SeparateRandomness(site, "inner", 1)
         twice = SeparateRandomness(site, "hessian", 1, each=2)
         steps = count(1)
-        last = list[Any]()
+        last = list[Collated]()
 
-        def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
+        def with_draws(x: Collated, y: Collated) -> tuple[Collated, ...]:
             step = next(steps)
-            drawn = list[Any]()
+            drawn = list[Collated]()
             for name in names:
                 with stream(site.seed, name, step) as generator:
                     drawn += draw(site, generator)
@@ -100,8 +102,14 @@ class PerFedAvg(Method):
             return x, y, *drawn
 
         def after_a_step(
-            network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any
+            network: nn.Module,
+            x: Collated,
+            y: Collated,
+            x_inner: Collated,
+            y_inner: Collated,
+            *for_hessian: Collated,
         ) -> Tensor:
+            # `start` is w; the network goes on to w+, where loss and gradient are taken.
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
             last[:] = for_hessian
             with randomness():
@@ -112,9 +120,11 @@ class PerFedAvg(Method):
 
         def back(parameters: Sequence[nn.Parameter]) -> None:
             with torch.no_grad():
+                # Back to w before the optimiser's step: (4) steps from w with the gradient at w+.
                 torch._foreach_copy_(list(parameters), start)
             if self.order == "hessian_free":
                 v = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+                # The brackets of (3), on the batch D'' that came with this step.
                 product = hessian_product(model, site, v, self.delta, (last[0], last[1]), twice)
                 for parameter, bent in zip(parameters, product, strict=True):
                     if parameter.grad is not None:

@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,
+    Collated,
     Group,
     Method,
     mean_shares,
@@ -107,10 +107,8 @@ class PFedBayes(Method):
         self, host: Host, weights: Weights, introductions: Mapping[str, Message]
     ) -> State:
         """Start from the initial weights as mu, and one rho for all."""
-        rho = {
-            name: torch.full_like(weights[name], self.rho)
-            for name in gaussian_names(host.model(weights))
-        }
+        names = gaussian_names(host.model(weights))
+        rho = {name: torch.full_like(weights[name], self.rho) for name in names}
         return {"weights": dict(weights), "rho": rho}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
@@ -123,21 +121,20 @@ class PFedBayes(Method):
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
-        names = {
-            "weights": set(trained_names(network)) - split_names(network, NORMS),
-            "rho": server["rho"].keys(),
-        }
+        # Normalisation layers are no Gaussians: they take the mean, whatever beta is.
+        gaussian = set(trained_names(network)) - split_names(network, NORMS)
+        mu = weighted_mean(replies, "weights", shares)
+        rho = weighted_mean(replies, "rho", shares)
         return {
-            group: step_towards(
-                server[group], weighted_mean(replies, group, shares), self.beta, names[group]
-            )
-            for group in ("weights", "rho")
+            "weights": step_towards(server["weights"], mu, self.beta, gaussian),
+            "rho": step_towards(server["rho"], rho, self.beta, server["rho"].keys()),
         }
 
     # Site half
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train q_i on each batch, let w_i follow it; keep q_i, reply w_i."""
+        # zeta / n_i
         scale = self.zeta / max(1, site.num_samples)
         taken = 0
         with stream(site.seed, "weights") as noise:
@@ -151,6 +148,7 @@ class PFedBayes(Method):
             follower = build(w)
 
             for group in follower.param_groups:
+                # `fit` decays the rate of its own optimiser alone.
                 group |= {"lr": group["lr"] * site.settings.lr_factor, "weight_decay": 0.0}
 
             def follow() -> None:
@@ -158,16 +156,18 @@ class PFedBayes(Method):
                 (scale * divergence(fixed(q), w.moments())).backward()  # type: ignore[no-untyped-call]
                 follower.step()  # (2)
 
-            def bound(model: nn.Module, x: Any, y: Any) -> Tensor:
+            def bound(model: nn.Module, x: Collated, y: Collated) -> Tensor:
                 nonlocal taken
-                if (
-                    scale and taken and taken % self.inner_steps == 0
-                ):  # q_i has been through K steps on the last batch
+                # q_i has been through K steps on the last batch.
+                if scale and taken and taken % self.inner_steps == 0:
                     follow()
 
                 taken += 1
                 loss: Tensor = site.loss(model(x), y)
-                return loss + scale * divergence(q.moments(), fixed(w)) if scale else loss  # (1)
+                if scale:
+                    return loss + scale * divergence(q.moments(), fixed(w))  # (1)
+
+                return loss
 
             changed = replace(site, settings=replace(site.settings, optimizer=build))
             fit(q, repeating(changed, self.inner_steps), objective=bound)
@@ -175,6 +175,7 @@ class PFedBayes(Method):
                 follow()
 
         after = {"personal": snapshot(q.network), "rho": q.rhos()}
+        # The reply is w_i: its mu, with q_i's normalisation layers and running statistics around it.
         with torch.no_grad():
             torch._foreach_copy_(q.mu, w.mu)
 
@@ -201,6 +202,7 @@ class PFedBayes(Method):
                 chosen = [p for p in model.network.parameters() if p.requires_grad]
                 solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
 
+            # rho learns at the rate of mu, without weight decay: decay would pull sigma to log 2.
             solver.add_param_group(
                 {**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0}
             )
@@ -245,7 +247,7 @@ class Gaussian(nn.Module):
             out[name] = mu + sigma * eps.to(mu.device, non_blocking=True)
         return out
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Collated:
         """Run the network with weights drawn for this pass."""
         return functional_call(self.network, self.drawn(), (x,))
 
@@ -262,9 +264,8 @@ class Averaged(nn.Module):
         """Hold the network, and a copy of it for each draw; weights that are called one by one cannot be recorded."""
         super().__init__()
         self.network = network
-        self.drawn = tuple(
-            deepcopy(network).requires_grad_(False).eval() for _ in draws
-        )  # no part of the state dict
+        # A tuple, so that the copies are no part of the state dict.
+        self.drawn = tuple(deepcopy(network).requires_grad_(False).eval() for _ in draws)
         for drawn_network, draw in zip(self.drawn, draws, strict=True):
             drawn_network.zero_grad()
             drawn_network.load_state_dict(dict(draw), strict=False)
@@ -273,13 +274,12 @@ class Averaged(nn.Module):
         """Return log-probabilities (B, K, ...), or the logit (B, 1, ...)."""
         outputs = [network(x).float() for network in self.drawn]
         single = outputs[0].shape[1] == 1  # the logit of class 1, beside one of 0
-        parts = (
-            torch.cat([torch.zeros_like(z), z], 1).log_softmax(1) if single else z.log_softmax(1)
-            for z in outputs
-        )
-        total: Tensor = next(parts)
+        if single:
+            outputs = [torch.cat([torch.zeros_like(z), z], 1) for z in outputs]
 
-        for part in parts:
+        first, *rest = (z.log_softmax(1) for z in outputs)
+        total: Tensor = first
+        for part in rest:
             total = torch.logaddexp(total, part)
 
         if single:
@@ -296,18 +296,17 @@ def gaussian_names(network: nn.Module) -> list[str]:
 
 def fixed(distribution: Gaussian) -> Moments:
     """Return mu and sigma without gradients."""
-    mu, sigma = ([value.detach() for value in part] for part in distribution.moments())
-    return mu, sigma
+    mu, sigma = distribution.moments()
+    return [value.detach() for value in mu], [value.detach() for value in sigma]
 
 
 def divergence(q: Moments, w: Moments) -> Tensor:
     """Return KL(q || w) = sum of log(sigma_w / sigma_q) + (sigma_q^2 + (mu_q - mu_w)^2) / (2 sigma_w^2) - 1/2."""
-    parts = [
-        (
-            (sigma_w / sigma_q).log() + (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2) - 0.5
-        ).sum()
-        for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True)
-    ]
+    parts: list[Tensor] = []
+    for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True):
+        square = (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2)
+        parts.append(((sigma_w / sigma_q).log() + square - 0.5).sum())
+
     return torch.stack(parts).sum()
 
 

@@ -71,6 +71,7 @@ class PFedMe(Method):
         model = site.model(down["weights"])  # theta
         theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         local_parameters = [p.detach().clone() for p in theta]  # w_i
+        # eta lambda of (2), decayed like the run's learning rate.
         part = self.eta * site.settings.lr_factor * self.lam
         taken = 0  # steps
 
@@ -80,9 +81,8 @@ class PFedMe(Method):
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
             nonlocal taken
-            if (
-                taken and taken % self.inner_steps == 0
-            ):  # theta went through K steps on the last batch
+            # theta went through K steps on the last batch.
+            if taken and taken % self.inner_steps == 0:
                 follow()
 
             taken += 1
@@ -96,6 +96,7 @@ class PFedMe(Method):
 
         personal = snapshot(model)
         with torch.no_grad():
+            # The reply is w_i with theta's buffers.
             torch._foreach_copy_(theta, local_parameters)
 
         reply = snapshot(model)

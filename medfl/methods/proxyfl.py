@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
@@ -63,11 +62,11 @@ class ProxyFL(PrivateModels):
         """Hand each participant's proxy to the next one along the graph."""
         names = sorted(replies)
         step = stride(host.round, len(names))
-        arrived = {
-            names[(i + step) % len(names)]: dict(replies[name]["weights"])
-            for i, name in enumerate(names)
-        }
-        return {"proxies": {**server["proxies"], **arrived}}
+        proxies = dict(server["proxies"])
+        for i, name in enumerate(names):
+            proxies[names[(i + step) % len(names)]] = dict(replies[name]["weights"])
+
+        return {"proxies": proxies}
 
     def global_predictor(self, host: Host, server: State) -> None:
         """Return None: no proxy is everybody's."""
@@ -80,19 +79,18 @@ class ProxyFL(PrivateModels):
         private = site.model(state["private"])
         proxy = proxy_model(site, down["weights"])
 
-        def loss(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._loss(site.loss(z, y), z, z_proxy) + self._loss(
-                site.loss(z_proxy, y), z_proxy, z
-            )
+        def loss(z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
+            of_private = self._loss(site.loss(z, y), z, z_proxy)
+            return of_private + self._loss(site.loss(z_proxy, y), z_proxy, z)
 
         train_together(site, private, proxy, loss, "proxy")
         return {"private": snapshot(private)}, Message({"weights": snapshot(proxy)})
 
-    def _loss(self, own: Tensor, z: Tensor, other: Tensor) -> Tensor:
+    def _loss(self, on_labels: Tensor, z: Tensor, teacher: Tensor) -> Tensor:
         if self.alpha:
-            return (1 - self.alpha) * own + self.alpha * divergence(z, other)
+            return (1 - self.alpha) * on_labels + self.alpha * divergence(z, teacher)
 
-        return own
+        return on_labels
 
 
 def stride(round_: int, sites: int) -> int:

@@ -74,11 +74,7 @@ class Scaffold(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with corrected gradients; reply the trained weights and c_i+ - c_i."""
         model = site.model(down["weights"])
-        trainable = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         site_control = state["control"]  # c_i
         server_control = down["control"]  # c
         correction = [server_control[name] - site_control[name] for name in trainable]
@@ -102,12 +98,10 @@ class Scaffold(Method):
 
         # c_i+
         if by_gradient:
-            control = {
-                name: value / report.steps
-                for name, value in zip(trainable, gradient_sums, strict=True)
-            }
+            means = [value / report.steps for value in gradient_sums]
+            control = dict(zip(trainable, means, strict=True))
         else:
-            scale = 1 / (report.steps * site.learning_rate(model))
+            scale = 1 / (report.steps * site.learning_rate(model))  # 1 / (R eta)
             control = {}
             for name in trainable:
                 step = down["weights"][name] - trained[name]
@@ -131,11 +125,12 @@ class Scaffold(Method):
 
 def _plain_sgd(site: Site, model: nn.Module) -> bool:
     optimizer = site.settings.optimizer(model)
-    plain = all(
-        not group.get("momentum") and not group.get("weight_decay")
-        for group in optimizer.param_groups
-    )
-    return isinstance(optimizer, torch.optim.SGD) and plain and len(optimizer.param_groups) == 1
+    # Several groups may have several learning rates, and option II knows one eta.
+    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) != 1:
+        return False
+
+    (group,) = optimizer.param_groups
+    return not group.get("momentum") and not group.get("weight_decay")
 
 
 METHOD = Scaffold

@@ -38,9 +38,8 @@ def _resnet18(
         spatial_dims=spatial_dims,
         n_input_channels=in_channels,
         conv1_t_size=3 if small_images else 7,
-        conv1_t_stride=1
-        if small_images
-        else 2,  # MONAI's default of 1 makes the network four times as dear
+        # MONAI's default of 1 makes the network four times as dear.
+        conv1_t_stride=1 if small_images else 2,
         no_max_pool=small_images,
         num_classes=num_classes,
         bias_downsample=False,
@@ -59,6 +58,7 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
         in_channels=in_channels,
         num_classes=num_classes,
     )
+    # The memory-efficient one is an autograd function, which TorchScript cannot export.
     network.set_swish(memory_efficient=False)  # type: ignore[operator]
 
     for module in list(network.modules()):
@@ -116,15 +116,15 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
             did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
 
-    for argument, value, allowed in (
-        ("in_channels", in_channels, ">= 1"),
-        ("num_classes", num_classes, ">= 2"),
+    for argument, value, least in (
+        ("in_channels", in_channels, 1),
+        ("num_classes", num_classes, 2),
     ):
-        if value < int(allowed[-1]):
+        if value < least:
             raise InputError(
                 f"{argument}={value} for network '{name}'",
-                f"{argument} is {allowed}",
-                f"take {allowed[-1]}",
+                f"{argument} is >= {least}",
+                f"take {least}",
             )
 
     if spatial_dims not in (2, 3):

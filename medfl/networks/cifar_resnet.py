@@ -27,6 +27,7 @@ class _Block(nn.Module):
         self.bn2 = norm(channels_out)
         # A 1x1 pool of stride 2 is every second pixel, rounding odd sizes up as the convolution does.
         self.subsample = pool(1, stride=stride) if stride > 1 else nn.Identity()
+        # Option A: zeros for the new channels, behind the old ones.
         self.padding = [0, 0] * spatial_dims + [0, channels_out - channels_in]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,12 +58,12 @@ class CifarResNet(nn.Module):
         channels = 16
 
         for width in (16, 32, 64):
-            blocks = [
-                _Block(channels if i == 0 else width, width, spatial_dims)
-                for i in range((depth - 2) // 6)
-            ]
+            blocks: list[nn.Module] = []
+            for _ in range((depth - 2) // 6):  # n: a block has two of the 6n + 2 layers
+                blocks.append(_Block(channels, width, spatial_dims))
+                channels = width  # the first block of a stage alone changes the width
+
             stages.append(nn.Sequential(*blocks))
-            channels = width
 
         self.stages = nn.Sequential(*stages)
         self.avgpool = Pool[Pool.ADAPTIVEAVG, spatial_dims](1)

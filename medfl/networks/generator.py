@@ -56,6 +56,7 @@ class Generator(nn.Module):
         for narrow, wide in ((_WIDTH, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 64), (64, 64)):
             layers += [nn.Upsample(scale_factor=2, mode="nearest"), *_block(narrow, wide)]
 
+        # The sigmoid ends in 0..1, as pictures are before they are normalised.
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
@@ -63,6 +64,7 @@ class Generator(nn.Module):
         cls, weights: Mapping[str, Tensor], shape: Sequence[int], device: torch.device
     ) -> Generator:
         """Return the frozen generator with these weights for images of this shape (channels, height, width)."""
+        # Without memory or draws: `assign` puts the given tensors in place.
         with torch.device("meta"):
             network = cls(weights["linear.weight"].shape[1], *shape)
         network.load_state_dict(
@@ -166,15 +168,14 @@ class Augmentation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     per_image: bool = False
-    _constants: dict[Any, list[Tensor]] = field(
+    _constants: dict[tuple[str, torch.dtype], list[Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
         """Return images ready for the classifier, same shape; differentiable. `draws` is on the CPU."""
-        return self.moved(
-            images, self.positions(len(images), images.shape[1:], draws).to(images.device)
-        )
+        positions = self.positions(len(images), images.shape[1:], draws)
+        return self.moved(images, positions.to(images.device))
 
     def positions(self, count: int, shape: Sequence[int], draws: torch.Generator) -> Tensor:
         """Draw where the pixels of images of a shape (C, H, W) come from.
@@ -182,9 +183,8 @@ class Augmentation:
         Returns:
             (count or 1, H W), on the CPU: positions in the padded image, of each image or of all.
         """
-        return torch.stack(
-            [_place(shape[1], shape[2], draws) for _ in range(count if self.per_image else 1)]
-        )
+        number = count if self.per_image else 1
+        return torch.stack([_place(shape[1], shape[2], draws) for _ in range(number)])
 
     def moved(self, images: Tensor, positions: Tensor) -> Tensor:
         """Return images (B, C, H, W) as `__call__` does, by `positions` that were drawn before; nothing waits."""
@@ -196,9 +196,9 @@ class Augmentation:
         """Return images (B, C, H, W) in 0 to 1 as the classifier takes them, neither cropped nor flipped."""
         key = str(images.device), images.dtype
         if key not in self._constants:  # once, since each copy to a GPU makes it wait
-            self._constants[key] = [
-                images.new_tensor(values)[:, None, None] for values in (self.mean, self.std)
-            ]
+            parts = (self.mean, self.std)
+            self._constants[key] = [images.new_tensor(part)[:, None, None] for part in parts]
+
         mean, std = self._constants[key]
         return (images - mean) / std
 
@@ -209,8 +209,10 @@ def _place(height: int, width: int, draws: torch.Generator) -> Tensor:
     mirrored, overturned = (torch.rand(2, generator=draws) < 0.5).tolist()
     rows = torch.arange(top, top + height)
     columns = torch.arange(left, left + width)
-    rows = rows.flip(0) if overturned else rows
-    columns = columns.flip(0) if mirrored else columns
+    if overturned:
+        rows = rows.flip(0)
+    if mirrored:
+        columns = columns.flip(0)
 
     return (rows[:, None] * (width + 2 * _PADDING) + columns).flatten()
 
@@ -232,6 +234,7 @@ class _Distances(torch.autograd.Function):
         gradient = torch.zeros_like(x)
         parts = grads[0].split([*range(len(x) - 1, -1, -1)])
         for row, part in enumerate(parts):
+            # d|a - b|_1 / da = sign(a - b), and the opposite for b.
             pull = (x[row + 1 :] - x[row]).sign_().mul_(part[:, None])
             gradient[row + 1 :] += pull
             gradient[row] -= pull.sum(0)
@@ -255,8 +258,11 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
     i, j = torch.triu_indices(len(labels), len(labels), 1, device=labels.device)
     paired = same_class[i, j]
     members = same_class.sum(1)[i]
-    apart, conditions = (_Distances.apply(part.flatten(1)) for part in (images, z))
+    apart = _Distances.apply(images.flatten(1))
+    conditions = _Distances.apply(z.flatten(1))
+    # 1 for a pair of two classes: it is left out below, and must not divide by 0 before.
     closeness = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
+    # Pairs of a class with this many members.
     pairs = (members * (members - 1) / 2).clamp(min=1)
 
     return torch.where(paired, closeness / pairs, 0).sum() / num_classes
@@ -275,13 +281,14 @@ def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
         assert isinstance(layer, nn.BatchNorm2d)
         variance, mean = torch.var_mean(inputs[0], (0, 2, 3), correction=0)
         if layer.running_mean is not None and layer.running_var is not None:
+            # ||m - running mean||_2 + ||v - running variance||_2
             gaps.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
 
-    handles = [
-        m.register_forward_pre_hook(before)
-        for m in network.modules()
-        if isinstance(m, nn.BatchNorm2d)
-    ]
+    handles = []
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            handles.append(module.register_forward_pre_hook(before))
+
     try:
         yield gaps
     finally:

@@ -30,11 +30,11 @@ def head_name(network: nn.Module) -> str:
     Raises:
         InputError: the network has neither.
     """
-    names: list[str] = [
-        name for name, module in network.named_modules() if isinstance(module, LAYERS)
-    ]
+    modules = network.named_modules()
+    names: list[str] = [name for name, module in modules if isinstance(module, LAYERS)]
     if names:
         return names[-1]
+
     raise InputError(
         f"a {type(network).__name__} without a linear or convolution layer",
         "body and head can be told apart",
@@ -63,7 +63,11 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
                 "name one of them",
             )
 
-    return frozenset(f"{layer}.{name}" for layer in layers for name in modules[layer].state_dict())
+    names: set[str] = set()
+    for layer in layers:
+        names.update(f"{layer}.{name}" for name in modules[layer].state_dict())
+
+    return frozenset(names)
 
 
 def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
@@ -80,6 +84,7 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
     """Collect what enters the head in the forward passes inside the block, one tensor a pass."""
     inputs_of_head: list[Tensor] = []
+    # A hook, since no method of a foreign network gives its features.
     handle = head(network).register_forward_pre_hook(
         lambda _, inputs: inputs_of_head.append(inputs[0])
     )

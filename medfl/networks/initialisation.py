@@ -29,6 +29,7 @@ def apply_init_weights(network: nn.Module, overrides: Mapping[str, Any]) -> nn.M
 
     for layer in network.modules() if by == "pytorch" else ():
         if isinstance(layer, LAYERS):
+            # In the order of the modules, from the random stream of the caller.
             layer.reset_parameters()
 
     return network

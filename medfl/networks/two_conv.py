@@ -38,6 +38,7 @@ class TwoConv(nn.Module):
         self.body = nn.Sequential(
             *(conv(in_channels, 10, 5), pool(2), nn.ReLU()),
             *(conv(10, width, 5), dropout(0.5), pool(2), nn.ReLU()),
+            # Nothing at 28 pixels: (28 - 4) / 2 = 12, (12 - 4) / 2 = 4.
             Pool[Pool.ADAPTIVEAVG, spatial_dims](4),
         )
         self.fc1 = nn.Linear(width * 4**spatial_dims, 50)

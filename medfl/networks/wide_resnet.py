@@ -25,7 +25,9 @@ class _Block(nn.Module):
         self.conv1 = conv(channels_in, channels_out, 3, padding=1)
         self.dropout = nn.Dropout(0.3)
         self.bn2 = norm(channels_out)
+        # The stride is here and not in `conv1`, as in the code that FedMR used.
         self.conv2 = conv(channels_out, channels_out, 3, stride=stride, padding=1)
+        # Elsewhere the shortcut is a 1x1 convolution.
         keeps_shape = stride == 1 and channels_in == channels_out
         self.shortcut = (
             nn.Identity() if keeps_shape else conv(channels_in, channels_out, 1, stride=stride)

@@ -47,10 +47,11 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
         return network
 
     layer: Any = head(network)
-    pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {
-        1
-    }
-    outputs = len(layer.weight) if pointwise else 0
+    outputs = 0
+    if isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}:
+        outputs = len(layer.weight)
+
+    # A task may not tell its number of classes; then the head's counts.
     if outputs < 2 or outputs != (task.num_classes or outputs):
         raise InputError(
             f"a network whose head {head_name(network)!r} is {layer}",
@@ -72,6 +73,7 @@ def head_like(layer: nn.Module, outputs: int) -> nn.Module:
 def logits(layer: nn.Module, features: Tensor) -> Tensor:
     """Return what a head makes of features (N, d): (N, K). A convolution takes each as a map of one pixel."""
     dims = next(layer.parameters()).ndim - 2
+    # (N, d) for a linear layer, (N, d, 1, 1[, 1]) for a convolution.
     output: Tensor = layer(features[(..., *[None] * dims)])
     return output.flatten(1)
 

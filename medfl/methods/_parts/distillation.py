@@ -17,16 +17,18 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
         student: logits (B, K) or maps of them (B, K, H, W[, D]); a single channel is the logit of a sigmoid.
         teacher: of the same shape.
     """
-    log_q, log_p = (log_probabilities(z) for z in (student, teacher.detach()))
+    log_q = log_probabilities(student)
+    log_p = log_probabilities(teacher.detach())
     return kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
 
 
 def log_probabilities(z: Tensor) -> Tensor:
     """Return the logarithms (B, K, ...) of softmax(z), float32 at least; a single channel z is taken for (0, z)."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))  # with mixed precision it is not
-    return log_softmax(
-        torch.cat([torch.zeros_like(exact), exact], 1) if exact.shape[1] == 1 else exact, 1
-    )
+    if exact.shape[1] == 1:
+        exact = torch.cat([torch.zeros_like(exact), exact], 1)
+
+    return log_softmax(exact, 1)
 
 
 def ensemble(outputs: Sequence[Tensor]) -> Tensor:
@@ -34,9 +36,9 @@ def ensemble(outputs: Sequence[Tensor]) -> Tensor:
 
     Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
     """
-    mean = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0) - math.log(
-        len(outputs)
-    )
+    # log of the mean of e^(log p): the probabilities themselves might underflow.
+    total = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0)
+    mean = total - math.log(len(outputs))
     if outputs[0].shape[1] == 1:
         return mean[:, 1:] - mean[:, :1]
 

@@ -25,6 +25,7 @@ def mean_with_drift(
         num_sites: all sites.
     """
     mean = weighted_mean(replies, "weights", uniform_shares(replies))
+    # Mean over participants times this is the sum over them, divided by all sites.
     part = len(replies) / num_sites
     fresh = {name: old + part * (mean[name] - received[name]) for name, old in drift.items()}
     weights = weighted_mean(replies, "weights", sample_shares(replies))

@@ -23,6 +23,7 @@ def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -
     """
     optimizer = site.settings.optimizer(model)
     optimizer.zero_grad()  # a parameter without gradient is not stepped
+    # Starts at 0 and goes down by a rate of 1 a step, so that in the end it is -a_k.
     probe = nn.Parameter(torch.zeros((), dtype=torch.float64, device=site.device))
     optimizer.add_param_group(
         {**optimizer.param_groups[0], "params": [probe], "lr": 1.0, "weight_decay": 0.0}
@@ -30,6 +31,7 @@ def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -
     rate = site.learning_rate(model)
 
     for _ in range(steps):
+        # The loss's gradient and the proximal term's, eta mu times the way from the start.
         probe.grad = 1 + rate * mu * probe.detach()
         optimizer.step()
 

@@ -171,6 +171,7 @@ def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, d
 
     key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
     try:
+        # As a list: a single value and several are read by the same rule.
         values = typed_value(f"[{text}]")
     except Refused:
         values = []

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from medfl.methods._parts.prototypes import class_indices
+from medfl.methods.base import Collated
 from medfl.training import Site
 
 STDS = ("unbiased", "biased")
@@ -48,15 +48,13 @@ def intra_class_loss(
             "released", sum_c (n_c - 1)^2 times that mean, over the samples used (the authors' code).
         eps: added to the variance, so that a feature without any drops out.
     """
-    same_class = (labels[:, None] == labels).to(
-        features.dtype
-    )  # (B, B), which samples are of one class
+    # (B, B): which samples are of one class. Its products are sums over the class of each sample.
+    same_class = (labels[:, None] == labels).to(features.dtype)
     n = same_class.sum(1, keepdim=True)
     degrees = (n - 1).clamp(min=1)
     centred = features - same_class @ features / n
-    centred = (
-        centred - same_class @ centred / n
-    )  # what rounding left would count where a feature is constant
+    # Twice: what rounding left would count where a feature is constant.
+    centred = centred - same_class @ centred / n
     variance = same_class @ centred.square() / (degrees if std == "unbiased" else n)
     z = centred * (variance + eps).rsqrt()
 
@@ -104,12 +102,10 @@ def inter_class_loss(
     other_classes = known if owned is None else known & owned
     counts = member.sum(0)
     pairs = ((counts > 0) & known).sum() * (other_classes.sum() - 1)
-    share = known.to(features.dtype) / (counts * pairs).clamp(
-        min=1
-    )  # of a sample of each class in each of its pairs
-    apart = torch.linalg.vector_norm(
-        features[:, None] - table.detach(), dim=2
-    )  # its gradient at 0 is 0
+    # Of a sample of each class in each of its pairs.
+    share = known.to(features.dtype) / (counts * pairs).clamp(min=1)
+    # `vector_norm` has the gradient 0 at 0, where the norm's own formula gives NaN.
+    apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)
     apart_from_own = apart.gather(1, labels[:, None])
     cost = (apart_from_own - apart).relu() if margin else apart_from_own
     total: Tensor = (share[labels, None] * (other_classes & ~member) * cost).sum()
@@ -121,7 +117,7 @@ def shaped(site: Site, loss: FeatureLoss) -> Site:
     """Return the site with a loss on the features added to whatever it trains, in float32 also with mixed precision."""
     before = site.penalty
 
-    def penalty(features: Tensor, targets: Any) -> Tensor:
+    def penalty(features: Tensor, targets: Collated) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
             exact = features.to(torch.promote_types(features.dtype, torch.float32))
             added = loss(exact, class_indices(targets))

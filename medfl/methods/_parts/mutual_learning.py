@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import Method
+from medfl.methods.base import Collated, Method
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
 
-PairLoss = Callable[[Tensor, Tensor, Any], Tensor]
+PairLoss = Callable[[Tensor, Tensor, Collated], Tensor]
 """(output of the private model, output of the proxy, targets) -> loss of both."""
 
 Turn = tuple[nn.Module, nn.Module, Mapping[str, Any]]
@@ -57,7 +57,7 @@ def train_together(
     """
     separate_randomness = SeparateRandomness(site, purpose)
 
-    def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
+    def objective(pair: nn.Module, x: Collated, y: Collated) -> Tensor:
         z = private(x)
         with separate_randomness():
             z_proxy = proxy(x)
@@ -84,6 +84,7 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
 
             memory[f"turn {turn}"] = report.optimizer_state or {}
+            # The journal is about the first network alone.
             reports += [] if turn else [report]
 
     site.journal.append(summed(reports))
@@ -93,9 +94,11 @@ def optimizing_each(site: Site) -> Site:
     """Return the site with an optimiser for a list of networks: each keeps the parameter groups that it has alone."""
 
     def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
-        first, *more = (site.settings.optimizer(network) for network in networks.children())
-        for group in (group for optimizer in more for group in optimizer.param_groups):
-            first.add_param_group(group)
+        first, *rest = (site.settings.optimizer(network) for network in networks.children())
+        for solver in rest:
+            for group in solver.param_groups:
+                first.add_param_group(group)
+
         return first
 
     return replace(site, settings=replace(site.settings, optimizer=optimizer))

@@ -60,9 +60,11 @@ class PrototypeExchange(OwnNetworks):
         Raises:
             InputError: they differ.
         """
-        lengths = {
-            name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars
-        }
+        lengths: dict[str, int] = {}
+        for name, message in introductions.items():
+            if message.scalars:
+                lengths[name] = int(message.scalars["features"])
+
         if lengths and network is not None:
             lengths["the server"] = feature_size(network)
         check_lengths(lengths)
@@ -128,16 +130,18 @@ def average_prototypes(
     """
     names = sorted(replies)
     sent = {name: prototypes_in(replies[name]) for name in names}
-    check_lengths(
-        {
-            who: len(next(iter(g.values())))
-            for who, g in [("earlier rounds", before), *sent.items()]
-            if g
-        }
-    )
-    prototypes = dict(before)
+    lengths: dict[str, int] = {}
+    classes: set[str] = set()
+    for sender, group in {"earlier rounds": before, **sent}.items():
+        if group:
+            lengths[sender] = len(next(iter(group.values())))
 
-    for c in sorted({c for group in sent.values() for c in group}):
+    check_lengths(lengths)
+    for group in sent.values():
+        classes.update(group)
+
+    prototypes = dict(before)
+    for c in sorted(classes):
         owners = [name for name in names if c in sent[name]]
         shares = [float(replies[name]["counts"][c]) if by_samples else 1.0 for name in owners]
         total = sum(
@@ -162,11 +166,15 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
         if not sent or not names:
             continue
 
-        means, rows = (torch.stack(list(group.values())).double() for group in (sent, prototypes))
-        apart = torch.cdist(
-            means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist"
-        )
-        is_own_class = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
+        means = torch.stack(list(sent.values())).double()
+        rows = torch.stack(list(prototypes.values())).double().to(means.device)
+        # By differences: products of matrices lose the digits of near points.
+        apart = torch.cdist(means, rows, compute_mode="donot_use_mm_for_euclid_dist")
+        is_own_class = torch.zeros(apart.shape, dtype=torch.bool, device=apart.device)
+        for row, c in enumerate(sent):
+            if c in prototypes:
+                is_own_class[row, names.index(c)] = True
+
         has = torch.tensor([j in sent for j in names], device=apart.device)
 
         for kind, pairs in {
@@ -197,14 +205,14 @@ def prototype_loss(features: Tensor, label: Tensor, prototypes: Tensor) -> Tenso
         prototypes: (K, d), NaN for a class without one.
     """
     target = prototypes[label].to(features.dtype)
+    # A feature is its own target where there is no prototype: distance and gradient are 0.
     return nn.functional.mse_loss(features, torch.where(target.isnan(), features.detach(), target))
 
 
 def only_classes(logits: Tensor, allowed: Tensor) -> Tensor:
     """Put the logits (B, K) of classes that are not allowed (K,) 30 below the smallest, so that losses are finite."""
-    return torch.where(
-        allowed, logits, logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True) - 30
-    )
+    smallest = logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True)
+    return torch.where(allowed, logits, smallest - 30)
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
@@ -218,9 +226,10 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         sites_of.setdefault(lengths[site], []).append(site)
 
     if len(sites_of) > 1:
-        groups = [
-            f"length {length} at {', '.join(sites_of[length])}" for length in sorted(sites_of)
-        ]
+        groups: list[str] = []
+        for length, sites in sorted(sites_of.items()):
+            groups.append(f"length {length} at {', '.join(sites)}")
+
         raise InputError(
             f"features of {'; '.join(groups)}",
             "networks may differ between sites, the length of their features may not",

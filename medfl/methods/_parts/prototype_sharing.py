@@ -113,12 +113,12 @@ class Sharing:
             return server
 
         network = host.model(host.networks.initial)
-        unit = torch.eye(class_count(network), feature_size(network)).to(
-            next(head(network).parameters())
-        )
-        started: State = {
-            "prototypes": {str(c): row for c, row in enumerate(unit)} if self.one_hot else {}
-        }
+        started: State = {"prototypes": {}}
+        if self.one_hot:
+            unit = torch.eye(class_count(network), feature_size(network))
+            rows = unit.to(next(head(network).parameters()))
+            started["prototypes"] = {str(c): row for c, row in enumerate(rows)}
+
         if self.share_prototypes < 1:
             names = sorted(introductions)
             number = max(1, round(self.share_prototypes * len(names)))
@@ -132,14 +132,11 @@ class Sharing:
         """Add the prototypes to a broadcast, and whether the site is to send its own where not all are."""
         if not self.active:
             return down
+        scalars = dict(down.scalars)
         if "sharing" in server:
-            scalars = {"sharing": float(site_name in server["sharing"])}
-        else:
-            scalars = {}
+            scalars["sharing"] = float(site_name in server["sharing"])
 
-        return Message(
-            {**down.tensors, "prototypes": server["prototypes"]}, {**down.scalars, **scalars}
-        )
+        return Message({**down.tensors, "prototypes": server["prototypes"]}, scalars)
 
     def merged(self, server: State, replies: Mapping[str, Message]) -> State:
         """Return this half's part of the server's next State.
@@ -150,13 +147,15 @@ class Sharing:
         if not self.active:
             return {}
 
+        before = server["prototypes"]
         if self.stale == "drop" and not self.one_hot:
             before = {}
-        else:
-            before = server["prototypes"]
 
-        sharing = {"sharing": server["sharing"]} if "sharing" in server else {}
-        return {"prototypes": average_prototypes(before, replies, by_samples=True), **sharing}
+        after: State = {"prototypes": average_prototypes(before, replies, by_samples=True)}
+        if "sharing" in server:
+            after["sharing"] = server["sharing"]
+
+        return after
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and prototypes, if there are any."""
@@ -188,6 +187,7 @@ class Sharing:
         draws = torch.Generator().manual_seed(derive(site.seed, "lite"))
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
+            # FedMR's lite variant (Table 8): the loss on some random samples of the batch.
             if 0 < self.lite < len(labels):
                 chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(
                     site.device, non_blocking=True

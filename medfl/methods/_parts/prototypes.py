@@ -46,7 +46,8 @@ def class_indices(targets: Tensor) -> Tensor:
 
 def pixel_classes(masks: Tensor) -> Tensor:
     """Return the class index of each pixel (B, P) of masks (B, 1, H, W[, D]) or one-hot (B, K, H, W[, D])."""
-    return (masks.argmax(1) if masks.shape[1] > 1 else masks[:, 0]).flatten(1).long()
+    classes = masks.argmax(1) if masks.shape[1] > 1 else masks[:, 0]
+    return classes.flatten(1).long()
 
 
 def class_counts(shard: Shard, num_classes: int) -> Tensor:
@@ -132,9 +133,9 @@ def collect(
         with evaluating(network), torch.no_grad():
             for x, y in shard.deterministic().batches(batch_size):
                 maps, _ = features_and_output(network, x.to(device))
-                for values, labels in zip(
-                    maps.flatten(2), pixel_classes(y).to(device), strict=True
-                ):  # (d, P), (P,)
+                labels_of = pixel_classes(y).to(device)
+                for values, labels in zip(maps.flatten(2), labels_of, strict=True):
+                    # (d, P) and (P,) of one image: sums by a product, which needs no sorting of pixels.
                     members = one_hot(labels, num_classes)
                     sums += members.T.double() @ values.T.double()
                     counts += members.sum(0)
@@ -167,13 +168,12 @@ def pooled_means(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
     Returns:
         The means (K, d), zero for a class that nobody has, and the total counts (K,).
     """
-    means, counts = (torch.stack([table[name] for table in tables]) for name in ("means", "counts"))
+    means = torch.stack([table["means"] for table in tables])
+    counts = torch.stack([table["counts"] for table in tables])
     total = counts.sum(0)
-    merged = (
-        torch.einsum("sk,skd->kd", counts.double(), means.double())
-        / total.double().clamp(min=1)[:, None]
-    )
-    return merged.to(means.dtype), total
+    # sum_i n_ic mu_ic / n_c, in float64
+    sums = torch.einsum("sk,skd->kd", counts.double(), means.double())
+    return (sums / total.double().clamp(min=1)[:, None]).to(means.dtype), total
 
 
 def distance(values: Tensor, prototypes: Tensor) -> Tensor:
@@ -198,6 +198,8 @@ class Gaussians:
     def sample(self, label: int, number: int, generator: torch.Generator) -> Tensor:
         """Draw features (number, d) of a class, in the means' type; the covariance may be singular."""
         values, vectors = torch.linalg.eigh(self.covariances[label].double())
+        # Sigma = V diag(lambda) V', so V diag(sqrt lambda) is a root; rounding may make a lambda
+        # negative.
         root = vectors * values.clamp(min=0).sqrt()
         noise = torch.randn(number, len(root), generator=generator, dtype=torch.float64).to(
             root.device
@@ -210,9 +212,9 @@ def gaussians(
     network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device
 ) -> Gaussians:
     """Return count, mean and unbiased covariance of each class's features at one site, in float64."""
-    parts = list(features(network, shard, batch_size, device))
-    value = torch.cat([part for part, _ in parts]).double()
-    label = torch.cat([part for _, part in parts])
+    values, labels = zip(*features(network, shard, batch_size, device), strict=True)
+    value = torch.cat(values).double()
+    label = torch.cat(labels)
     counts = torch.bincount(label, minlength=num_classes)
     means = value.new_zeros(num_classes, value.shape[1])
     covariances = value.new_zeros(num_classes, value.shape[1], value.shape[1])
@@ -239,7 +241,9 @@ def pool(parts: Sequence[Gaussians]) -> Gaussians:
     counts = number.sum(0)
     mean = torch.einsum("sk,skd->kd", number.double(), means) / counts.clamp(min=1)[:, None]
     apart = means - mean
+    # sum_i (n_ic - 1) Sigma_ic
     within = torch.einsum("sk,skde->kde", (number - 1).clamp(min=0).double(), covariances)
+    # sum_i n_ic (mu_ic - mu_c)(mu_ic - mu_c)'
     between = torch.einsum("sk,skd,ske->kde", number.double(), apart, apart)
 
     return Gaussians(counts, mean, (within + between) / (counts - 1).clamp(min=1)[:, None, None])

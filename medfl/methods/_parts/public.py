@@ -96,13 +96,13 @@ def on_public(
 @contextmanager
 def untracked(network: nn.Module, active: bool = True) -> Iterator[None]:
     """Run a network in training mode without moving BatchNorm's running statistics or counters."""
-    layers = [
-        module
-        for module in network.modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
-    ]
-    for layer in layers if active else ():
-        layer.track_running_stats = False
+    layers: list[_BatchNorm] = []
+    for module in network.modules() if active else ():
+        # Layers that never tracked are left alone, also at the end.
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.track_running_stats = False
+            layers.append(module)
+
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import Group, option, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, Group, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Host, Objective, Site, evaluating, fit
 
@@ -63,13 +63,10 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         request = {"asked": server["positions"]}
         if "consensus" not in server:
             return Message({"positions": request})
+        # The consensus is of the items of the round before, the request of this round's.
         last = server["consensus"]
-        return Message(
-            {
-                "positions": {**request, "scored": last["positions"]},
-                "scores": {"public": last["scores"]},
-            }
-        )
+        positions = {**request, "scored": last["positions"]}
+        return Message({"positions": positions, "scores": {"public": last["scores"]}})
 
     def aggregate(
         self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
@@ -85,9 +82,9 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         """Draw the positions (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""
         total = len(public_data(host))
         with stream(host.seed, "alignment") as generator:
-            return (
-                torch.randperm(total, generator=generator)[: self.alignment or total].sort().values
-            )
+            order = torch.randperm(total, generator=generator)
+
+        return order[: self.alignment or total].sort().values
 
     # Site half
 
@@ -119,7 +116,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         one before.
         """
 
-        def objective(network: nn.Module, x: Any, consensus: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, consensus: Collated) -> Tensor:
             return loss(self.scores(network, site, x), consensus)
 
         positions = down["positions"]["scored"]
@@ -131,24 +128,27 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
         public = public_data(site)
         positions = down["positions"]["asked"].cpu()
+        parts: list[Tensor] = []
         with evaluating(network), torch.no_grad():
-            parts = [
-                self.scores(network, site, public.at(some)[0].to(site.device)).float()
-                for some in torch.split(positions, size)
-            ]
+            for batch in torch.split(positions, size):
+                x, _ = public.at(batch)
+                parts.append(self.scores(network, site, x.to(site.device)).float())
 
         return Message({"scores": {"public": torch.cat(parts)}})
 
-    def scores(self, network: nn.Module, site: Site, x: Any) -> Tensor:
+    def scores(self, network: nn.Module, site: Site, x: Collated) -> Tensor:
         """Return a network's scores of public inputs, maps at most `map_size` a side."""
         return reduced(public_data(site).outputs(network, x), self.map_size)
 
 
-def batch_size(site: Site, wanted: int, usual: int) -> int:
-    """Return how many public items a step takes: `wanted`, or if that is 0 `usual`, of maps the batch size."""
-    return wanted or (
-        max(2, site.settings.batch_size) if site.task.kind == "segmentation" else usual
-    )
+def batch_size(site: Site, size: int, usual: int) -> int:
+    """Return how many public items a step takes: `size`, or if that is 0 `usual`, of maps the run's batch size."""
+    if size:
+        return size
+    if site.task.kind == "segmentation":
+        return max(2, site.settings.batch_size)  # FCCL standardises over two items at least
+
+    return usual
 
 
 def reduced(output: Tensor, side: int) -> Tensor:

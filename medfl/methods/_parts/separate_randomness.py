@@ -42,6 +42,7 @@ class SeparateRandomness:
             return
 
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
+            # Compared once: states of all generators are large, and the first block shows enough.
             before = None if self._done else _generator_states(self._site.device)
             yield
             if before is not None:

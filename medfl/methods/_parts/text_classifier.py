@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices
+from medfl.methods.base import Collated
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.training import Objective
 
@@ -65,11 +66,13 @@ class TextGaussians:
     ) -> TextGaussians:
         """Estimate them from prompt embeddings; `renormalise` brings the means to unit norm."""
         mean = embeddings.mean(1)
-        if covariance != "none":
-            spread = {"full": centred, "diag": variances}[covariance](embeddings)
-        else:
-            spread = None
-        return cls(normalize(mean, dim=1) if renormalise else mean, spread, tau)
+        if renormalise:
+            mean = normalize(mean, dim=1)
+        if covariance == "none":
+            return cls(mean, None, tau)
+
+        spread = centred(embeddings) if covariance == "full" else variances(embeddings)
+        return cls(mean, spread, tau)
 
     def quadratic(self, h: Tensor) -> Tensor:
         """Return q (B, K) = h' Sigma_k h, without a D x D matrix: ||A_k h||^2, or sum_d h_d^2 V_kd."""
@@ -77,6 +80,7 @@ class TextGaussians:
             return h.new_zeros(len(h), len(self.mean))
         if self.spread.ndim == 2:
             return h.square() @ self.spread.T
+        # A_k h: one number a prompt, instead of D x D entries of Sigma_k.
         along: Tensor = torch.einsum("bd,kmd->bkm", h, self.spread)
         return along.square().sum(2)
 
@@ -114,14 +118,12 @@ class TextGaussians:
 
         spread = self.spread.cpu()
         if spread.ndim == 2:
-            return z + spread[labels].sqrt() * torch.randn(
-                z.shape, generator=generator, dtype=dtype
-            )
+            noise = torch.randn(z.shape, generator=generator, dtype=dtype)
+            return z + spread[labels].sqrt() * noise
 
         xi = torch.randn(len(labels), spread.shape[1], generator=generator, dtype=dtype)
-        for index in range(
-            len(spread)
-        ):  # class by class: (n, M, D) factors of all samples would be large
+        # Class by class: (n, M, D) factors of all samples would be large.
+        for index in range(len(spread)):
             of_class = labels == index
             z[of_class] += xi[of_class] @ spread[index]
 
@@ -138,9 +140,9 @@ def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Te
 
     prompts = embeddings.shape[1]
     is_own_class = nn.functional.one_hot(labels, len(embeddings)).bool()
-    other_classes = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf).logsumexp(
-        1, keepdim=True
-    ) - math.log(prompts)
+    # log of the sum over the other classes of the mean over prompts of e^similarity
+    by_class = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf)
+    other_classes = by_class.logsumexp(1, keepdim=True) - math.log(prompts)
     positive = similarity[is_own_class]
 
     return (torch.logaddexp(positive, other_classes) - positive).mean(1)
@@ -189,9 +191,8 @@ class TextHead(nn.Linear):
 
     def unit(self, features: Tensor) -> Tensor:
         """Return h (B, D), unit norm; in float32 also under mixed precision."""
-        return normalize(
-            nn.functional.linear(features, self.weight, self.bias).to(self.mean.dtype), dim=1
-        )
+        projected = nn.functional.linear(features, self.weight, self.bias)
+        return normalize(projected.to(self.mean.dtype), dim=1)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return F (B, K); F / tau in evaluation mode where the authors' test-time scale is asked for."""
@@ -265,7 +266,7 @@ def adapt(
 def text_objective(finite: bool = False) -> Objective:
     """Return the loss of a network with a `TextHead`: eq. 4, or eq. 1 over the prompts themselves."""
 
-    def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+    def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
         features, _ = features_and_output(network, x)
         layer = head(network)
         assert isinstance(layer, TextHead)
@@ -321,6 +322,7 @@ def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
 
     order = list(range(len(embeddings)))
     first, second = (list(classes).index(name) for name in names)
+    # The classes keep their places; only their texts change hands.
     order[first], order[second] = second, first
     return embeddings[order]
 

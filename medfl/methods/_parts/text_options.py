@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -112,12 +112,13 @@ class TextClassified(TextEmbeddings, Method):
         self, host: Host, server: State, replies: Mapping[str, Message]
     ) -> dict[str, Tensor]:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
-        if self.classifier == "random_frozen":
-            fixed: Iterable[str] = head_names(host.model(host.networks.initial))
-        else:
-            fixed = ()
         mean = weighted_mean(replies, "weights", sample_shares(replies))
-        return {**mean, **{name: server["weights"][name] for name in fixed}}
+        if self.classifier != "random_frozen":
+            return mean
+
+        # The mean of equal numbers may differ from them in the last bit.
+        frozen = head_names(host.model(host.networks.initial))
+        return {**mean, **{name: server["weights"][name] for name in frozen}}
 
     # Site half
 
@@ -163,11 +164,7 @@ def _embeddings(down: Message, layer: nn.Module) -> Tensor:
         or received.shape != like.shape
         or not received.is_floating_point()
     ):
-        if received is None:
-            form = "none"
-        else:
-            form = f"{tuple(received.shape)} {received.dtype}"
-
+        form = "none" if received is None else f"{tuple(received.shape)} {received.dtype}"
         expected = "none" if like is None else f"{tuple(like.shape)} floating-point"
         with errors_safe_to_send():
             raise RunError(f"the server's text embeddings are {form}; expected {expected}")

@@ -35,7 +35,7 @@ from medfl.methods._parts.text_classifier import (
     text_objective,
 )
 from medfl.methods._parts.text_options import TextClassified
-from medfl.methods.base import Group, option
+from medfl.methods.base import Collated, Group, option
 from medfl.methods.fedbm.synthesis import (
     AXES,
     CONDITIONS,
@@ -146,9 +146,12 @@ class FedBM(MakesImages, TextClassified):
         return Message(scalars=shape_of(images, site.name))
 
     def _first(self, site: Site) -> Tensor | None:
+        if not self.generator or not len(site.train):
+            return None
+
         first = replace(site.train, indices=site.train.indices[:1])
-        batch = next(iter(first.batches(1)), None) if self.generator else None
-        return None if batch is None else batch[0]
+        images: Tensor = next(iter(first.batches(1)))[0]
+        return images
 
     def init_server(
         self, host: Host, weights: Weights, introductions: Mapping[str, Message]
@@ -214,6 +217,7 @@ class FedBM(MakesImages, TextClassified):
 
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
+            # Eq. 9 for y and z; crops and flips come after them from the same stream.
             step(z, labels, source.positions(self.g_batch, server["image"], host.device))
 
         return snapshot(network)
@@ -237,11 +241,11 @@ class FedBM(MakesImages, TextClassified):
             loss = nn.functional.cross_entropy(output, labels)
 
         if self.lambda_div:
-            loss = loss + self.lambda_div * diversity_loss(
-                images, z, labels, len(embeddings_of(teacher))
-            )
+            classes = len(embeddings_of(teacher))
+            loss = loss + self.lambda_div * diversity_loss(images, z, labels, classes)  # eq. 7
 
         if self.lambda_dis and gaps:
+            # L_dis, eq. 8: summed over the BatchNorm layers.
             loss = loss + self.lambda_dis * torch.stack(gaps).sum()
 
         return loss
@@ -255,13 +259,9 @@ class FedBM(MakesImages, TextClassified):
 
         source = self._source(host.task, embeddings_of(host.model(server["weights"])), draws)
         network = Generator.restored(server["generator"], server["image"], host.device)
+        conditions = torch.split(source.conditions(labels), _AT_ONCE)
         with torch.no_grad():  # few at a time: their feature maps are large
-            images = torch.cat(
-                [
-                    network(z.to(host.device))
-                    for z in torch.split(source.conditions(labels), _AT_ONCE)
-                ]
-            )
+            images = torch.cat([network(z.to(host.device)) for z in conditions])
 
         return Synthetic(images, source.augmentation.normalised(images))
 
@@ -301,12 +301,14 @@ class FedBM(MakesImages, TextClassified):
         network = Generator.restored(
             state["generator"], [state[axis] for axis in AXES], site.device
         )
+        # Steps of an epoch, rounded up.
         steps = -(-len(site.train) // site.settings.batch_size)
         done = 0
 
-        def mix(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        def mix(x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
             nonlocal done
             if done == 0 or (self.pool_per_round and done % steps == 0):
+                # With `pool_per_round` each epoch draws the same images again.
                 draws.manual_seed(seed)
 
             done += 1
@@ -314,6 +316,7 @@ class FedBM(MakesImages, TextClassified):
             with torch.no_grad():
                 images = source.augment(network(z))
 
+            # Eq. 11: one batch, one forward pass, one mean.
             return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix

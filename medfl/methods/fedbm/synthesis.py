@@ -123,28 +123,26 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
         RunError: it is for other images or conditions, or no generator.
     """
     numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
-    wrong = [
-        f"{name} {number:g}"
-        for name, number in numbers.items()
-        if not (1 <= number < 2**31 and number == int(number))
-    ]
-    wrong += [
-        f"{axis} {numbers[axis]:g}, not {own:g}"
-        for axis, own in shape.items()
-        if numbers[axis] != own
-    ]
+    wrong: list[str] = []
+    for name, number in numbers.items():
+        if not (1 <= number < 2**31 and number == int(number)):
+            wrong.append(f"{name} {number:g}")
 
+    for axis, length in shape.items():
+        if numbers[axis] != length:
+            wrong.append(f"{axis} {numbers[axis]:g}, not {length:g}")
+
+    # Sizes first: a network of absurd sizes is not even described, on no device.
     if not wrong:
         with torch.device("meta"):
             expected = Generator(dimension, *(int(numbers[axis]) for axis in AXES)).state_dict()
 
         weights = down["generator"]
         wrong = [f"{name!r}" for name in sorted(weights.keys() ^ expected.keys())]
-        wrong += [
-            f"{name!r} of {tuple(weights[name].shape)} {weights[name].dtype}"
-            for name, like in expected.items()
-            if not wrong and (weights[name].shape, weights[name].dtype) != (like.shape, like.dtype)
-        ]
+        for name, like in expected.items() if not wrong else ():
+            tensor = weights[name]
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                wrong.append(f"{name!r} of {tuple(tensor.shape)} {tensor.dtype}")
 
     if wrong:
         with errors_safe_to_send():

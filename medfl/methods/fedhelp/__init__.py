@@ -48,13 +48,13 @@ from medfl.methods._parts.mutual_learning import (
     train_together,
 )
 from medfl.methods._parts.public import public_data
-from medfl.methods.base import option
+from medfl.methods.base import Collated, option
 from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
 from medfl.methods.fedhelp.pixel_weights import pixel_loss
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
-SizedLoss = Callable[[Tensor, Any], Tensor]
+SizedLoss = Callable[[Tensor, Collated], Tensor]
 """(logits, targets) -> mean loss of a batch."""
 
 
@@ -246,17 +246,16 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         lesson = Lesson(self, site, state, network)
         following = lesson.items(site)
-        factor = self.lambda_j * (
-            len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1
-        )
+        factor = self.lambda_j
+        if self.loss_reduction == "sum":  # P / K_i: the sums of eq. 3, over the site's number
+            factor *= len(lesson.public) / site.num_samples
 
-        def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
+        def objective(pair: nn.Module, x: Collated, y: Collated, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
+        steady = site
         if self.public_schedule == "full":
             steady = replace(site, train=_passes(site, len(lesson.public)))
-        else:
-            steady = site
 
         both = nn.ModuleList([network, lesson.trained])
         fit(
@@ -284,20 +283,20 @@ class FedHelp(LessonOptions, SiteNetworks):
         return snapshot(proxy), {"weights": snapshot(large)}
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def both_losses(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(
-                loss, z, z_proxy, y
-            )  # eq. 7
+        def both_losses(z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
+            # Eq. 7
+            of_large = self._large_loss(loss, z, z_proxy, y)
+            return of_large + self._proxy_loss(loss, z, z_proxy, y)
 
         train_together(site, large, proxy, both_losses, "proxy")
 
     def _in_turns(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def large_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def large_objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
                 z_proxy = proxy(x)
             return self._large_loss(loss, network(x), z_proxy, y)
 
-        def proxy_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def proxy_objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
                 z = large(x)
             return self._proxy_loss(loss, z, network(x), y)
@@ -308,7 +307,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         train_in_turns(site, lambda epoch: turns)
 
-    def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
         """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
         on_labels = loss(z, y)
         if not self.lambda_b:
@@ -317,7 +316,7 @@ class FedHelp(LessonOptions, SiteNetworks):
             return on_labels + self.lambda_b * self._divergence(z, z_proxy)
         return on_labels + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
 
-    def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
         """Return lambda_F ->KD, what trains the proxy (eq. 4), and the labels' part where one is asked for."""
         total = z_proxy.new_zeros(())
         if self.lambda_f:
@@ -329,13 +328,18 @@ class FedHelp(LessonOptions, SiteNetworks):
         return total
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return (
-            divergence(student / self.temperature, teacher / self.temperature) * self.temperature**2
-        )
+        warm = self.temperature
+        # Gradients shrink by the square of the temperature; the factor takes that back.
+        return divergence(student / warm, teacher / warm) * warm**2
 
     def _size(self, z: Tensor) -> int:
         """Return |Omega|."""
-        return self.top or (min(3, z.shape[1] - 1) if z.ndim == 2 else 1)
+        if self.top:
+            return self.top
+        if z.ndim > 2:  # maps
+            return 1
+
+        return min(3, z.shape[1] - 1)
 
 
 def top_set(z: Tensor, size: int) -> Tensor:
@@ -348,13 +352,9 @@ def _passes(site: Site, length: int) -> Shard:
     """Return a site's training items, repeated or drawn to so many."""
     indices = site.train.indices
     generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
-    order = torch.cat(
-        [
-            torch.randperm(len(indices), generator=generator)
-            for _ in range(-(-length // len(indices)))
-        ]
-    )
-    return Shard(site.train.prepared, indices[order[:length]])
+    passes = -(-length // len(indices))  # rounded up
+    orders = [torch.randperm(len(indices), generator=generator) for _ in range(passes)]
+    return Shard(site.train.prepared, indices[torch.cat(orders)[:length]])
 
 
 METHOD = FedHelp

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +103,11 @@ class Lesson:
         self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
-        norm = {
-            name: tensor.to(site.device).clone()
-            for name, tensor in state.get("public_norm", {}).items()
-        }
-        self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
+        self.norm: dict[str, Tensor] = {}
+        for name, tensor in state.get("public_norm", {}).items():
+            value = tensor.to(site.device).clone()
+            self.norm[name] = nn.Parameter(value) if name in trainable else value
+
         norm_parameters = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
         self.trained = nn.ModuleList([self.head, nn.ParameterList(norm_parameters)])
 
@@ -158,6 +157,7 @@ class Lesson:
 
         answers = distributions(answers, exact.ndim > 2)
         if warm != 1:
+            # Distributions softened by the temperature: p^(1/T), normalised again.
             answers = answers.clamp(min=1e-12).pow(1 / warm)
             answers = answers / answers.sum(2, keepdim=True)
 
@@ -168,6 +168,7 @@ class Lesson:
             pooled = features.detach().flatten(2).mean(2)
 
         with torch.enable_grad():
+            # The caller may have gradients off; alpha's own step needs them.
             t = self.contribution.mix(positions, pooled, answers, log_q, labels)
 
         return ce + self.options.lambda_r * warm**2 * weighted(divergence_from(t, log_q), weight)
@@ -177,9 +178,11 @@ class Lesson:
         depth = self.public.depth
         volume = x[..., None].expand(*x.shape, depth) if depth else x
         with entering_head(self.network) as entering:
-            functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(
-                volume
-            )
+            if self.norm:
+                functional_call(self.network, self.norm, (volume,))
+            else:
+                self.network(volume)
+
         return entering[0], self.public.flat(self.head(entering[0]))
 
 
@@ -196,11 +199,12 @@ class Contribution:
         self.values = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
         self._optimizer: torch.optim.Optimizer | None = None
 
-        if (
-            self.values
-        ):  # only the rows of a batch move: with dense moments of Adam others would drift
-            kind: Any = torch.optim.Adam if rule == "gate" else torch.optim.SparseAdam
-            self._optimizer = kind(list(self.values.values()), lr=lr)
+        parameters = list(self.values.values())
+        if rule == "gate" and parameters:
+            self._optimizer = torch.optim.Adam(parameters, lr=lr)
+        elif parameters:
+            # Only the rows of a batch move: with Adam's dense moments others would drift.
+            self._optimizer = torch.optim.SparseAdam(parameters, lr=lr)
 
     @staticmethod
     def start(rule: str, items: int, teachers: int, features: int) -> dict[str, Tensor]:
@@ -225,6 +229,7 @@ class Contribution:
         if self.rule == "gate":
             logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
         else:
+            # A sparse gradient: SparseAdam then moves the rows of this batch alone.
             logits = embedding(positions.to(features.device), self.values["table"], sparse=True)
 
         return logits.softmax(1).T
@@ -271,4 +276,5 @@ def distributions(answers: Tensor, segmentation: bool) -> Tensor:
     """Return teachers' answers as distributions (M, B, C, ...): a foreground logit l is [1 - sigma(l), sigma(l)]."""
     if not segmentation:
         return answers
+    # sigma(-l) is 1 - sigma(l) without cancelling.
     return torch.stack([(-answers).sigmoid(), answers.sigmoid()], 2)

@@ -12,7 +12,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import pixel_classes
-from medfl.methods.base import Method, option
+from medfl.methods.base import Collated, Method, option
 
 CAP = 10.0
 """The most that a class may weigh."""
@@ -53,39 +52,42 @@ class Border:
     def __call__(self, masks: Tensor) -> Tensor:
         """Return the term of each pixel (B, H, W[, D]) float32 for masks (B, H, W[, D]) of class indices."""
         foreground = (masks > 0).cpu().numpy()
-        borders = [self._of(mask) for mask in foreground] if self.beta_0 else []
         out = torch.zeros(masks.shape)
-        for index, border in enumerate(borders):
+        for index, mask in enumerate(foreground if self.beta_0 else ()):
+            border = self._of(mask)
             if border is not None:
                 out[index] = border
 
         return out.to(masks.device)
 
-    def _of(self, mask: NDArray[Any]) -> Tensor | None:
-        key = hashlib.blake2b(
-            np.packbits(mask).tobytes() + str(mask.shape).encode(), digest_size=16
-        ).digest()
+    def _of(self, mask: NDArray[np.bool_]) -> Tensor | None:
+        # By content: with random transforms the same item gives another mask each time.
+        content = np.packbits(mask).tobytes() + str(mask.shape).encode()
+        key = hashlib.blake2b(content, digest_size=16).digest()
         if key not in self._borders:
             self._borders[key] = self._computed(mask)
             if len(self._borders) > _MAX_BORDERS:
                 self._borders.popitem(last=False)
         return self._borders[key]
 
-    def _computed(self, mask: NDArray[Any]) -> Tensor | None:
+    def _computed(self, mask: NDArray[np.bool_]) -> Tensor | None:
         objects, number = ndimage.label(mask)
         if number == 0 or (number == 1 and self.single == "zero"):
             return None
 
-        distances = np.stack(
-            [ndimage.distance_transform_edt(objects != 1 + k) for k in range(number)]
-        )
+        # d_1 + d_2, in pixels: the two least of the distances to each object
+        apart = [ndimage.distance_transform_edt(objects != 1 + k) for k in range(number)]
         if number == 1:
-            sums = 2 * distances[0]
+            sums = 2 * apart[0]
         else:
-            sums = np.partition(distances, 1, axis=0)[:2].sum(0)
+            sums = np.partition(np.stack(apart), 1, axis=0)[:2].sum(0)
 
+        # beta_0 exp(-(d_1 + d_2)^2 / (2 sigma^2)), eq. 10
         term = self.beta_0 * np.exp(-(sums**2) / (2 * self.sigma**2))
-        return torch.from_numpy(np.where(mask, 0.0, term) if not self.inside else term).float()
+        if not self.inside:
+            term = np.where(mask, 0.0, term)
+
+        return torch.from_numpy(term).float()
 
 
 def class_balance(masks: Iterable[Tensor], classes: int) -> Tensor:
@@ -98,6 +100,7 @@ def class_balance(masks: Iterable[Tensor], classes: int) -> Tensor:
     counts = torch.zeros(classes, dtype=torch.float64)
     for mask in masks:
         counts += torch.bincount(mask.flatten().cpu(), minlength=classes)[:classes]
+    # N / (K N_c)
     weights = counts.sum() / (classes * counts.clamp(min=1))
     return torch.where(counts > 0, weights.clamp(max=CAP), 0).float()
 
@@ -138,14 +141,14 @@ class PixelWeights(Method):
         return class_balance((pixel_classes(y) for _, y in shard.batches(1)), classes)
 
 
-def pixel_loss(z: Tensor, y: Any, balance: Tensor, border: Border) -> Tensor:
+def pixel_loss(z: Tensor, y: Collated, balance: Tensor, border: Border) -> Tensor:
     """Return the mean over pixels of beta times the cross-entropy of logits z (B, K, H, W[, D])."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
     labels = pixel_labels(y, exact)
     return weighted(cross_entropy(exact, labels, reduction="none"), beta(labels, balance, border))
 
 
-def pixel_labels(y: Any, z: Tensor) -> Tensor:
+def pixel_labels(y: Collated, z: Tensor) -> Tensor:
     """Return the class indices (B, H, W[, D]) of masks for logits z (B, K, H, W[, D])."""
     return pixel_classes(y).reshape(len(y), *z.shape[2:])
 

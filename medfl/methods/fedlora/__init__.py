@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
@@ -66,9 +66,7 @@ class FedLoRA(Adapters):
         layers = self.matrices(host.model(weights))
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
-            zero = {
-                delta_name(name): matrix.new_zeros(matrix.shape) for name, matrix in layers.items()
-            }
+            zero = {delta_name(name): m.new_zeros(m.shape) for name, m in layers.items()}
             return {**server, **base_state, "delta": zero}
 
         first = named_factors(self.first(host, layers, self.max_rank), self.sent_down)
@@ -76,9 +74,11 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
-        groups = {
-            name: server[name] for name in ("weights", "adapters", "delta") if server.get(name)
-        }
+        groups: dict[str, Weights] = {}
+        for name in ("weights", "adapters", "delta"):
+            if server.get(name):  # an empty group is not sent
+                groups[name] = server[name]
+
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
     def aggregate(
@@ -90,13 +90,13 @@ class FedLoRA(Adapters):
         if self.share != "stack":
             return {**after, "adapters": self.server_factors(replies, weight_matrices)}
 
-        old = server["delta"]
-        means = self.mean_products(replies, weight_matrices)
-        sums = {
-            delta_name(name): old[delta_name(name)].double() + self.scale * mean
-            for name, mean in means.items()
-        }
-        return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
+        # D <- D + s sum_k p_k B_k A_k, in float64 and rounded once
+        delta: dict[str, Tensor] = {}
+        for name, mean in self.mean_products(replies, weight_matrices).items():
+            old = server["delta"][delta_name(name)]
+            delta[delta_name(name)] = (old.double() + self.scale * mean).to(old)
+
+        return {**after, "delta": delta}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the base with the head and the products; None where each site has its own B."""
@@ -130,12 +130,17 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights = {
-            name: t.detach().clone() for name, t in model.state_dict().items() if name in full_names
-        }
+        weights: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            if name in full_names:
+                weights[name] = tensor.detach().clone()
+
         sent = named_factors(trained, self.sent_up)
         reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
-        return ({"adapters": named_factors(trained, "B")} if self.share == "a" else state), reply
+        if self.share == "a":
+            return {"adapters": named_factors(trained, "B")}, reply
+
+        return state, reply
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the base with the newest head and products, of `share=a` the site's own."""

@@ -196,6 +196,7 @@ class Adapters(SiteNetworks, Method):
             RunError: a reply lacks a factor, has an unknown one, or one of the wrong shape or type.
         """
         if self.share == "svd":
+            # The mean of the products, not the product of the means.
             means = self.mean_products(replies, matrices)
             pairs = {name: low_rank.refactored(mean, self.max_rank) for name, mean in means.items()}
             factors = named_factors(pairs, "AB")
@@ -208,12 +209,9 @@ class Adapters(SiteNetworks, Method):
         for site, adapters in self._received(replies, matrices).items():
             bank: dict[str, Tensor] = {}
             for name, pair in adapters.items():
-                bank.update(
-                    {
-                        factor_name(name, which, rank): padded(t, which, rank)
-                        for which, t in pair.items()
-                    }
-                )
+                for which, tensor in pair.items():
+                    bank[factor_name(name, which, rank)] = padded(tensor, which, rank)
+
             padded_replies[site] = Message({"adapters": bank})
 
         return weighted_mean(padded_replies, "adapters", sample_shares(replies))
@@ -228,9 +226,10 @@ class Adapters(SiteNetworks, Method):
         shares = sample_shares(replies)
         means: dict[str, Tensor] = {}
         for name in matrices:
-            pairs = {
-                site: (factors[name]["A"], factors[name]["B"]) for site, factors in adapters.items()
-            }
+            pairs: Pairs = {}
+            for site, factors in adapters.items():
+                pairs[site] = (factors[name]["A"], factors[name]["B"])
+
             means[name] = low_rank.mean_product(pairs, shares)
 
         return means
@@ -238,26 +237,25 @@ class Adapters(SiteNetworks, Method):
     def _received(
         self, replies: Mapping[str, Message], matrices: Weights
     ) -> dict[str, dict[str, dict[str, Tensor]]]:
-        return {
-            site: low_rank.read_factors(
-                reply.tensors.get("adapters", {}), matrices, self.sent_up, self.rank_of(site)
-            )
-            for site, reply in replies.items()
-        }
+        received: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for site, reply in replies.items():
+            factors = reply.tensors.get("adapters", {})
+            rank = self.rank_of(site)
+            received[site] = low_rank.read_factors(factors, matrices, self.sent_up, rank)
+
+        return received
 
     def begun(self, where: Host | Site, down: Message) -> nn.Module:
         """Return the base with the received head, of `stack` with the sum of the products too."""
         model = where.model(merged(where.networks.initial, down.tensors.get("weights", {})))
         if self.share == "stack":
-            low_rank.add(
-                model,
-                {name: down["delta"][low_rank.delta_name(name)] for name in self.matrices(model)},
-            )
+            names = self.matrices(model)
+            low_rank.add(model, {name: down["delta"][low_rank.delta_name(name)] for name in names})
+
         return model
 
     def complete(self, where: Host | Site, state: State, down: Message, rank: int) -> nn.Module:
         """Return the base with the head and the products of the factors, those of a rank."""
         model = self.begun(where, down)
-        return low_rank.merge_into(
-            model, self.pairs(where, state, down, self.matrices(model), rank), self.scale
-        )
+        pairs = self.pairs(where, state, down, self.matrices(model), rank)
+        return low_rank.merge_into(model, pairs, self.scale)

@@ -40,17 +40,18 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
         InputError: no such layer.
     """
     layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
-    if "head" in text.split(",") and "head" not in layers:
-        head = {"head": head_name(network)}
-    else:
-        head = {}
+    candidates: dict[str, nn.Module | None] = dict(layers)
+    if "head" in text.split(","):
+        candidates.setdefault("head", None)  # a layer of this name comes before the kind
 
-    names = {
-        head.get(name, name)
-        for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")
-    }
+    names = set(_chosen(candidates, text.strip() or NONE, "full"))
+    if "head" in names and "head" not in layers:
+        names.remove("head")
+        names.add(head_name(network))
+
     tensors = network.state_dict(keep_vars=True)
     prefixes = tuple(f"{layer}." for layer in names)
+    # By identity: a shared tensor has several names, and all of them count.
     tensor_ids = {id(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
 
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)

@@ -69,6 +69,7 @@ def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     a = v[:rank]
     b = u[:, :rank] * s[:rank]
+    # A pair of singular vectors is known up to a common sign, which libraries choose differently.
     sign = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
     return a * sign, b * sign.T
 
@@ -103,23 +104,20 @@ def adapting(
     trained: Pairs = {}
     with train_only(model, whole), ExitStack() as stack:
         for name, layer in model.named_modules():
-            if (
-                isinstance(layer, _NormBase)
-                and f"{name}.running_mean" not in whole
-                and layer.track_running_stats
-            ):
+            tracks = isinstance(layer, _NormBase) and layer.track_running_stats
+            if tracks and f"{name}.running_mean" not in whole:
                 stack.callback(layer.train, layer.training)
                 layer.eval()
 
-        adapters = {
-            name: stack.enter_context(_adapted(model, name, _Adapter(a, b, scale, trains_a)))
-            for name, (a, b) in pairs.items()
-        }
+        adapters: dict[str, _Adapter] = {}
+        for name, (a, b) in pairs.items():
+            adapter = _Adapter(a, b, scale, trains_a)
+            adapters[name] = stack.enter_context(_adapted(model, name, adapter))
+
         yield trained
-        trained |= {
-            name: (adapter.a.detach().clone(), adapter.b.detach().clone())
-            for name, adapter in adapters.items()
-        }
+        # Before the stack is left: then the adapters are gone.
+        for name, adapter in adapters.items():
+            trained[name] = (adapter.a.detach().clone(), adapter.b.detach().clone())
 
 
 @contextmanager
@@ -136,6 +134,7 @@ def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapte
         parametrize.remove_parametrizations(layer, leaf, leave_parametrized=False)
         parameters = dict(layer._parameters)
         layer._parameters.clear()
+        # Removing a parametrisation puts its tensor last: optimisers and hashes go by the order.
         layer._parameters.update({key: parameters[key] for key in order})
 
 
@@ -195,10 +194,11 @@ def read_factors(
     if unknown:
         raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
 
-    return {
-        n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors}
-        for n, matrix in matrices.items()
-    }
+    read: dict[str, dict[str, Tensor]] = {}
+    for name, matrix in matrices.items():
+        read[name] = {f: read_factor(tensors, name, f, matrix, rank) for f in factors}
+
+    return read
 
 
 def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:

@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ from medfl.methods._parts.prototypes import (
     class_means,
     prototype_groups,
 )
-from medfl.methods.base import Group, option
+from medfl.methods.base import Collated, Group, option
 from medfl.methods.pfedpm.relation_head import (
     OPTIMIZERS,
     Judged,
@@ -155,6 +154,7 @@ class PFedPM(PrototypeExchange):
             for reply in replies.values():
                 owners.update(prototypes_in(reply).keys())
 
+            # (7) as printed, with 1 over the number of owners before the sum.
             fresh = {c: value / max(1, owners[c]) for c, value in fresh.items()}
 
         return {"prototypes": fresh, **after}
@@ -185,15 +185,15 @@ class PFedPM(PrototypeExchange):
         """Train near the mixed features; reply the site's own."""
         model = site.model(state["weights"])
         common = received(down, model)
-        mixed = None if common is None else mix(common, state["own"], self.a)
-        if "relation" in state and mixed is not None:
-            relation = relation_for(site, model, state["relation"])
-        else:
-            relation = None
+        mixed = None
+        relation = None
+        if common is not None:
+            mixed = mix(common, state["own"], self.a)  # (8)
+            if "relation" in state:
+                relation = relation_for(site, model, state["relation"])
 
-        means, counts = self._trained(
-            model, site, common if self.mix == "live" else mixed, mixed, relation
-        )
+        target = common if self.mix == "live" else mixed
+        means, counts = self._trained(model, site, target, mixed, relation)
         groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
         after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
@@ -214,15 +214,16 @@ class PFedPM(PrototypeExchange):
     ) -> tuple[Tensor, Tensor]:
         """Train the network by (9) and the relation head by (12); return class means (K, d) and counts (K,), (6)."""
         classes = class_count(model)
-        last = list[Any]()
+        last = list[Collated]()
         sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=site.device)
         counts = torch.zeros(classes, dtype=torch.int64, device=site.device)
 
-        def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             h, output = features_and_output(network, x)
             label = class_indices(y)
             last[:] = x, label
             if self.features == "running":
+                # (6) over the batches as they come, while the network moves.
                 sums.index_add_(0, label, h.detach().double())
                 counts.add_(torch.bincount(label, minlength=classes))
 
@@ -230,21 +231,18 @@ class PFedPM(PrototypeExchange):
             if self.lam == 0 or target is None:
                 return loss
 
+            # (9)
             return loss + self.lam * self._distance(h, label, target)
 
         if relation is None or mixed is None:
             fit(model, site, objective=objective)
         else:
-            learn = partial(
-                relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model
-            )
-            every_batch = self.relation_update == "batch"
-            fit(
-                model,
-                after_steps(site, lambda: learn(*last)) if every_batch else site,
-                objective=objective,
-            )
-            if not every_batch:
+            optimizer = OPTIMIZERS[self.relation_optimizer](relation)
+            learn = partial(relation_step, relation, optimizer, mixed, model)
+            if self.relation_update == "batch":
+                fit(model, after_steps(site, lambda: learn(*last)), objective=objective)
+            else:
+                fit(model, site, objective=objective)
                 with stream(site.seed, "relation epochs") as generator:
                     for _ in range(site.settings.epochs):
                         for x, y in site.train.batches(site.settings.batch_size, generator):
@@ -278,6 +276,7 @@ class PFedPM(PrototypeExchange):
 
         mixed = table(state["mixed"], len(allowed)).to(site.device)
         scored = has_prototype(mixed)
+        # A class without C~ has no score; if that leaves none, all that have one are allowed.
         allowed = allowed & scored if (allowed & scored).any() else scored
         return Judged(
             model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num()
@@ -309,9 +308,9 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
     members = (label[:, None] == torch.arange(len(target), device=label.device)).to(h.dtype)
     counts = members.sum(0)
     means = members.T @ h / counts.clamp(min=1)[:, None]
-    norms = torch.linalg.vector_norm(
-        target.nan_to_num().to(h.dtype) - means, dim=1
-    )  # its gradient at 0 is 0
+    # `vector_norm` has the gradient 0 at 0.
+    norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)
+    # n_j times the distance; the division by B follows.
     total: Tensor = (counts * has_prototype(target) * norms).sum()
     return total / len(label)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn.functional import mse_loss, one_hot
 from medfl.core.message import Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.prototype_exchange import has_prototype, only_classes
+from medfl.methods.base import Collated
 from medfl.networks.heads import feature_size, features_and_output, head
 from medfl.training import Site, evaluating
 
@@ -40,10 +40,9 @@ class Relation(nn.Module):
 
     def forward(self, h: Tensor, means: Tensor) -> Tensor:
         """Return the scores of all pairs; a pair is two channels, the sample's first."""
-        samples, classes = (
-            h[:, None].expand(-1, len(means), -1),
-            means.expand(len(h), -1, -1),
-        )  # (B, J, d)
+        # (B, J, d) each
+        samples = h[:, None].expand(-1, len(means), -1)
+        classes = means.expand(len(h), -1, -1)
         scores: Tensor = self.layers(torch.stack([samples, classes], 2).flatten(0, 1))
         return scores.view(len(h), len(means))
 
@@ -107,7 +106,7 @@ def relation_step(
     optimizer: torch.optim.Optimizer,
     mixed: Tensor,
     network: nn.Module,
-    x: Any,
+    x: Collated,
     label: Tensor,
 ) -> None:
     """Take one step of the relation head; the network is run in evaluation mode, so nothing of it changes."""
