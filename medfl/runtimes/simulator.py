@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -31,7 +30,7 @@ from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
-from medfl.storage.files import State, write_atomic
+from medfl.storage.files import State
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 
@@ -64,9 +63,11 @@ class Simulator:
         )
         self.method = federation.method
         self.run = federation.run
-        self.jobs = 1 if self.run.device != "cpu" else launch.jobs or 1
+        # a GPU is not shared by processes, and a profile is of one
+        alone = self.run.device != "cpu" or launch.profile
+        self.jobs = 1 if alone else launch.jobs or 1
         self.key = federation.bundle.key_metric
-        self.recorder = profiling.Recorder(self.run.device) if launch.profile else None
+        self.profile = profiling.PartsProfile(launch.profile)
         self.server: State = {}
         self.done = 0
         self.stopped = ""
@@ -113,7 +114,8 @@ class Simulator:
 
         self.folder.truncate_rounds(self.done)
         with (
-            profiling.recording(self.recorder),
+            self.profile,
+            profiling.during(profiling.OTHER),
             self._make_workers(self.federation, self.jobs) as self.workers,
         ):
             self.workers.set_deadline(self.tolerance.deadline)
@@ -126,11 +128,9 @@ class Simulator:
             summary = self._execute(bool(manifest))
 
         (self.folder.write_trial if self.launch.untested else self.folder.write_summary)(summary)
-        if self.recorder is not None:
-            self.say(self.recorder.table())
-            write_atomic(
-                self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode()
-            )
+        if self.launch.profile:
+            self.say(self.profile.parts_table())
+            self.profile.export_chrome_trace(str(self.folder.path / "profile.json"))
 
         for line in self._missing():
             self.say(line)
@@ -221,7 +221,7 @@ class Simulator:
             return
 
         for round_ in range(first, self.run.rounds + 1):
-            with profiling.in_round(round_):
+            with profiling.during(f"round {round_}"):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = (

@@ -18,6 +18,7 @@ from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
+from medfl.runtimes import profiling
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
 from medfl.training.site import Site, summed
@@ -261,9 +262,10 @@ def _scores(
 def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
     surface_metrics = federation.surface_metrics if section == "test" else ()
-    return federation.bundle.evaluator(
-        network, items, federation.networks.device, surface_metrics=surface_metrics
-    )
+    with profiling.during(profiling.EVALUATION):
+        return federation.bundle.evaluator(
+            network, items, federation.networks.device, surface_metrics=surface_metrics
+        )
 
 
 def segment(

@@ -108,7 +108,7 @@ class RoundTask(SiteTask):
 
     def run(self, federation: Federation) -> Any:
         """Call the function at the site."""
-        with profiling.visit(self.site):
+        with profiling.during(f"site {self.site}"):
             return self._call(federation)
 
     def _call(self, federation: Federation) -> Any:
@@ -138,7 +138,7 @@ class Train(RoundTask):
     sections: tuple[str, ...] = ()
 
     function = site_step
-    part = profiling.REST
+    part = profiling.TRAINING
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ class Train(RoundTask):
 
     def run(self, federation: Federation) -> tuple[StepResult, bool]:
         """Return what the step gave, without the State, and whether that was written."""
-        with profiling.visit(self.site):
+        with profiling.during(f"site {self.site}"):
             result = self._call(federation)
             if result.state:
                 with profiling.during(profiling.CHECKPOINT):
@@ -162,7 +162,7 @@ class TrainToScore(RoundTask):
     sections: tuple[str, ...]
 
     function = site_step
-    part = profiling.REST
+    part = profiling.TRAINING
 
     def run(self, federation: Federation) -> dict[str, Cases]:
         """Return the outcomes by section."""

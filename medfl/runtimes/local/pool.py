@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
-from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, result_or_failure
@@ -36,25 +34,22 @@ class TaskGroup:
     Args:
         tasks: make the tasks.
         sizes: how long each may take, in any unit: the longest is given to a worker first.
-        round_: which round their time is recorded for; None: the one that goes on when a worker gets a task.
         on_result: called whenever an answer has come.
         folder: where answers wait past what may stay in memory; None: all stay there.
 
     Attributes:
         pending: (position, task) of those that no worker has, the next one last.
         running: how many the workers are at.
-        unread: position, worker, and the answer as bytes.
+        unread: position, and the answer as bytes.
     """
 
     def __init__(
         self,
         tasks: Sequence[MakeTask],
         sizes: Sequence[float] | None = None,
-        round_: int | None = None,
         on_result: Callable[[], object] = lambda: None,
         folder: Path | None = None,
     ) -> None:
-        self.round = round_
         self.on_result = on_result
         self.pending = list(enumerate(tasks))
         if sizes is not None:
@@ -62,20 +57,21 @@ class TaskGroup:
 
         self.pending.reverse()
         self.running = 0
-        self.unread: deque[tuple[int, Connection, Weights]] = deque()
+        self.unread: deque[tuple[int, Weights]] = deque()
         self._stock = None if folder is None else TensorStore(folder)
 
-    def put(self, index: int, link: Connection, answer: bytes) -> None:
+    def put(self, index: int, answer: bytes) -> None:
         """Keep an answer until it is asked for."""
         tensors: Weights = {"": torch.frombuffer(bytearray(answer), dtype=torch.uint8)}
-        self.unread.append(
-            (index, link, tensors if self._stock is None else self._stock.keep(tensors))
-        )
+        if self._stock is not None:
+            tensors = self._stock.keep(tensors)
 
-    def pop(self) -> tuple[int, Connection, bytes]:
-        """Return the answer that has waited longest: position, worker, bytes."""
-        index, link, tensors = self.unread.popleft()
-        return index, link, tensors[""].numpy().tobytes()
+        self.unread.append((index, tensors))
+
+    def pop(self) -> tuple[int, bytes]:
+        """Return the answer that has waited longest: position, bytes."""
+        index, tensors = self.unread.popleft()
+        return index, tensors[""].numpy().tobytes()
 
 
 class Pool:
@@ -109,7 +105,6 @@ class Pool:
             process.start()
             there.close()
             self._processes[here] = process
-            self._record(here, profiling.Segment([], {}))
 
     def start(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
         """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
@@ -126,18 +121,17 @@ class Pool:
     def _results(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
         while group.pending or group.running or group.unread:
             if group.unread:
-                index, link, data = group.pop()
-                yield index, self._result(link, load_shared(data))
+                index, data = group.pop()
+                yield index, _result(load_shared(data))
             else:
-                index, link, answer = self._next(group)
-                yield index, self._result(link, answer)
+                index, answer = self._next(group)
+                yield index, _result(answer)
 
-    def _next(self, asked: TaskGroup) -> tuple[int, Connection, Any]:
-        """Return the next answer of a group: position, worker, answer; keep those of other groups for later."""
+    def _next(self, asked: TaskGroup) -> tuple[int, _Answer]:
+        """Return the next answer of a group with its position; keep those of other groups for later."""
         while True:
             if not self._ready:
-                with profiling.during(None):
-                    self._ready.extend(cast(list[Connection], wait([*self._busy])))
+                self._ready.extend(cast(list[Connection], wait([*self._busy])))
 
             link = self._ready.popleft()
             group, index = self._busy.pop(link)
@@ -149,9 +143,9 @@ class Pool:
             self._give(link)
 
             if group is asked:
-                return index, link, answer
+                return index, answer
 
-            group.put(index, link, dump_shared(answer))
+            group.put(index, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
         """Give an idle worker the next task, if there is any."""
@@ -164,26 +158,14 @@ class Pool:
         if not group.pending:
             self._queue.popleft()
 
-        recorder = profiling.running()
-        if group.round is not None:
-            round_ = group.round
-        elif recorder:
-            round_ = recorder.round
-        else:
-            round_ = 0
-
-        with (
-            profiling.during(profiling.MESSAGES),
-            suppress(BrokenPipeError),
-        ):  # `_received` reports a dead worker
-            link.send_bytes(dump_shared((make(), round_), self._shared[link][0]))
+        with suppress(BrokenPipeError):  # `_received` reports a dead worker
+            link.send_bytes(dump_shared(make(), self._shared[link][0]))
 
         self._busy[link] = (group, index)
 
     def _received(self, link: Connection) -> Any:
         try:
-            with profiling.during(profiling.MESSAGES):
-                return load_shared(link.recv_bytes(), self._shared[link][1])
+            return load_shared(link.recv_bytes(), self._shared[link][1])
         except (EOFError, OSError) as error:
             process = self._processes[link]
             process.join(5)
@@ -191,18 +173,6 @@ class Pool:
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
                 "the last round is kept: continue with --resume, perhaps with fewer --jobs"
             ) from error
-
-    def _result(self, link: Connection, answer: _Answer) -> Any:
-        """Return the result in an answer, or raise the error."""
-        self._record(link, answer.segment)
-        if answer.error is not None:
-            raise answer.error
-        return answer.result
-
-    def _record(self, link: Connection, segment: profiling.Segment | None) -> None:
-        recorder = profiling.running()
-        if recorder is not None and segment is not None:
-            recorder.gather(1 + [*self._processes].index(link), segment)
 
     def close(self) -> None:
         """End the workers."""
@@ -215,11 +185,17 @@ class Pool:
 
 
 class _Answer(NamedTuple):
-    """What a worker sends back: the result of a task or the error, and what was recorded of it."""
+    """What a worker sends back: the result of a task, or the error."""
 
     result: Any
     error: Exception | None
-    segment: profiling.Segment | None
+
+
+def _result(answer: _Answer) -> Any:
+    """Return the result in an answer, or raise the error."""
+    if answer.error is not None:
+        raise answer.error
+    return answer.result
 
 
 def _serve(
@@ -236,19 +212,13 @@ def _serve(
         other.close()
 
     torch.set_num_threads(federation.run.threads)
-    recorder = profiling.restart()
     while True:
         try:
             data = link.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
 
-        started = time.perf_counter()
-        task, round_ = load_shared(data, tasks, copy=False)  # the next task comes after the answer
-        if recorder is not None:
-            recorder.round = round_
-            recorder.add(profiling.MESSAGES, started, time.perf_counter())
-
+        task = load_shared(data, tasks, copy=False)  # the next task comes after the answer
         result: Any = None
         failure: Exception | None = None
         try:
@@ -258,10 +228,7 @@ def _serve(
         except Exception:
             failure = _Failed(traceback.format_exc())
 
-        segment = recorder.take_segment() if recorder is not None else None
-        with profiling.during(profiling.MESSAGES):  # in the segment of the next answer
-            packed = dump_shared(_Answer(result, failure, segment), answers)
-
+        packed = dump_shared(_Answer(result, failure), answers)
         try:
             link.send_bytes(packed)
         except OSError:

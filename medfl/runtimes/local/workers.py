@@ -84,7 +84,6 @@ class Workers(AbstractContextManager["Workers"]):
         tasks: Sequence[MakeTask],
         sizes: Sequence[float] | None = None,
         *,
-        round_: int,
         on_result: Callable[[], object],
         folder: Path,
     ) -> Iterator[tuple[int, Any]]:
@@ -95,7 +94,7 @@ class Workers(AbstractContextManager["Workers"]):
         whether or not it has been asked for; in `folder` results wait past what may stay in memory.
         """
         if self._pool is not None:
-            return self._pool.start(TaskGroup(tasks, sizes, round_, on_result, folder))
+            return self._pool.start(TaskGroup(tasks, sizes, on_result, folder))
         return _notifying(self.run(tasks, sizes), on_result)
 
     def close(self) -> None:

@@ -188,7 +188,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
 
-            result = self._call_step(profiling.REST, site_step, round_, before, received, score_on)
+            result = self._call_step(
+                profiling.TRAINING, site_step, round_, before, received, score_on
+            )
             with profiling.during(profiling.MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
 

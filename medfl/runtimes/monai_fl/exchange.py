@@ -109,7 +109,7 @@ class Exchange(Workers):
     def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
         """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
         site = self.sites[name]
-        with profiling.visit(name):
+        with profiling.during(f"site {name}"):
             site.initialize({ExtraItems.CLIENT_NAME: name}, states)
             try:
                 yield site

@@ -76,7 +76,6 @@ class Dispatcher:
         results = self.workers.start(
             [partial(self._make, task, round_, server, name) for name in names],
             self._sizes(names, "train"),
-            round_=round_,
             on_result=on_result,
             folder=self.folder.path,
         )
