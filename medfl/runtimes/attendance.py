@@ -86,7 +86,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Attendance:
-    """Which of the sites that were asked for `what`, as "round 3", answer.
+    """Which of the sites that were asked for something, `label` says what ("round 3"), answer.
 
     `left_out` takes the reason of each that does not; `least` have to, None: all of them.
     """
@@ -94,7 +94,7 @@ class Attendance:
     names: Sequence[str]
     least: int | None
     left_out: dict[str, str]
-    what: str
+    label: str
     say: Print
 
     def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
@@ -109,20 +109,21 @@ class Attendance:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         sender = "site {!r}".format
         if self.least is None and reasons:
-            raise RunError(
-                "; ".join(
-                    r if r.startswith(sender(n)) else f"{sender(n)}: {r}"
-                    for n, r in reasons.items()
-                )
-            )
+            lines = []
+            for name, reason in reasons.items():
+                # most errors name the site already
+                is_named = reason.startswith(sender(name))
+                lines.append(reason if is_named else f"{sender(name)}: {reason}")
+
+            raise RunError("; ".join(lines))
 
         for name, reason in reasons.items():
             self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")
-            self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
+            self.say(f"{self.label}: without site {name!r}: {self.left_out[name]}")
 
         if reasons and len(self.names) - len(self.left_out) < (self.least or 0):
             listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
             raise RunError(
-                f"{self.what}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
+                f"{self.label}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
                 f"{self.least} have to ({listed}){_KEPT}: continue with --resume"
             )

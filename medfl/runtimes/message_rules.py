@@ -17,9 +17,9 @@ from medfl.core.message_limits import MessageLimits
 
 Form = tuple[torch.Size, torch.dtype]
 """Shape and type of a tensor."""
+# of a broadcast; methods send less than a tenth of it
 _MOST_NUMBERS = 1024
 _MOST_GROUPS = 256
-"""Of a broadcast; methods send less than a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,15 @@ class MessageRules:
         weights = self.limits.checked(arrived, self._sender_of_broadcast)
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
-            dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
+            if name not in self.leaves:
+                continue  # refused below, with all others of no known name
+
+            dtype = self.leaves[name][1]
             if tensor.is_floating_point() and dtype != tensor.dtype:
                 average = tensor if dtype.is_floating_point else tensor.round()
                 weights[name] = average.to(dtype)
-                self._check_finite(
-                    f"weights/{name}", weights[name]
-                )  # too large for a smaller type is infinite in it
+                # a number that is too large for a smaller type is infinite in it
+                self._check_finite(f"weights/{name}", weights[name])
 
         self._check_same_names(weights)
         for name, tensor in weights.items():

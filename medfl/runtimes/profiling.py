@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
+from torch._C._autograd import _enable_profiler
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -40,18 +42,14 @@ class PartsProfile(profiler.profile):
 
     def _start_trace(self) -> None:
         # The C++ profiler can be told which kinds of ranges to record, but the Python class does not pass that on.
-        enable = profiler._enable_profiler
-
-        def enable_parts(config: object, activities: object) -> None:
-            enable(config, activities, {RecordScope.USER_SCOPE})
-
-        with patch.object(profiler, "_enable_profiler", enable_parts):
-            super()._start_trace()
+        enable = partial(_enable_profiler, scopes={RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        with patch.object(profiler, "_enable_profiler", enable):
+            super()._start_trace()  # type: ignore[no-untyped-call]
 
     def seconds(self) -> dict[str, float]:
         """Return part -> seconds, without those of the parts inside it, so that they add up to the wall clock."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        for average in self.key_averages():
+        for average in self.key_averages():  # type: ignore[no-untyped-call]
             part = average.key
             if part.startswith("Optimizer.step"):  # named by PyTorch
                 part = OPTIMISER
@@ -90,5 +88,5 @@ def during(part: str) -> Iterator[None]:
 
 def _wait_for_gpu() -> None:
     """Let a GPU finish, so that its work counts for the part that asked for it."""
-    if torch.cuda.is_initialized() and torch.autograd._profiler_enabled():
+    if torch.autograd._profiler_enabled() and torch.cuda.is_available():  # type: ignore[attr-defined]
         torch.cuda.synchronize()

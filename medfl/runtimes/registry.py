@@ -23,8 +23,8 @@ SHIPPED = {
     "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
     "flare": "medfl.flare.job",
 }
+# runtimes that a command of their own asks for, and that the records of its runs name
 _OF_COMMANDS = {"flare-poc": "medfl.flare.poc"}
-"""Runtimes that a command of their own asks for, and that the records of its runs name."""
 
 
 @dataclass(frozen=True)

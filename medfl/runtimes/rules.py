@@ -53,17 +53,13 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
     return result
 
 
-def check_state(method: str, which: str, state: Any) -> None:
+def check_state(method: str, which: str, state: object) -> None:
     """See that a State can be saved.
 
     Raises:
         BrokenRule: something in it is neither a tensor, a number nor text; names it.
     """
-    if isinstance(state, dict):
-        wrong = _flaw(state, "")
-    else:
-        wrong = f"it is a {type(state).__name__}"
-
+    wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
     if wrong:
         raise BrokenRule(
             f"{which} of method {method!r}: {wrong}",
@@ -72,21 +68,22 @@ def check_state(method: str, which: str, state: Any) -> None:
         )
 
 
-def object_versions(state: Any, path: str = "") -> Versions:
+def object_versions(state: object, path: str = "") -> Versions:
     """Note what is in a State, to see later whether it was changed in place."""
     if isinstance(state, Tensor):
         return {path: (id(state), 0 if state.is_inference() else state._version)}
 
     # not into other mappings: one on disk makes new tensors whenever it is read
-    parts: Iterable[tuple[Any, Any]]
+    parts: Iterable[tuple[object, object]] = ()
+    size = 0
     if isinstance(state, dict):
         parts = state.items()
+        size = len(state)
     elif isinstance(state, list):
         parts = enumerate(state)
-    else:
-        parts = ()
+        size = len(state)
 
-    noted = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
+    noted = {path: (id(state), size)}
     for name, part in parts:
         noted |= object_versions(part, f"{path}/{name}".removeprefix("/"))
 
@@ -110,25 +107,21 @@ def check_unchanged(method: str, state: State, before: Versions) -> None:
         )
 
 
-def _flaw(node: Any, path: str) -> str:
+def _flaw(node: object, path: str) -> str:
+    """Say what in a State cannot be saved, "" if all can."""
     if isinstance(node, dict):
-        odd = next((key for key in node if not isinstance(key, str)), None)
-        if odd is not None:
-            return f"the key {odd!r}{f' in {path!r}' if path else ''} is a {type(odd).__name__}"
-        return next(
-            (
-                flaw
-                for key, part in node.items()
-                if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))
-            ),
-            "",
-        )
+        for key in node:
+            if not isinstance(key, str):
+                place = f" in {path!r}" if path else ""
+                return f"the key {key!r}{place} is a {type(key).__name__}"
 
-    if isinstance(node, list | tuple):
-        return next(
-            (flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), ""
-        )
-    if isinstance(node, _VALUES):
+        parts = [(f"{path}/{key}".lstrip("/"), part) for key, part in node.items()]
+    elif isinstance(node, list | tuple):
+        parts = [(f"{path}/{index}", part) for index, part in enumerate(node)]
+    elif isinstance(node, _VALUES):
         return ""
+    else:
+        return f"{path!r} is a {type(node).__name__}"
 
-    return f"{path!r} is a {type(node).__name__}"
+    flaws = (_flaw(part, part_path) for part_path, part in parts)
+    return next(filter(None, flaws), "")

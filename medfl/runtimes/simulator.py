@@ -127,10 +127,13 @@ class Simulator:
             self.scoring.untested = self.launch.untested
             summary = self._execute(bool(manifest))
 
-        (self.folder.write_trial if self.launch.untested else self.folder.write_summary)(summary)
+        write = self.folder.write_trial if self.launch.untested else self.folder.write_summary
+        write(summary)
         if self.launch.profile:
             self.say(self.profile.parts_table())
-            self.profile.export_chrome_trace(str(self.folder.path / "profile.json"))
+            self.profile.export_chrome_trace(  # type: ignore[no-untyped-call]
+                str(self.folder.path / "profile.json")
+            )
 
         for line in self._missing():
             self.say(line)
@@ -164,9 +167,8 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
 
             self.workers.close()
-            summary["peak_memory_bytes"] = (
-                _peak_memory()
-            )  # with that of the workers, which have ended
+            # with that of the workers, which have ended
+            summary["peak_memory_bytes"] = _peak_memory()
             summary |= _peak_device_memory(self.run.device)
             pictures.finish(self.done, self.server)
             pictures.draw_cases(self.done, cases, masks)
@@ -215,9 +217,8 @@ class Simulator:
         """
         first = self.done + 1
         training = None
-        if self.done and self._run_callbacks(
-            self.folder.rounds()[-1]
-        ):  # a resumed run that was over
+        # a resumed run may have been over already
+        if self.done and self._run_callbacks(self.folder.rounds()[-1]):
             return
 
         for round_ in range(first, self.run.rounds + 1):
@@ -265,10 +266,9 @@ class Simulator:
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort = self.federation.cohort(round_)
         evaluate = self._is_eval_round(round_)
+        scored: tuple[str, ...] = ()
         if evaluate and self.method.judged == "global" and not self.method.pools_data:
-            scored: tuple[str, ...] = ("validate",)
-        else:
-            scored = ()
+            scored = ("validate",)
 
         bar.set_description(f"round {round_}/{self.run.rounds}")
         training = RoundTraining(round_, cohort, bar.update)
@@ -303,10 +303,9 @@ class Simulator:
             )
 
         self.server = outcome.server
-        observed = outcome.observed
-        results = {
-            name: results[name] for name in cohort if name in results and name not in left_out
-        }
+        # in the cohort's order, not in which they came: sums over sites depend on it
+        present = [name for name in cohort if name in results and name not in left_out]
+        results = {name: results[name] for name in present}
         self.folder.accept_states(round_, [name for name in renewed if name in results])
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
@@ -320,11 +319,11 @@ class Simulator:
             1, trained_on
         )
         entry: dict[str, Any] = {
-            "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
+            "round": round_, "cohort": cohort, **_unless_empty(left_out=left_out), "seconds": 0.0,
             "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
             "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
-            **({"observed": observed} if observed else {}),
+            **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
 
         return entry, results
@@ -359,11 +358,15 @@ class Simulator:
         loss = f"loss {entry['train_loss']:.3f}"
         best = self.record["best"]
         value = entry["val"].get(self.key)
-        bar.set_postfix_str(
-            loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else "")
-        )
-        parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
-        parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
+        shown = loss
+        parts = [loss]
+        if value is not None:
+            parts.append(f"{self.key} {value:.3f}")
+        if best:
+            shown += f", best {self.key} {best['value']:.3f} ({best['round']})"
+            parts.append(f"best {best['value']:.3f} (round {best['round']})")
+
+        bar.set_postfix_str(shown)
         self.say(
             f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s"
         )
@@ -383,24 +386,25 @@ class Simulator:
         public: dict[str, Any] = {}
 
         if run.public:
-            about = {
+            public["public"] = {
                 "bundle": run.public.bundle,
                 "data_source": run.public.data.source,
                 "items": run.public.items,
+                "teachers": [name for name, _ in run.public.teachers],
             }
-            public["public"] = {**about, "teachers": [name for name, _ in run.public.teachers]}
 
+        is_stopped = self.done < run.rounds
         summary = {
             "method": run.method,
             "bundle": run.bundle,
             "seed": run.seed,
             "rounds": self.done,
-            "status": "stopped" if self.done < run.rounds else "finished",
-            **({"stopped": self.stopped} if self.done < run.rounds else {}),
+            "status": "stopped" if is_stopped else "finished",
+            **({"stopped": self.stopped} if is_stopped else {}),
             "data_source": run.data.source,
             **public,
             **scores,
-            **{key: record[key] for key in ("absent", "left_out") if record[key]},
+            **_unless_empty(absent=record["absent"], left_out=record["left_out"]),
             "bytes_up": record["bytes_up"],
             "bytes_down": record["bytes_down"],
             "seconds": record["seconds"],
@@ -424,19 +428,21 @@ class Simulator:
         if self.record["absent"]:
             yield f"without these sites, which did not introduce themselves: {', '.join(self.record['absent'])}"
         if self.record["left_out"]:
-            counts = [
-                f"{name} in {count}" for name, count in sorted(self.record["left_out"].items())
-            ]
+            left_out = sorted(self.record["left_out"].items())
+            counts = [f"{name} in {count}" for name, count in left_out]
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
+
+
+def _unless_empty(**entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that have something in them: a record has no others, so that older ones are equal."""
+    return {name: entry for name, entry in entries.items() if entry}
 
 
 def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return unit * max(resource.getrusage(process).ru_maxrss for process in processes)
 
 
 def _peak_device_memory(device: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ OPTIMIZERS = "optimizers"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a site's step gave.
+    """Result of one local update.
 
     Attributes:
         state: the site's next State; stays at the site.
@@ -78,7 +78,7 @@ def site_step(
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
-        result = method.local_update(site, _own(federation, site, state), received)
+        result = method.local_update(site, _method_state(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
         assert not {UNSENT, OPTIMIZERS} & state.keys(), (
             f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
@@ -87,9 +87,8 @@ def site_step(
         cases = {}
 
         if score_on and "weights" in reply:
-            cases = _scores(
-                federation, _trained(federation, site, state, received, reply), name, score_on
-            )
+            network = _trained(federation, site, state, received, reply)
+            cases = _scores(federation, network, name, score_on)
 
         wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = compression.decompress_reply(wire, down, f"site {name!r}")
@@ -97,8 +96,13 @@ def site_step(
             federation.message_rules(name).check_reply(arrived)
 
     report = summed(site.journal)
-    beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
-    next_state = {**state, **{key: value for key, value in beside.items() if value}}
+    # no empty entries: a State without them is equal to one of an earlier version
+    next_state = dict(state)
+    if unsent:
+        next_state[UNSENT] = unsent
+    if site.optimizer_states:
+        next_state[OPTIMIZERS] = site.optimizer_states
+
     return StepResult(
         next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down
     )
@@ -149,18 +153,18 @@ def segment_site(
     name: str,
     state: State | None,
     down: Message,
-    wanted: Sequence[str],
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
 
-    Masks of the cases `wanted` are returned; the predictions of all cases are written into `folder`, if there is one.
+    Masks of the cases `ids` are returned; the predictions of all cases are written into `folder`, if there is one.
 
     Returns:
         id -> masks; without the cases whose channels overlap, of which nothing is written.
     """
     with judged(federation, round_, name, state, down) as network:
-        return segment(federation, network, name, wanted, folder)
+        return segment(federation, network, name, ids, folder)
 
 
 def introduce(federation: SiteContext, name: str) -> Message:
@@ -179,11 +183,12 @@ def _delivered(
     return federation.compression.decompress_broadcast(wire), wire.num_bytes
 
 
-def _own(federation: SiteContext, site: Site, state: State | None) -> State:
+def _method_state(federation: SiteContext, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
-    entries = {
-        key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)
-    }
+    entries = dict(state or {})
+    for key in (UNSENT, OPTIMIZERS):
+        entries.pop(key, None)
+
     if entries or state == {}:
         return entries
 
@@ -207,19 +212,16 @@ def refuse_other_state(
         ) from error
 
 
-def _unlike(state: Any, first: Any, path: str) -> str:
+def _unlike(state: object, first: object, path: str) -> str:
     """Say where a State has another form than a site's first one, "" if it has all of that."""
     if isinstance(first, dict) and isinstance(state, dict):
         below = {f"{path}/{key}".lstrip("/"): key for key in first}
-        lost = [f"{where!r} is missing" for where, key in below.items() if key not in state]
-        return next(
-            (
-                w
-                for w in lost or (_unlike(state[key], first[key], at) for at, key in below.items())
-                if w
-            ),
-            "",
-        )
+        for key_path, key in below.items():
+            if key not in state:
+                return f"{key_path!r} is missing"
+
+        parts = (_unlike(state[key], first[key], key_path) for key_path, key in below.items())
+        return next(filter(None, parts), "")
 
     if isinstance(first, Tensor) and isinstance(state, Tensor):
         if (first.shape, first.dtype) == (state.shape, state.dtype):
@@ -241,7 +243,7 @@ def judged(
     site = federation.site(name, round_)
     with federation.scope():
         received, _ = _delivered(federation, round_, name, down)
-        yield federation.method.predictor(site, _own(federation, site, state), received)
+        yield federation.method.predictor(site, _method_state(federation, site, state), received)
 
 
 def copied_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -272,7 +274,7 @@ def segment(
     federation: SiteContext,
     network: nn.Module,
     name: str,
-    wanted: Sequence[str],
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""
@@ -281,7 +283,8 @@ def segment(
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
 
-    chosen = [i for i, ident in enumerate(shard.ids) if folder is not None or ident in wanted]
+    needed = {*shard.ids} if folder is not None else {*ids}
+    chosen = [i for i, ident in enumerate(shard.ids) if ident in needed]
     part = Shard(shard.prepared, shard.indices[chosen])
     shown = {}
     masks_of_items = evaluator.masks(network, part, federation.networks.device)
@@ -293,7 +296,7 @@ def segment(
             path = Path(folder) / readable_file_name(ident)
             save(masks.prediction, masks.classes, part.prepared.geometry[index], path)
 
-        if ident in wanted:
+        if ident in ids:
             shown[ident] = masks
 
     return shown

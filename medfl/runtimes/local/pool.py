@@ -23,9 +23,9 @@ from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, result_or_failure
 from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
+# a message goes through shared memory if it has at most so many copies of the network, and bytes besides
 _ROOM = 4
 _MORE = 2**25
-"""Copies of the network, and bytes besides, that a message may have to go through shared memory as a whole."""
 
 
 class TaskGroup:
@@ -55,7 +55,7 @@ class TaskGroup:
         if sizes is not None:
             self.pending.sort(key=lambda entry: -sizes[entry[0]])
 
-        self.pending.reverse()
+        self.pending.reverse()  # so that `pop` takes the longest
         self.running = 0
         self.unread: deque[tuple[int, Weights]] = deque()
         self._stock = None if folder is None else TensorStore(folder)
@@ -84,23 +84,22 @@ class Pool:
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._processes: dict[Connection, Any] = {}
-        self._shared: dict[
-            Connection, tuple[SharedBuffer, SharedBuffer]
-        ] = {}  # for tasks, and for answers
-        self._queue: deque[TaskGroup] = (
-            deque()
-        )  # those with tasks that no worker has, the first started first
+        # for tasks, and for answers
+        self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}
+        # groups with tasks that no worker has, the first started first
+        self._queue: deque[TaskGroup] = deque()
         self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
-        self._ready: deque[Connection] = deque()  # workers whose answers lie ready
+        # workers whose answers lie ready
+        self._ready: deque[Connection] = deque()
         context = multiprocessing.get_context("fork")
         room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
 
         for _ in range(jobs):
             here, there = context.Pipe()
-            others = [here, *self._processes]
+            inherited = [here, *self._processes]
             self._shared[here] = SharedBuffer(room), SharedBuffer(room)
             process = context.Process(
-                target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True
+                target=_serve, args=(federation, there, inherited, *self._shared[here]), daemon=True
             )
             process.start()
             there.close()
@@ -127,7 +126,7 @@ class Pool:
                 index, answer = self._next(group)
                 yield index, _result(answer)
 
-    def _next(self, asked: TaskGroup) -> tuple[int, _Answer]:
+    def _next(self, awaited: TaskGroup) -> tuple[int, _Answer]:
         """Return the next answer of a group with its position; keep those of other groups for later."""
         while True:
             if not self._ready:
@@ -135,14 +134,13 @@ class Pool:
 
             link = self._ready.popleft()
             group, index = self._busy.pop(link)
-            answer = self._received(
-                link
-            )  # copied out of the shared memory before the worker gets its next task
+            # copied out of the shared memory before the worker gets its next task
+            answer = self._received(link)
             group.running -= 1
             group.on_result()
             self._give(link)
 
-            if group is asked:
+            if group is awaited:
                 return index, answer
 
             group.put(index, dump_shared(answer))
@@ -163,7 +161,7 @@ class Pool:
 
         self._busy[link] = (group, index)
 
-    def _received(self, link: Connection) -> Any:
+    def _received(self, link: Connection) -> _Answer:
         try:
             return load_shared(link.recv_bytes(), self._shared[link][1])
         except (EOFError, OSError) as error:
@@ -208,8 +206,9 @@ def _serve(
     """Answer tasks until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:  # else this process would keep its siblings' pipes, and its own, open
-        other.close()
+    # else this process would keep its siblings' pipes, and the parent's end of its own, open
+    for connection in inherited:
+        connection.close()
 
     torch.set_num_threads(federation.run.threads)
     while True:

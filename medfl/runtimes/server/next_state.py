@@ -84,7 +84,7 @@ def next_state(
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
-    check_shares(federation, attendance.what, result.replies, tolerance.max_share)
+    check_shares(federation, attendance.label, result.replies, tolerance.max_share)
 
     return result
 
@@ -168,7 +168,7 @@ def _from_usable(
         except fatal:
             raise
         except Exception as error:  # a message of any form may make it fail in any way
-            reasons = _at_fault(names, attempt, error, attendance.what)
+            reasons = _at_fault(names, attempt, error, attendance.label)
 
         attendance.drop(reasons)
 
