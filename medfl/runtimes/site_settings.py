@@ -66,7 +66,7 @@ def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
     return by_site(_flag(setting))(text)
 
 
-def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, str]:
+def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
     """Return setting -> its text, of setting -> site -> names."""
     texts = {}
     for setting, by_name in settings.items():

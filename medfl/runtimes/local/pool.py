@@ -163,7 +163,8 @@ class Pool:
 
     def _received(self, link: Connection) -> _Answer:
         try:
-            return load_shared(link.recv_bytes(), self._shared[link][1])
+            answer: _Answer = load_shared(link.recv_bytes(), self._shared[link][1])
+            return answer
         except (EOFError, OSError) as error:
             process = self._processes[link]
             process.join(5)
