@@ -28,15 +28,13 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
     bundle = federation.bundle
     run = federation.run
     labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
-    name = next(
-        (name for name in labelled if len(federation.participant_shard(name, "train"))), None
-    )
-
+    shards = {name: federation.participant_shard(name, "train") for name in labelled}
+    name = next((name for name, shard in shards.items() if len(shard)), None)
     if name is None:
         return
 
     site = federation.site(name, 0)
-    work = federation.participant_shard(name, "train")
+    work = shards[name]
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
@@ -46,9 +44,11 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         with stream(0, "trial step"), networks.scope():
             model = networks.lease(networks.initial)
             outputs: list[int] = []
-            with model.register_forward_hook(
-                lambda _, __, output: outputs.append(_channels(output))
-            ):
+
+            def note_outputs(module: object, arguments: object, output: object) -> None:
+                outputs.append(_channels(output))
+
+            with model.register_forward_hook(note_outputs):
                 fit(model, site)
     except MedflError:
         return  # a loss that is not finite is no matter of form: the run tells it
@@ -59,16 +59,11 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "change these values, or leave them out",
         ) from error
 
-    if bundle.dataset and bundle.task == "segmentation":
-        classes = bundle.structures
-    else:
-        classes = bundle.classes
-
-    wrong = [
-        count
-        for count in outputs
-        if count != len(classes) and not (count == 1 and len(classes) == 2)
-    ]
+    is_shipped_segmentation = bundle.dataset and bundle.task == "segmentation"
+    classes = bundle.structures if is_shipped_segmentation else bundle.classes
+    # two classes may share one output, a yes or no
+    allowed = {len(classes), 1} if len(classes) == 2 else {len(classes)}
+    wrong = [count for count in outputs if count not in allowed]
     if classes and wrong:
         raise InputError(
             f"--config {values}: the network has {wrong[0]} outputs",
@@ -77,7 +72,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         )
 
 
-def _channels(output: Any) -> int:
+def _channels(output: object) -> int:
     if isinstance(output, torch.Tensor) and output.ndim > 1:
         return int(output.shape[1])
 

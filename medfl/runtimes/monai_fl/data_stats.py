@@ -38,6 +38,9 @@ class Bins:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.number} bins from {self.low:g} to {self.high:g}"
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Bins | None:
         """Read what a host asks for, None if it asks for no histograms.
@@ -76,7 +79,8 @@ class Bins:
     @property
     def edges(self) -> list[float]:
         """The ends of the bins, one more than there are bins."""
-        return [float(edge) for edge in np.linspace(self.low, self.high, self.number + 1)]
+        edges: list[float] = np.linspace(self.low, self.high, self.number + 1).tolist()
+        return edges
 
     def count(self, row: NDArray[Any]) -> NDArray[np.int64]:
         """Return how many numbers of a row lie in each bin; those outside are left out."""
@@ -86,9 +90,8 @@ class Bins:
 def value_range(metadata: Mapping[str, Any]) -> Any:
     """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
-    return next(
-        (about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None
-    )
+    described = [entry for entry in inputs.values() if isinstance(entry, Mapping)]
+    return described[0].get("value_range") if described else None
 
 
 @dataclass
@@ -113,23 +116,23 @@ class Sums:
 
     def add(self, addend: Sums) -> Sums:
         """Return the sums of both."""
-        return Sums(
-            *(a + b for a, b in zip(vars(self).values(), vars(addend).values(), strict=True))
-        )
+        pairs = zip(vars(self).values(), vars(addend).values(), strict=True)
+        return Sums(*(a + b for a, b in pairs))
 
     @property
     def mean(self) -> list[float]:
         """Of each channel."""
-        return [float(value) for value in self.total / self.numbers]
+        values: list[float] = (self.total / self.numbers).tolist()
+        return values
 
     @property
     def deviation(self) -> list[float]:
         """Of each channel, of the population."""
         mean = self.total / self.numbers
-        return [
-            float(value)
-            for value in np.sqrt(np.maximum(self.square / self.numbers - np.square(mean), 0))
-        ]
+        # rounding may put the variance of a constant channel below 0
+        variance = np.maximum(self.square / self.numbers - np.square(mean), 0)
+        deviations: list[float] = np.sqrt(variance).tolist()
+        return deviations
 
 
 def sums(x: Tensor, bins: Bins | None) -> Sums:
@@ -137,12 +140,11 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
     rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
     counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
-        each = np.array(
-            [[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)]
-        )
-        counts = each.sum(1)
-        present = (each > 0).sum(1)
-        shares = (1000 * each // (rows.shape[1] // len(x))).sum(1)
+        pixels = rows.shape[1] // len(x)
+        histograms = np.apply_along_axis(bins.count, 2, rows.reshape(len(rows), len(x), pixels))
+        counts = histograms.sum(1)
+        present = (histograms > 0).sum(1)
+        shares = (1000 * histograms // pixels).sum(1)
 
     return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
 
@@ -161,17 +163,14 @@ def statistics(
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
     filled = [part_sums for part_sums in sums_of_parts.values() if part_sums is not None]
     total = reduce(Sums.add, filled) if filled else None
-    statistics_of_parts = {
-        part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()
-    }
+    statistics_of_parts = {}
+    for part, shard in parts.items():
+        statistics_of_parts[part] = _statistics([shard], sums_of_parts[part], task, bins)
+
     statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), total, task, bins)
 
     if least > 0:
-        images = {
-            part: None if part_sums is None else part_sums.images
-            for part, part_sums in sums_of_parts.items()
-        }
-        _suppress(statistics_of_parts, list(parts), images, least)
+        _suppress(statistics_of_parts, sums_of_parts, least)
 
     return statistics_of_parts
 
@@ -209,49 +208,41 @@ def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
     result: dict[str, Any] = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
         edges = bins.edges
-        result["image_histogram"] = [
-            {"counts": counts, "bin_edges": edges} for counts in total.counts.tolist()
-        ]
+        rows = total.counts.tolist()
+        result["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in rows]
+
     return result
 
 
-def _suppress(
-    result: dict[str, Any],
-    parts: Sequence[str],
-    images: Mapping[str, NDArray[np.int64] | None],
-    least: int,
-) -> None:
+def _suppress(result: dict[str, Any], sums_of_parts: Mapping[str, Sums | None], least: int) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
-    for part in parts:
-        about = result[part]
-        count = result[part]["data_count"]
-        present = images[part]
-        if "class_counts" in about:
-            about["class_counts"], _ = suppress_counts(about["class_counts"], least)
+    parts = [result[part] for part in sums_of_parts]
+    for part, part_sums in zip(parts, sums_of_parts.values(), strict=True):
+        if "class_counts" in part:
+            part["class_counts"], _ = suppress_counts(part["class_counts"], least)
 
-        about["data_count"] = count if count >= least else None
-        if count < least:
-            about["data_stats"] = {}
+        if part["data_count"] < least:
+            part["data_count"] = None
+            part["data_stats"] = {}
 
-        for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
-            assert present is not None
-            histogram["counts"] = _without(
-                histogram["counts"], hidden_bins(present[channel].tolist(), least)
-            )
+        for channel, histogram in enumerate(part["data_stats"].get("image_histogram", [])):
+            assert part_sums is not None
+            hidden = hidden_bins(part_sums.images[channel].tolist(), least)
+            histogram["counts"] = _without(histogram["counts"], hidden)
 
+    # a number of all together, less that of one part, is that of the other
     total = result[_TOTAL]
-    if any(result[part]["data_count"] is None for part in parts):
-        total["data_count"], total["data_stats"] = None, {}
+    if any(part["data_count"] is None for part in parts):
+        total["data_count"] = None
+        total["data_stats"] = {}
 
     for name in total.get("class_counts", {}):
-        if any(result[part]["class_counts"][name] is None for part in parts):
+        if any(part["class_counts"][name] is None for part in parts):
             total["class_counts"][name] = None
 
     for channel, histogram in enumerate(total["data_stats"].get("image_histogram", [])):
-        of_parts = [
-            result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts
-        ]
-        hidden = [None in column for column in zip(*of_parts, strict=True)]
+        columns = [part["data_stats"]["image_histogram"][channel]["counts"] for part in parts]
+        hidden = [None in column for column in zip(*columns, strict=True)]
         histogram["counts"] = _without(histogram["counts"], hidden)
 
 

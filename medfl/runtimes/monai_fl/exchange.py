@@ -94,9 +94,8 @@ class Exchange(Workers):
             )
             federation.message_rules(task.site).check_reply(reply)
 
-        loss, steps = (
-            answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS)
-        )
+        loss = answer.statistics[LOSS]
+        steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _visit(self, task: RoundTask) -> Any:

@@ -78,18 +78,16 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            if self._folder is None:
-                of_site = None
-            else:
-                of_site = self._folder / f"{safe_file_name(site)}.privacy.json"
-
-            file = of_site
-            if self._folder is not None and data:
-                file = account_file(self._folder, data)
+            file = None
+            site_file = None
+            if self._folder is not None:
+                site_file = self._folder / f"{safe_file_name(site)}.privacy.json"
+                file = account_file(self._folder, data) if data else site_file
 
             account = Account.open(file, self._rules.delta)
-            if of_site is not None and of_site != file:
-                account.merge_site_account(of_site)
+            # accounts were of a site before they were of the data that several jobs use
+            if site_file is not None and site_file != file:
+                account.merge_site_account(site_file)
 
             self._gate = Gate(self._rules, account, site)
 
@@ -210,16 +208,16 @@ class Guard:
             return
 
         if self._gate is not None or self._log is not None:
-            values = {
-                f"{section}/{name}": v
-                for section, outcome in cases.items()
-                for name, v in summarise(outcome).items()
-            }
-            values |= {
-                f"{section}/cases": len(outcome)
-                for section, outcome in cases.items()
-                if counted and len(outcome)
-            }
+            values: dict[str, float] = {}
+            for section, outcome in cases.items():
+                for name, value in summarise(outcome).items():
+                    values[f"{section}/{name}"] = value
+
+            for section, outcome in cases.items():
+                if counted and len(outcome):
+                    values[f"{section}/cases"] = len(outcome)
+
+            # noise protects the training images: metrics of a model that never saw them need none
             trained_before = bool(set(state or {}) - {UNSENT})
             from_images = (
                 trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
@@ -240,25 +238,18 @@ class Guard:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
         if self._log is not None:
-            plain = numbers(
-                {name: value for name, value in values.items() if isinstance(value, int | float)}
-            )
-            self._add(activity, "left", {**describe_document(values), "numbers": plain})
+            plain = {}
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    plain[name] = value
+
+            entry = {**describe_document(values), "numbers": numbers(plain)}
+            self._add(activity, "left", entry)
 
     def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
         assert self._log is not None
-        discloses = self._gate is not None and direction == "left"
-        if self._gate is not None and discloses:
-            words = {"privacy": self._gate.account.words()}
-        else:
-            words = {}
+        line = {"round": activity.round, "direction": direction, "kind": activity.kind, **entry}
+        if self._gate is not None and direction == "left":
+            line["privacy"] = self._gate.account.words()
 
-        self._log.add(
-            {
-                "round": activity.round,
-                "direction": direction,
-                "kind": activity.kind,
-                **entry,
-                **words,
-            }
-        )
+        self._log.add(line)

@@ -44,7 +44,10 @@ class States:
                     f"{listed}); put back the folder of the States, or start the run anew"
                 )
 
-        return self._load(round_) or None if round_ else None
+        if not round_:
+            return None
+
+        return self._load(round_) or None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
         """Keep the State of a round and that of its base, from which it was made; remove all others.

@@ -101,6 +101,7 @@ class SiteView:
         entries = source.entries if source.is_list else []
 
         for index in self._federation.shard(self.name, section).indices.tolist():
+            # a source that is no list of items names no files
             entry = entries[index] if index < len(entries) else None
             images = entry.get("image") if isinstance(entry, Mapping) else None
             for image in images if isinstance(images, list | tuple) else [images]:
@@ -127,10 +128,12 @@ class SiteView:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         site = self._federation.site(name, round_)
-        train, validate, test = (
-            self._stoppable(shard) for shard in (site.train, site.validate, site.test)
+        return replace(
+            site,
+            train=self._stoppable(site.train),
+            validate=self._stoppable(site.validate),
+            test=self._stoppable(site.test),
         )
-        return replace(site, train=train, validate=validate, test=test)
 
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""

@@ -26,12 +26,15 @@ class Events:
         self._writer: Any = SummaryWriter(
             str(self.path), purge_step=self.done + 1 if self.done else None
         )  # type: ignore[no-untyped-call]
-        self._hook = tell = (
-            threading.excepthook
-        )  # what fails in the writer's thread is raised by its next call
-        threading.excepthook = lambda failed: (
-            None if "Async" in type(failed.thread).__name__ else tell(failed)
-        )
+        hook = threading.excepthook
+        self._hook = hook
+
+        def skip_writer(failed: threading.ExceptHookArgs) -> None:
+            # what fails in the writer's thread is raised by its next call
+            if "Async" not in type(failed.thread).__name__:
+                hook(failed)
+
+        threading.excepthook = skip_writer
 
         for tracker in self.trackers:
             tracker.open(self.done)

@@ -114,10 +114,12 @@ class Tracker(ABC):
         except Exception as error:  # of a library, of its database, of the network: of any kind
             self._on = False
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            why = (text.replace(self.secret, self.shown) if self.secret else text)[:200]
+            if self.secret:
+                text = text.replace(self.secret, self.shown)
+
             self.say(
-                f"{self.title} at {self.shown}: {why}; the run goes on without it, and what it lacks is written when "
-                "the run is resumed"
+                f"{self.title} at {self.shown}: {text[:200]}; the run goes on without it, and what it lacks is "
+                "written when the run is resumed"
             )
 
 

@@ -58,18 +58,16 @@ class Tracking(Tracker):
     def _open(self) -> None:
         from mlflow.tracking import MlflowClient  # imports for seconds
 
-        logging.getLogger("mlflow").setLevel(
-            logging.WARNING
-        )  # it tells of each table that it makes
+        # else it tells of each table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
 
         self.note(uri=self.shown, run_id=self.id)
         self._client = MlflowClient(self.uri)
         if self.id:
-            self._there = {
-                metric.step for metric in self._client.get_metric_history(self.id, _MARK)
-            }
+            history = self._client.get_metric_history(self.id, _MARK)
+            self._there = {metric.step for metric in history}
             self._client.set_terminated(self.id, "RUNNING")
         else:
             self._begin()
@@ -96,24 +94,18 @@ class Tracking(Tracker):
         client = self._client
         run, document = self.folder.read_run()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        there = client.get_experiment_by_name(name)
-
-        if there is None:
-            experiment = client.create_experiment(name)
-        else:
-            experiment = there.experiment_id
-
+        existing = client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else client.create_experiment(name)
         tags = {"run_hash": run.run_hash, "data": run.data.source}
         mlflow_run = client.create_run(
             experiment, tags=tags, run_name=self.folder.path.resolve().name
         )
         self.id = mlflow_run.info.run_id
         self.note(uri=self.shown, run_id=self.id)
-        sites = {"sites": len(run.partition.sites), "runtime": document.get("runtime", "")}
-        params = [
-            Param(key, str(value)[:_LONGEST])
-            for key, value in {**settings_of(run.to_dict()), **sites}.items()
-        ]
+        settings = settings_of(run.to_dict())
+        settings["sites"] = len(run.partition.sites)
+        settings["runtime"] = document.get("runtime", "")
+        params = [Param(key, str(value)[:_LONGEST]) for key, value in settings.items()]
 
         for start in range(0, len(params), _BATCH):
             client.log_batch(self.id, params=params[start : start + _BATCH])
@@ -157,11 +149,13 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
     if track is not None:
         tracker, target = parse(track)
         return [tracker(folder, target, say)]
-    return [
-        tracker(folder, None, say)
-        for tracker, *_ in _KINDS.values()
-        if (folder.path / tracker.file).is_file()
-    ]
+
+    trackers: list[Tracker] = []
+    for tracker, *_ in _KINDS.values():
+        if (folder.path / tracker.file).is_file():
+            trackers.append(tracker(folder, None, say))
+
+    return trackers
 
 
 def _without_password(uri: str) -> str:

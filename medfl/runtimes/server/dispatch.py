@@ -36,8 +36,7 @@ class Dispatcher:
         self.workers = workers
         self.tolerance = tolerance
         self.say = say
-        self.progress = False
-        """Whether scores show a bar on stderr as they come."""
+        self.progress = False  # whether scores show a bar on stderr as they come
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.
@@ -91,9 +90,8 @@ class Dispatcher:
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return Attendance(names, self.tolerance.min_replies, left_out, label, self.say).present(
-            checked
-        )
+        attendance = Attendance(names, self.tolerance.min_replies, left_out, label, self.say)
+        return attendance.present(checked)
 
     def _checked(self, name: str, result: Any) -> Any:
         """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
@@ -124,9 +122,8 @@ class Dispatcher:
         longest site is known.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
-        results = self._shown(
-            len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
-        )
+        sizes = self._sizes(names, *sections) if sections else None
+        results = self._shown(len(tasks), self.workers.run(tasks, sizes))
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
@@ -147,7 +144,9 @@ class Dispatcher:
         )
 
     def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
-        return [
-            sum(len(self.federation.participant_shard(name, section)) for section in sections)
-            for name in names
-        ]
+        sizes = []
+        for name in names:
+            shards = [self.federation.participant_shard(name, section) for section in sections]
+            sizes.append(sum(map(len, shards)))
+
+        return sizes

@@ -90,9 +90,10 @@ class Aggregation:
     @property
     def described(self) -> str:
         """The rule, and what a reply counts."""
-        same = "every reply counts the same, whatever its number of images"
-        counted = "replies count by their images, no change is longer than the bound"
-        return f"{self}, {counted if self.counts_samples else same}"
+        if self.counts_samples:
+            return f"{self}, replies count by their images, no change is longer than the bound"
+
+        return f"{self}, every reply counts the same, whatever its number of images"
 
     @property
     def is_mean(self) -> bool:
@@ -136,9 +137,11 @@ class Aggregation:
             return weighted_mean(chosen, group, uniform_shares(chosen))
 
         count = len(parts)
-        cut = (
-            (count - 1) // 2 if self.kind == "median" else math.floor(self.fraction * count + 1e-9)
-        )  # 0.29 * 100
+        # 0.29 * 100 is 28.999…
+        cut = math.floor(self.fraction * count + 1e-9)
+        if self.kind == "median":
+            cut = (count - 1) // 2
+
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
     def observed(
@@ -148,11 +151,10 @@ class Aggregation:
         if self.kind != "clip":
             return {}
         norms = change_norms(replies, group, before)
-        shares = sample_shares(replies)
-        metrics = {f"norm/{name}": norm for name, norm in norms.items()} | {
-            f"share/{n}": p for n, p in shares.items()
-        }
-        return {"clip": self._limit(norms), **metrics}
+        metrics = {"clip": self._limit(norms)}
+        metrics |= {f"norm/{name}": norm for name, norm in norms.items()}
+        metrics |= {f"share/{name}": share for name, share in sample_shares(replies).items()}
+        return metrics
 
     def _limit(self, norms: Mapping[str, float]) -> float:
         if self.bound is None:
@@ -169,20 +171,17 @@ class Aggregation:
         """
         norms = change_norms(replies, group, before)
         limit = self._limit(norms)
-        shares = {
-            name: share if norms[name] <= limit else share * (limit / norms[name])
-            for name, share in sample_shares(replies).items()
-        }
+        shares = dict(sample_shares(replies))
+        for name, norm in norms.items():
+            if norm > limit:
+                shares[name] *= limit / norm
 
         if any(norm > limit for norm in norms.values()):
-            rest = {
-                "": Message(
-                    {group: {name: before[name] for name in next(iter(replies.values()))[group]}}
-                )
-            }
-            mean = weighted_mean(
-                {**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())}
-            )
+            # w + s (w_k - w) is (1 - s) w + s w_k: the weights before are one more reply
+            names = next(iter(replies.values()))[group]
+            rest = Message({group: {name: before[name] for name in names}})
+            shares[""] = 1 - math.fsum(shares.values())
+            mean = weighted_mean({**replies, "": rest}, group, shares)
         else:
             mean = weighted_mean(replies, group, shares)
 
@@ -199,9 +198,11 @@ class Aggregation:
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
-        near = distances.sort(1).values[:, 1 : len(names) - self.bad - 1]  # without the 0 to itself
+        good = len(names) - self.bad - 2
+        near = distances.sort(1).values[:, 1 : good + 1]  # without the 0 to itself
         order = near.sum(1).sort(stable=True).indices.tolist()
-        return [names[i] for i in order[: 1 if self.kind == "krum" else len(names) - self.bad - 2]]
+        count = 1 if self.kind == "krum" else good
+        return [names[i] for i in order[:count]]
 
 
 def change_norms(replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
@@ -212,10 +213,10 @@ def change_norms(replies: Mapping[str, Message], group: str, before: Weights) ->
         weights = replies[site].tensors[group]
         for name, old in before.items():
             if old.is_floating_point():
-                pair = zip(
-                    _blocks([weights], name, old), _blocks([{name: old}], name, old), strict=True
-                )
-                squares += [float((new[0] - was[0]).square().sum()) for (_, new), (_, was) in pair]
+                blocks = _blocks([weights], name, old)
+                old_blocks = _blocks([{name: old}], name, old)
+                for (_, rows), (_, old_rows) in zip(blocks, old_blocks, strict=True):
+                    squares.append(float((rows[0] - old_rows[0]).square().sum()))
 
         norms[site] = math.sqrt(math.fsum(squares))
 
@@ -269,22 +270,28 @@ def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[s
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
 
-    counts = {
-        name: replies[name].scalars["samples"]
-        for name in sorted(replies)
-        if "samples" in replies[name].scalars
-    }
+    counts = sample_counts({name: replies[name] for name in sorted(replies)})
     if run.site_weights == "uniform":
         counts = dict.fromkeys(counts, 1.0)
     else:
         counts = cap_counts(counts, run.max_share or 1)
 
-    return {
-        name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]})
-        if name in counts
-        else reply
-        for name, reply in replies.items()
-    }
+    effective = dict(replies)
+    for name, count in counts.items():
+        reply = replies[name]
+        effective[name] = Message(reply.tensors, {**reply.scalars, "samples": count})
+
+    return effective
+
+
+def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return the numbers of items of those replies that say one."""
+    counts = {}
+    for name, reply in replies.items():
+        if "samples" in reply.scalars:
+            counts[name] = reply.scalars["samples"]
+
+    return counts
 
 
 def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
@@ -293,9 +300,8 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     They are all the same where there are too few of them to be below.
     """
     rising = sorted(counts.values())
-    for cut in range(
-        min(len(rising), math.ceil(1 / most))
-    ):  # so many of the largest are shortened to one number
+    # so many of the largest are shortened to one number
+    for cut in range(min(len(rising), math.ceil(1 / most))):
         limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
         if rising[-cut - 1] <= limit:
             return {name: min(count, limit) for name, count in counts.items()}
@@ -304,12 +310,10 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
 
 def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, float]:
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
-    if run.max_share is None or any("samples" not in reply.scalars for reply in replies.values()):
+    if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
-    kinds = {
-        "said": sample_shares(replies),
-        "share": sample_shares(with_effective_counts(replies, run)),
-    }
-    return {
-        f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()
-    }
+
+    claimed = sample_shares(replies)
+    capped = sample_shares(with_effective_counts(replies, run))
+    metrics = {f"said/{name}": share for name, share in claimed.items()}
+    return metrics | {f"share/{name}": share for name, share in capped.items()}

@@ -63,10 +63,8 @@ class Scoring:
         self.method = federation.method
         self.run = federation.run
         self.key = federation.bundle.key_metric
-        self.last = self.run.rounds
-        """The round after which the run ends."""
-        self.untested = False
-        """Whether nothing is to be scored on test items."""
+        self.last = self.run.rounds  # the round after which the run ends
+        self.untested = False  # whether nothing is to be scored on test items
 
     @property
     def names(self) -> list[str]:
@@ -87,26 +85,23 @@ class Scoring:
         if self.method.judged == "personal":
             personal = self._personal(round_, server, ("validate",))
         else:
-            personal = None
-
-        if personal is None:
             personal = {name: result.cases for name, result in results.items() if result.cases}
 
-        val_global = summarise(global_cases) if global_cases is not None else None
+        val_global = None
+        if global_cases is not None:
+            val_global = summarise(global_cases)
+
+        val_personal = None
         personal_cases = {name: cases["validate"] for name, cases in personal.items()}
         if personal_cases:
             val_personal = summarise(Cases.concat(list(personal_cases.values())))
-        else:
-            val_personal = None
 
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
-        sites: dict[str, dict[str, Any]] = {}
+        sites: dict[str, dict[str, Metrics]] = {}
         for name in self.federation.names:
-            scores = {
-                model: summarise(cases[name]) for model, cases in models.items() if name in cases
-            }
-            if scores:
-                sites[name] = scores
+            for model, cases in models.items():
+                if name in cases:
+                    sites.setdefault(name, {})[model] = summarise(cases[name])
 
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, server, val)
@@ -117,9 +112,9 @@ class Scoring:
         best = self.record["best"]
         if value is None or value != value:
             return
-        if best is not None and not (
-            value > best["value"] if higher_is_better(self.key) else value < best["value"]
-        ):
+
+        sign = 1 if higher_is_better(self.key) else -1
+        if best is not None and sign * value <= sign * best["value"]:
             return
 
         self.record["best"] = {"round": round_, "value": value}
@@ -133,17 +128,11 @@ class Scoring:
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
-        if self.federation.task.kind == "classification":
-            chunk = _CHUNK
-        else:
-            chunk = _CHUNK_OF_MAPS
-
-        parts = self.dispatcher.at_server(
-            [
-                partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk)
-                for i in range(0, total, chunk)
-            ]
-        )
+        is_classification = self.federation.task.kind == "classification"
+        chunk = _CHUNK if is_classification else _CHUNK_OF_MAPS
+        task = partial(tasks.ScoreGlobal, round_, server, section)
+        starts = range(0, total, chunk)
+        parts = self.dispatcher.at_server([partial(task, i, i + chunk) for i in starts])
         if parts and parts[0] is not None:
             return Cases.concat(parts)
 
@@ -162,16 +151,16 @@ class Scoring:
 
     def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        shards = {
-            name: self.federation.shard(name, section)
-            for name in self.federation.names
-            if cases is not None
-        }
-        return {
-            name: cases.select(shard.indices.tolist())
-            for name, shard in shards.items()
-            if cases and len(shard)
-        }
+        by_site: dict[str, Cases] = {}
+        if not cases:
+            return by_site
+
+        for name in self.federation.names:
+            shard = self.federation.shard(name, section)
+            if len(shard):
+                by_site[name] = cases.select(shard.indices.tolist())
+
+        return by_site
 
     def _judged_weights(self, round_: int, server: State) -> Weights:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
@@ -193,17 +182,15 @@ class Scoring:
         last = self.last
         judged = self.method.judged
         global_cases = self._global(last, "test", server)
-        personal_by_site = {
-            name: cases["test"] for name, cases in self._final_personal(last, server).items()
-        }
+        final_personal = self._final_personal(last, server)
+        personal_by_site = {name: cases["test"] for name, cases in final_personal.items()}
         global_by_site = self._by_site(global_cases, "test")
         received = {name: summarise(cases) for name, cases in global_by_site.items()}
         personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
 
+        personal_cases = None
         if personal_by_site:
             personal_cases = Cases.concat(list(personal_by_site.values()))
-        else:
-            personal_cases = None
 
         last_global = self._scored(last, global_cases)
         last_personal = self._scored(last, personal_cases)
@@ -213,50 +200,51 @@ class Scoring:
         best_personal = None
 
         if self.record["best_test"] and personal_cases is not None:
-            classes = self._classes(self.record["best_test"], personal_cases)
+            best_test = self.record["best_test"]
             best_personal = {
                 "round": self.record["best"]["round"],
-                **self.record["best_test"],
-                **classes,
+                **best_test,
+                **self._classes(best_test, personal_cases),
             }
 
-        judged_cases, judged_scores = (
-            (global_by_site, received) if judged == "global" else (personal_by_site, personal)
-        )
+        judged_cases = personal_by_site
+        judged_scores = personal
+        judged_last = last_personal
+        judged_best = best_personal
+        site_models = None
+        if judged == "global":
+            judged_cases = global_by_site
+            judged_scores = received
+            judged_last = last_global
+            judged_best = best_global
+        elif global_cases is None:
+            site_models = self._site_models(last, server)
+
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
             "judged": judged,
-            "last": last_global if judged == "global" else last_personal,
-            "best": best_global if judged == "global" else best_personal,
+            "last": judged_last,
+            "best": judged_best,
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
             **self._personal_model(),
-            "site_models": self._site_models(last, server)
-            if judged == "personal" and global_cases is None
-            else None,
+            "site_models": site_models,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
-            **(
-                {"best_sha256": file_sha256(self.folder.path / "best.safetensors")}
-                if self.record["best"]
-                else {}
-            ),
         }
-        columns = {
-            name: _columns(
-                "received",
-                received.get(name),
-                self._classes(received.get(name), global_by_site.get(name)),
-            )
-            | _columns(
-                "personal",
-                personal.get(name),
-                self._classes(personal.get(name), personal_by_site.get(name)),
-            )
-            for name in self.federation.names
-        }
+        if self.record["best"]:
+            summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
+
+        columns: dict[str, dict[str, Any]] = {}
+        models = (("received", received, global_by_site), ("personal", personal, personal_by_site))
+        for name in self.federation.names:
+            columns[name] = {}
+            for model, scores, cases in models:
+                classes = self._classes(scores.get(name), cases.get(name))
+                columns[name] |= _columns(model, scores.get(name), classes)
+
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
 
         return Final(summary, judged_cases)
@@ -279,15 +267,13 @@ class Scoring:
 
     def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
-        distances = sorted(
-            {name for scores in scored for name in scores if name.startswith("hd95")}
-        )
+        metrics: set[str] = set().union(*scored)
+        distances = sorted(name for name in metrics if name.startswith("hd95"))
         if not distances:
             return {}
-        units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {
-            unit(None)
-        }
-        return {"units": dict.fromkeys(distances, " or ".join(sorted(units)))}
+        geometry = self.federation.sections["test"].geometry or [None]
+        units = sorted(set(map(unit, geometry)))
+        return {"units": dict.fromkeys(distances, " or ".join(units))}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
@@ -303,9 +289,10 @@ class Scoring:
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
 
-        folders = {
-            name: str(self.folder.predictions_folder(name)) if save else None for name in names
-        }
+        folders: dict[str, str | None] = dict.fromkeys(names)
+        if save:
+            folders = {name: str(self.folder.predictions_folder(name)) for name in names}
+
         ids = {name: list(shown.get(name, {})) for name in names}
         if self.method.judged == "global":
             segment = partial(tasks.SegmentGlobal, last, server)
@@ -342,9 +329,8 @@ class Scoring:
             return {}
 
         task = partial(tasks.TrainToScore, sections=("test",))
-        by_site = _in_order(
-            names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
-        )
+        answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
+        by_site = _in_order(names, answers)
         return {name: cases for name, cases in by_site.items() if cases}
 
     def _personal_model(self) -> dict[str, str]:
@@ -352,8 +338,7 @@ class Scoring:
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
 
-        trained = self.run.score_trained and not self.method.pools_data
-        if trained:
+        if self.run.score_trained and not self.method.pools_data:
             return {"personal_model": _TRAINED_ONCE_MORE}
 
         return {}
@@ -364,16 +349,13 @@ class Scoring:
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
-        metrics = next(iter(scores.values()))
-        by_metric = {
-            metric: spread({name: s.get(metric) for name, s in scores.items()})
-            for metric in metrics
-        }
+        models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
+        for metric in next(iter(scores.values())):
+            over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
+            for statistic, values in models.items():
+                values[metric] = over_sites[statistic]
 
-        return {
-            statistic: {"round": last, **{m: v[statistic] for m, v in by_metric.items()}}
-            for statistic in ("mean", "sd")
-        }
+        return models
 
     def _best_global(self, last_cases: Cases | None) -> Metrics | None:
         """Score the global model of the best round; `last_cases` are the outcomes of the last one's."""
@@ -381,13 +363,11 @@ class Scoring:
         if best is None:
             return None
 
-        last = best["round"] == self.last
-        if last:
-            tested = last_cases
-        else:
-            tested = self._global(best["round"], "test", self.folder.best_state())
+        cases = last_cases
+        if best["round"] != self.last:
+            cases = self._global(best["round"], "test", self.folder.best_state())
 
-        return self._scored(best["round"], tested)
+        return self._scored(best["round"], cases)
 
     def _write_tables(
         self,
@@ -399,22 +379,22 @@ class Scoring:
         classes = self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {
-                "site": name,
-                **{s: len(federation.shard(name, s)) for s in SECTIONS},
-            }
+            row: dict[str, Any] = {"site": name}
+            for section in SECTIONS:
+                row[section] = len(federation.shard(name, section))
+
             labels = federation.shard(name, "train").labels
-            row |= (
-                {f"train_{title}": labels.count(index) for index, title in enumerate(classes)}
-                if labels
-                else {}
-            )
+            if labels:
+                for index, title in enumerate(classes):
+                    row[f"train_{title}"] = labels.count(index)
+
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        owner = {
-            ident: name for name in federation.names for ident in federation.shard(name, "test").ids
-        }
+        owner: dict[str, str] = {}
+        for name in federation.names:
+            owner |= dict.fromkeys(federation.shard(name, "test").ids, name)
+
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
@@ -426,18 +406,16 @@ def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[
     return {name: by_site[name] for name in names if name in by_site}
 
 
-def _columns(where: str, scores: Metrics | None, classes: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(model: str, scores: Metrics | None, classes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
-    structures = classes.get("classes", {}).items()
-    counted = {f"dice_{slug(name)}_cases" for name, _ in structures}
-    row = {
-        f"{where}_{metric}": value
-        for metric, value in (scores or {}).items()
-        if metric not in counted
-    }
-    return row | {
-        f"{where}_cases_{slug(name)}": class_metrics["cases"] for name, class_metrics in structures
-    }
+    structures = classes.get("classes", {})
+    row = {f"{model}_{metric}": value for metric, value in (scores or {}).items()}
+    for name in structures:
+        row.pop(f"{model}_dice_{slug(name)}_cases", None)
+    for name, class_metrics in structures.items():
+        row[f"{model}_cases_{slug(name)}"] = class_metrics["cases"]
+
+    return row
 
 
 def _predictions(
@@ -452,25 +430,19 @@ def _predictions(
                 "label": int(cases.values["label"][index]),
                 "predicted": probabilities.index(max(probabilities)),
             }
-            if len(classes) == len(probabilities):
-                titles = classes
-            else:
-                titles = tuple(str(i) for i in range(len(probabilities)))
+            titles: Sequence[object] = classes
+            if len(classes) != len(probabilities):
+                titles = range(len(probabilities))
 
-            # nine digits tell float32 numbers apart: a rank metric can be made again from the file
-            row |= {
-                f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)
-            }
+            for title, probability in zip(titles, probabilities, strict=True):
+                # nine digits tell float32 numbers apart: a rank metric can be made again from the file
+                row[f"p_{title}"] = f"{probability:.9g}"
         else:
-            shown = {
-                m: v
-                for m, v in cases.values.items()
-                if m.startswith(_OF_STRUCTURES) or not v.isnan().all()
-            }
-            row |= {
-                m: "" if values[index] != values[index] else float(values[index])
-                for m, values in shown.items()
-            }
+            for metric, values in cases.values.items():
+                # a structure has its columns in every run, other metrics where they are of these cases
+                if metric.startswith(_OF_STRUCTURES) or not values.isnan().all():
+                    value = float(values[index])
+                    row[metric] = "" if value != value else value
 
         rows.append(row)
 
