@@ -271,8 +271,8 @@ class Scoring:
         distances = sorted(name for name in metrics if name.startswith("hd95"))
         if not distances:
             return {}
-        geometry = self.federation.sections["test"].geometry or [None]
-        units = sorted(set(map(unit, geometry)))
+        geometry = self.federation.sections["test"].geometry
+        units = sorted(set(map(unit, geometry or (None,))))
         return {"units": dict.fromkeys(distances, " or ".join(units))}
 
     def masks(
@@ -352,8 +352,8 @@ class Scoring:
         models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
         for metric in next(iter(scores.values())):
             over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
-            for statistic, values in models.items():
-                values[metric] = over_sites[statistic]
+            models["mean"][metric] = over_sites["mean"]
+            models["sd"][metric] = over_sites["sd"]
 
         return models
 
