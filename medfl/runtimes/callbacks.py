@@ -183,7 +183,7 @@ def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
         try:
             answer = callback(ended)
         except InputError:
-            raise
+            raise  # says itself what the user is to change
         except Exception as error:  # whatever a function of the user's raises
             failure = f"{type(error).__name__}: {error}"
             raise RunError(

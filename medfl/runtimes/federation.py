@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
-from medfl.runtimes.message_rules import Form, MessageRules
+from medfl.runtimes.message_rules import Form, MessageRules, Wire
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.storage.files import State, to_device
@@ -130,6 +129,7 @@ class Federation:
         for section, shards in self._shards.items():
             self._shards[section] = site_labels.annotate(shards, self.known)
 
+        # before anything is written: a run that cannot be trained leaves no folder
         check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Problem) -> Networks:
@@ -159,7 +159,7 @@ class Federation:
 
         return architectures
 
-    def _build_architecture(self, config: Mapping[str, Any]) -> _Architecture:
+    def _build_architecture(self, config: Mapping[str, object]) -> _Architecture:
         """Return the architecture with these ids of the bundle's configuration.
 
         What leaves must fit the server's network, and be personal neither there nor at the site.
@@ -186,6 +186,7 @@ class Federation:
         if not methods.keeps_network(self.method, config):
             staying -= leaves.keys()
 
+        # what only the site's network has, the server could not average
         personal |= networks.initial.keys() - common.keys()
         return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
@@ -298,6 +299,7 @@ class Federation:
         """Return what a participant trains on: its own items, or everybody's where the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
+        # in the order of the data, whichever site has an item: the partition is not to be seen in the result
         union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
         return Shard(self.sections[section], union)
 
@@ -413,7 +415,7 @@ class Federation:
             broadcast, derive(self.host(round_).seed, "messages", name)
         )
 
-    def decode_reply(self, name: str, arrived: Mapping[Any, Any]) -> Message:
+    def decode_reply(self, name: str, arrived: Wire) -> Message:
         """Return what a site sent, as `MessageRules.decode_reply`, on this device."""
         message = self.message_rules(name).decode_reply(arrived)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
@@ -426,6 +428,7 @@ class Federation:
         """
         with self.scope():
             replies = with_effective_counts(replies, self.run)
+            # {}: the method keeps no weights at the server
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {
                     **server,
@@ -453,6 +456,7 @@ class Federation:
         if count == len(self.participants) or (rule is not None and rule.everyone):
             return list(self.participants)
 
+        # by round: a resumed run draws the same cohorts
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]

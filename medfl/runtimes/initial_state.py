@@ -34,6 +34,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             "restore the file, or start a new run with --init",
         )
 
+    # on the stream of a drawn network, so that what the method adds is what it would be without --init
     with stream(run.seed, "network"):
         plain = bundle.network()
         is_plain = not _differences(plain, bundle.start)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
     from medfl.storage.run_folder import RunFolder
 
+Document = dict[str, Any]
+"""A record of a run as JSON has it: summary.json, a line of rounds.jsonl, the record in the manifest."""
+
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",
     "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
@@ -56,7 +59,7 @@ class Runtime:
         require: raises an InputError where what it needs is not installed.
     """
 
-    execute: Callable[[Execution], dict[str, Any]]
+    execute: Callable[[Execution], Document]
     no_jobs: str = ""
     remote: bool = False
     require: Callable[[], object] = lambda: None

@@ -6,7 +6,6 @@ A mistake of the method's is no site's fault, so it ends the run and is nobody's
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ Versions = dict[str, tuple[int, int]]
 """Path in a State -> which object is there, and how often it was written to."""
 
 
-def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
+def check_update(method: str, site: Site, result: object) -> tuple[State, Message]:
     """Return what `local_update` gave.
 
     Raises:
@@ -71,6 +70,7 @@ def check_state(method: str, which: str, state: object) -> None:
 def object_versions(state: object, path: str = "") -> Versions:
     """Note what is in a State, to see later whether it was changed in place."""
     if isinstance(state, Tensor):
+        # PyTorch counts writes to a tensor, but not to one of inference mode
         return {path: (id(state), 0 if state.is_inference() else state._version)}
 
     # not into other mappings: one on disk makes new tensors whenever it is read
@@ -98,6 +98,7 @@ def check_unchanged(method: str, state: State, before: Versions) -> None:
     """
     after = object_versions(state)
     if after != before:
+        # the longest path is the innermost part: what holds it has changed with it
         changed = [path for path in (*before, *after) if before.get(path) != after.get(path)]
         raise BrokenRule(
             f"aggregate of method {method!r} changed {max(changed, key=len) or 'its entries'!r} of the server's State "

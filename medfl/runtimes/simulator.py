@@ -23,7 +23,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
-from medfl.runtimes.registry import Execution, Runtime
+from medfl.runtimes.registry import Document, Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
 from medfl.runtimes.server.round_training import RoundTraining
@@ -73,7 +73,7 @@ class Simulator:
         self.stopped = ""
         stopping = [EarlyStopping(self.run.patience)] if self.run.patience else []
         self.callbacks: tuple[Callback, ...] = (*launch.callbacks, *stopping)
-        self.record: dict[str, Any] = {
+        self.record: Document = {
             "best": None,
             "best_test": None,
             "bytes_up": 0,
@@ -84,7 +84,7 @@ class Simulator:
             "left_out": {},
         }
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> Document:
         """Run all rounds that are left, score, write everything, and return the summary.
 
         Raises:
@@ -112,6 +112,7 @@ class Simulator:
                 "ask for at least as many",
             )
 
+        # a killed process may have written lines of a round that it did not commit
         self.folder.truncate_rounds(self.done)
         with (
             self.profile,
@@ -140,7 +141,7 @@ class Simulator:
 
         return summary
 
-    def _execute(self, resumed: bool) -> dict[str, Any]:
+    def _execute(self, resumed: bool) -> Document:
         self.say(self.federation.describe_exchange())
         if not resumed:
             self._start()
@@ -209,7 +210,7 @@ class Simulator:
 
         return bar
 
-    def _rounds(self, events: Any, pictures: Pictures, bar: Any) -> None:
+    def _rounds(self, events: Events, pictures: Pictures, bar: Any) -> None:
         """Run the rounds that are left.
 
         Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
@@ -246,7 +247,7 @@ class Simulator:
                 if self._run_callbacks(entry):
                     return
 
-    def _run_callbacks(self, entry: Mapping[str, Any]) -> bool:
+    def _run_callbacks(self, entry: Document) -> bool:
         """Call the callbacks after a round, and tell whether the run ends with it."""
         if not self.callbacks:
             return False
@@ -278,7 +279,7 @@ class Simulator:
 
         return training
 
-    def _train(self, training: RoundTraining) -> tuple[dict[str, Any], dict[str, StepResult]]:
+    def _train(self, training: RoundTraining) -> tuple[Document, dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation = self.federation
         since = time.perf_counter() if training.overlap else training.started
@@ -293,6 +294,7 @@ class Simulator:
         for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
+            # the replies are kept once, in `replies`, which spills them to disk
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
 
@@ -307,6 +309,7 @@ class Simulator:
         present = [name for name in cohort if name in results and name not in left_out]
         results = {name: results[name] for name in present}
         self.folder.accept_states(round_, [name for name in renewed if name in results])
+        # a refused reply never happened, and neither did the State that came with it
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
         bytes_up = sum(result.bytes_up for result in results.values())
@@ -318,7 +321,7 @@ class Simulator:
         loss = sum(result.loss * samples[name] for name, result in results.items()) / max(
             1, trained_on
         )
-        entry: dict[str, Any] = {
+        entry: Document = {
             "round": round_, "cohort": cohort, **_unless_empty(left_out=left_out), "seconds": 0.0,
             "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
             "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
@@ -330,7 +333,7 @@ class Simulator:
 
     def _evaluate(
         self,
-        entry: dict[str, Any],
+        entry: Document,
         results: Mapping[str, StepResult],
         training: RoundTraining | None,
     ) -> None:
@@ -353,7 +356,7 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
+    def _show(self, bar: Any, entry: Document) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
         loss = f"loss {entry['train_loss']:.3f}"
         best = self.record["best"]
@@ -383,7 +386,7 @@ class Simulator:
         self.dispatcher.progress = self.launch.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
-        public: dict[str, Any] = {}
+        public: Document = {}
 
         if run.public:
             public["public"] = {
@@ -414,7 +417,7 @@ class Simulator:
 
         return Final(summary, cases)
 
-    def _trial_summary(self) -> dict[str, Any]:
+    def _trial_summary(self) -> Document:
         """Return what is said of a run that is not tested: its best round by the validation metric, and its cost."""
         best = self.record["best"]
         return {
@@ -433,13 +436,14 @@ class Simulator:
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
 
 
-def _unless_empty(**entries: Mapping[str, Any]) -> dict[str, Any]:
+def _unless_empty(**entries: Mapping[str, object]) -> Document:
     """Return the entries that have something in them: a record has no others, so that older ones are equal."""
     return {name: entry for name, entry in entries.items() if entry}
 
 
 def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
+    # bytes on macOS, KiB on Linux
     unit = 1 if sys.platform == "darwin" else 1024
     processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return unit * max(resource.getrusage(process).ru_maxrss for process in processes)

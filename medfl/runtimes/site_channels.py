@@ -58,6 +58,7 @@ def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> No
         return
 
     flag = _FLAG if text else "--channel-drop"
+    # such a trainer has batches of its own, which nothing here could fill in
     if bundle.custom_trainer:
         raise InputError(
             f"{flag} with a bundle whose trainer takes its steps by itself",

@@ -204,6 +204,7 @@ def _check_loss_supports(
     bundle: Problem, site: str, classes: AnnotatedClasses, shard: Shard, naive: bool
 ) -> None:
     """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
+    # one item is enough to see whether the loss takes fewer channels
     for _, y in shard.batches(1) if len(shard) else ():
         logits = torch.zeros(len(y), classes.count, *y.shape[2:], device=bundle.device)
         try:

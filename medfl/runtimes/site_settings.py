@@ -13,7 +13,7 @@ from medfl.core.run import Run
 from medfl.core.setting_values import by_site, site_names
 from medfl.core.terminal import Print
 
-EMPTY: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+EMPTY: Mapping[str, str] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
 """The settings of single sites, at the values that set nothing."""
 
 

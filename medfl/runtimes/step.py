@@ -72,6 +72,7 @@ def site_step(
     method = federation.method
     site = federation.site(name, round_)
     compression = federation.compression
+    # a copy: `fit` writes to it, and the State has to stay as it was if the step fails
     if site.optimizer_states is not None:
         site = replace(site, optimizer_states=dict((state or {}).get(OPTIMIZERS, {})))
 
@@ -90,8 +91,10 @@ def site_step(
             network = _trained(federation, site, state, received, reply)
             cases = _scores(federation, network, name, score_on)
 
+        # the server's end is here too: it can restore only what crossed
         wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = compression.decompress_reply(wire, down, f"site {name!r}")
+        # rounding may have made a large value infinite
         if not compression.lossless:
             federation.message_rules(name).check_reply(arrived)
 
@@ -112,6 +115,7 @@ def _trained(
     federation: SiteContext, site: Site, state: State, received: Message, reply: Message
 ) -> nn.Module:
     """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
+    # a method with personal layers sends a part, and knows itself where the rest is
     if reply["weights"].keys() == site.initial_weights.keys():
         return site.model(reply["weights"])
     updated = Message({**received.tensors, **reply.tensors}, {**received.scalars, **reply.scalars})
@@ -189,6 +193,7 @@ def _method_state(federation: SiteContext, site: Site, state: State | None) -> S
     for key in (UNSENT, OPTIMIZERS):
         entries.pop(key, None)
 
+    # {} is a State, of a method that keeps nothing
     if entries or state == {}:
         return entries
 

@@ -8,7 +8,7 @@ all sites, and none of them passes through the server's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,15 +40,18 @@ class WorkerTask(ABC):
     """One piece of work."""
 
     @abstractmethod
-    def run(self, federation: Federation) -> Any:
+    def run(self, federation: Federation) -> object:
         """Do the work and return its result."""
 
+
+Results = Iterator[tuple[int, Any]]
+"""(position of the task, its result) as they come; a `FailedReply` is the result where a site fails."""
 
 MakeTask = Callable[[], WorkerTask]
 """Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
 
 
-def result_or_failure(task: WorkerTask, run: Callable[[], Any]) -> Any:
+def result_or_failure(task: WorkerTask, run: Callable[[], object]) -> object:
     """Run a task; where a site fails, return its `FailedReply`.
 
     Raises:

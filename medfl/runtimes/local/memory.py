@@ -56,7 +56,7 @@ def step_bytes(federation: Federation) -> int:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(federation, there), daemon=True)
     process.start()
-    there.close()
+    there.close()  # else a killed process would leave `recv_bytes` waiting
     size = 0
 
     with suppress(EOFError, OSError):

@@ -7,12 +7,13 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -20,7 +21,7 @@ from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
-from medfl.runtimes.tasks import MakeTask, result_or_failure
+from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
 from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 # a message goes through shared memory if it has at most so many copies of the network, and bytes besides
@@ -83,7 +84,7 @@ class Pool:
 
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
-        self._processes: dict[Connection, Any] = {}
+        self._processes: dict[Connection, BaseProcess] = {}
         # for tasks, and for answers
         self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}
         # groups with tasks that no worker has, the first started first
@@ -102,10 +103,10 @@ class Pool:
                 target=_serve, args=(federation, there, inherited, *self._shared[here]), daemon=True
             )
             process.start()
-            there.close()
+            there.close()  # so that the pipe ends when the worker does
             self._processes[here] = process
 
-    def start(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
+    def start(self, group: TaskGroup) -> Results:
         """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
 
         All tasks that are started later wait until each of these has a worker, and then fill the gaps.
@@ -117,7 +118,7 @@ class Pool:
                 self._give(link)
         return self._results(group)
 
-    def _results(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
+    def _results(self, group: TaskGroup) -> Results:
         while group.pending or group.running or group.unread:
             if group.unread:
                 index, data = group.pop()
@@ -136,6 +137,7 @@ class Pool:
             group, index = self._busy.pop(link)
             # copied out of the shared memory before the worker gets its next task
             answer = self._received(link)
+            # the worker goes on while this process looks at its answer
             group.running -= 1
             group.on_result()
             self._give(link)
@@ -143,6 +145,7 @@ class Pool:
             if group is awaited:
                 return index, answer
 
+            # as bytes, which may lie on disk until the group is asked for
             group.put(index, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
@@ -167,7 +170,7 @@ class Pool:
             return answer
         except (EOFError, OSError) as error:
             process = self._processes[link]
-            process.join(5)
+            process.join(5)  # else it has no exit code yet
             raise RunError(
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
                 "the last round is kept: continue with --resume, perhaps with fewer --jobs"
@@ -186,11 +189,11 @@ class Pool:
 class _Answer(NamedTuple):
     """What a worker sends back: the result of a task, or the error."""
 
-    result: Any
+    result: object
     error: Exception | None
 
 
-def _result(answer: _Answer) -> Any:
+def _result(answer: _Answer) -> object:
     """Return the result in an answer, or raise the error."""
     if answer.error is not None:
         raise answer.error
@@ -216,16 +219,18 @@ def _serve(
         try:
             data = link.recv_bytes()
         except (EOFError, OSError):
+            # without clean-up: handlers and buffers are copies of the parent's
             os._exit(0)
 
         task = load_shared(data, tasks, copy=False)  # the next task comes after the answer
-        result: Any = None
+        result: object = None
         failure: Exception | None = None
         try:
             result = result_or_failure(task, partial(task.run, federation))
         except MedflError as error:
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:
+            # text, since not every exception can be pickled
             failure = _Failed(traceback.format_exc())
 
         packed = dump_shared(_Answer(result, failure), answers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,11 +14,11 @@ from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit
 
+# of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident
 _ITEMS = (2, 5)
-"""Of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident."""
 
 
-def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> None:
+def try_training_step(federation: Federation, overrides: Mapping[str, object]) -> None:
     """Train on a few items of a site with labels, as FedAvg would, and forget it.
 
     Raises:

@@ -53,6 +53,8 @@ from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
 HOSTS = ("medfl", "averaging")
+Extra = dict[str, Any] | None
+"""What a host says beside a question, by MONAI's or medfl's names; each method reads only what it names."""
 ROUND = "round"
 BASE_ROUND = "kept"
 LOSS = "train_loss"
@@ -63,13 +65,13 @@ SCORED_SECTIONS = "judge"
 SECTION = "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
+# of each phase its kind in the audit log, and its name in error messages
 _PHASES = {
     FlPhase.TRAIN: ("train", "training"),
     FlPhase.EVALUATE: ("evaluate", "evaluation"),
     FlPhase.GET_WEIGHTS: ("introduce", "introduction"),
     FlPhase.GET_DATA_STATS: ("statistics", "statistics"),
 }
-"""Of each phase its kind in the audit log, and its name in error messages."""
 
 
 class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
@@ -124,7 +126,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._view: SiteView | None = None
         self._reply: ExchangeObject | None = None
 
-    def initialize(self, extra: dict[str, Any] | None = None, states: States | None = None) -> None:
+    def initialize(self, extra: Extra = None, states: States | None = None) -> None:
         """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
 
         `states` stand in for the folder.
@@ -161,7 +163,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """The site, its last round, and what it has told so far of its images: None without rules for what leaves."""
         return {"site": self.name, "round": self.states.last, "privacy": self._guard.privacy}
 
-    def train(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> None:
+    def train(self, data: ExchangeObject, extra: Extra = None) -> None:
         """Train for one round; `get_weights` then has the reply.
 
         `extra["judge"]` names sections on which the trained model is scored.
@@ -171,6 +173,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         view = self._ready()
         score_on = tuple((extra or {}).get(SCORED_SECTIONS, ()))
+        # before anything can fail: `get_weights` must not send the last round's reply again
         self._reply = None
         self._training_begun = True
         self.cases = {}
@@ -197,7 +200,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self.cases = result.cases
             self.renewed = bool(state)
 
-    def get_weights(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def get_weights(self, extra: Extra = None) -> ExchangeObject:
         """Return the newest that the site has to say, with the number of its training items in `statistics`.
 
         Raises:
@@ -223,7 +226,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
         return self._reply
 
-    def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def evaluate(self, data: ExchangeObject, extra: Extra = None) -> ExchangeObject:
         """Return the metrics of the network that the site is judged by, on its own items.
 
         `extra["section"]` may be train, validate (default) or test.
@@ -267,7 +270,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return result
 
-    def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def get_data_stats(self, extra: Extra = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
 
         Args:
@@ -294,7 +297,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self._guard.check_statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
-    def abort(self, extra: dict[str, Any] | None = None) -> None:
+    def abort(self, extra: Extra = None) -> None:
         """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
         if self.phase != FlPhase.IDLE:
             self._stop.set()
@@ -303,7 +306,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """Write what went wrong with a question into the audit log, unless it stands there already."""
         self._guard.log_failure(Activity(kind, self.states.last), error)
 
-    def finalize(self, extra: dict[str, Any] | None = None) -> None:
+    def finalize(self, extra: Extra = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
         self.abort()
         self._view = None
@@ -345,6 +348,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
             raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
 
+        # a method may have caught what `abort` raised
         view.go_on()
         return result
 
@@ -400,13 +404,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return round_, base, received
 
-    def _as_message(self, arrived: Mapping[str, Any]) -> Message:
+    def _as_message(self, arrived: Mapping[str, object]) -> Message:
         """Return what came as the message that it is."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in arrived.items():
-            # an array may be read-only, which a tensor of its memory must not be
-            is_tensor = isinstance(value, Tensor)
-            tensors[name] = value if is_tensor else torch.as_tensor(np.array(value))
+            if not isinstance(value, Tensor):
+                value = torch.as_tensor(np.array(value))
+
+            tensors[name] = value
 
         if self.host == "averaging":
             return Message({"weights": tensors})
@@ -451,7 +456,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return introduce(view, self.name)
 
     def _outgoing(
-        self, view: SiteView, message: Message, numbers: Mapping[str, Any], activity: Activity
+        self, view: SiteView, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = view.training_items()
@@ -477,7 +482,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
     return Message({**reply.tensors, "weights": totals}, reply.scalars)
 
 
-def exchange_object(tensors: Weights, numbers: Mapping[str, Any]) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))

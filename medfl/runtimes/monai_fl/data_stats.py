@@ -22,6 +22,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, suppress_counts
+from medfl.runtimes.registry import Document
 
 OWN_BINS = 32
 _BATCH = 16
@@ -82,7 +83,7 @@ class Bins:
         edges: list[float] = np.linspace(self.low, self.high, self.number + 1).tolist()
         return edges
 
-    def count(self, row: NDArray[Any]) -> NDArray[np.int64]:
+    def count(self, row: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return how many numbers of a row lie in each bin; those outside are left out."""
         return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
 
@@ -151,7 +152,7 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
 
 def statistics(
     parts: Mapping[str, Shard], task: Task, bins: Bins | None = None, least: int = 0
-) -> dict[str, Any]:
+) -> Document:
     """Return the statistics of each part and of all together ("total_data").
 
     Args:
@@ -179,6 +180,7 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     """Return the sums over a shard's images, None where there are none."""
     total: Sums | None = None
     for x, _ in shard.batches(_BATCH):
+        # several images an item have no common channels
         if not isinstance(x, Tensor):
             return None
         item_sums = sums(x, bins)
@@ -189,8 +191,8 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
 
 def _statistics(
     shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
+) -> Document:
+    result: Document = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
         "data_stats": {} if total is None else _images(total, bins),
@@ -203,9 +205,9 @@ def _statistics(
     return result
 
 
-def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
+def _images(total: Sums, bins: Bins | None) -> Document:
     intensity = {"mean": total.mean, "stdev": total.deviation}
-    result: dict[str, Any] = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
+    result: Document = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
         edges = bins.edges
         rows = total.counts.tolist()
@@ -214,7 +216,7 @@ def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
     return result
 
 
-def _suppress(result: dict[str, Any], sums_of_parts: Mapping[str, Sums | None], least: int) -> None:
+def _suppress(result: Document, sums_of_parts: Mapping[str, Sums | None], least: int) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
     parts = [result[part] for part in sums_of_parts]
     for part, part_sums in zip(parts, sums_of_parts.values(), strict=True):

@@ -30,6 +30,7 @@ from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import (
     Introduce,
     MakeTask,
+    Results,
     RoundTask,
     Train,
     TrainToScore,
@@ -51,9 +52,7 @@ class Exchange(Workers):
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
-    def run(
-        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Results:
         """Run tasks one after the other and yield (position, result)."""
         for index, make in enumerate(tasks):
             task = make()
@@ -99,6 +98,7 @@ class Exchange(Workers):
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _visit(self, task: RoundTask) -> Any:
+        # nothing is trained for good, so no State is written
         states = _TaskStates(task, None, self._federation.networks.device)
         data, _ = self._sent(task)
         with self._at(task.site, states) as site:

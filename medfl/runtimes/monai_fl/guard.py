@@ -124,6 +124,7 @@ class Guard:
 
     def log_failure(self, activity: Activity, why: BaseException) -> None:
         """Write down what went wrong, once, with the id that the server may be told of it."""
+        # an error passes here at each level that it is raised through
         if self._log is not None and why is not self._written:
             self._written = why
             self._add(activity, "refused", {"reason": in_words(why), "failure": error_id(why)})
@@ -137,7 +138,7 @@ class Guard:
 
         return self._gate.reply(message, received, samples)
 
-    def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    def allowed_numbers(self, numbers: Mapping[str, object], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
         if self._gate is None:
             return dict(numbers)
@@ -158,7 +159,7 @@ class Guard:
             )
 
     def admit_sent(
-        self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool
+        self, activity: Activity, wire: Message, numbers: Mapping[str, object], *, from_images: bool
     ) -> None:
         """Check an introduction that is about to leave; write down any message.
 
@@ -180,7 +181,7 @@ class Guard:
         self,
         activity: Activity,
         function: str,
-        metrics: Any,
+        metrics: object,
         state: State | None,
         counted: bool,
         is_held_out: Callable[[str], bool],
@@ -194,7 +195,7 @@ class Guard:
             RunError: it may not leave.
         """
         trained = isinstance(metrics, StepResult)
-        cases = metrics.cases if trained else metrics
+        cases = metrics.cases if isinstance(metrics, StepResult) else metrics
         if not (
             isinstance(cases, Mapping)
             and all(isinstance(outcome, Cases) for outcome in cases.values())
@@ -224,7 +225,7 @@ class Guard:
             )
             self._numbers(activity, "metrics", values, from_images=from_images)
 
-    def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
+    def check_statistics(self, activity: Activity, numbers: Mapping[str, object]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
@@ -233,7 +234,7 @@ class Guard:
         self._numbers(activity, "data_stats", numbers, from_images=True)
 
     def _numbers(
-        self, activity: Activity, group: str, values: Mapping[str, Any], *, from_images: bool
+        self, activity: Activity, group: str, values: Mapping[str, object], *, from_images: bool
     ) -> None:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
@@ -246,7 +247,7 @@ class Guard:
             entry = {**describe_document(values), "numbers": numbers(plain)}
             self._add(activity, "left", entry)
 
-    def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
+    def _add(self, activity: Activity, direction: str, entry: Mapping[str, object]) -> None:
         assert self._log is not None
         line = {"round": activity.round, "direction": direction, "kind": activity.kind, **entry}
         if self._gate is not None and direction == "left":

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.message_rules import MessageRules
+from medfl.runtimes.message_rules import MessageRules, Wire
 from medfl.storage.files import to_device
 from medfl.training import Site
 
@@ -157,11 +156,11 @@ class SiteView:
 
     # What arrives
 
-    def received(self, arrived: Mapping[Any, Any]) -> Message:
+    def received(self, arrived: Wire) -> Message:
         """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
         return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
 
-    def averaged(self, arrived: Mapping[Any, Any]) -> Message:
+    def averaged(self, arrived: Wire) -> Message:
         """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
         return self._on_device(self.rules.decode_average(arrived))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medfl.runtimes.output.tracker import Tracker, scalars
+from medfl.runtimes.registry import Document
 from medfl.storage.files import writing
 
 
@@ -51,12 +54,12 @@ class Events:
         for tracker in self.trackers:
             tracker.close(kind is None)
 
-    def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
+    def add_image(self, name: str, pixels: NDArray[np.uint8], step: int, dataformats: str) -> None:
         """Write a picture."""
         with writing(self.path):
             self._writer.add_image(name, pixels, step, dataformats=dataformats)
 
-    def log(self, entry: Mapping[str, Any]) -> None:
+    def log(self, entry: Document) -> None:
         """Write a round's numbers."""
         numbers = scalars(entry)
         with writing(self.path):

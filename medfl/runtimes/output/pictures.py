@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from medfl.report.picture import Floats, Picture
 from medfl.report.saved_pictures import generated_grids, grid_name
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
+from medfl.runtimes.output.events import Events
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 from medfl.training.layers import evaluating
@@ -44,7 +44,9 @@ _BATCH = 64
 class Pictures:
     """Draws the pictures of one run into its folder and as TensorBoard images."""
 
-    def __init__(self, federation: Federation, folder: RunFolder, events: Any, done: int) -> None:
+    def __init__(
+        self, federation: Federation, folder: RunFolder, events: Events, done: int
+    ) -> None:
         """Take the parts; `done` rounds were done before this process."""
         self.federation = federation
         self.folder = folder
@@ -120,6 +122,7 @@ class Pictures:
                 images = Stacked([{}] * count, generated.inputs, drawn_labels)
                 synthetic, synthetic_labels = self._read(network, Shard.of(images, range(count)))
 
+        # the first ones: `_sample_items` has put classes in turn
         points = (real[:_MAPPED], labels[:_MAPPED], synthetic, synthetic_labels)
         for picture in model_plots.feature_scatters(
             *points, classes, derive(seed, "pictures"), round_

@@ -12,13 +12,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
+from medfl.runtimes.registry import Document
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
 
+# parts of a record that are no settings: where things lie, and which items each site has
 _APART = (
     "bundle_path",
     "data.folder",
@@ -27,7 +28,6 @@ _APART = (
     "partition.notes",
     "partition.sites",
 )
-"""Parts of a record that are no settings: where things lie, and which items each site has."""
 
 
 class Tracker(ABC):
@@ -123,9 +123,9 @@ class Tracker(ABC):
             )
 
 
-def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def settings_of(document: Mapping[str, object], above: str = "") -> Document:
     """Return the settings of a record under dotted names."""
-    settings: dict[str, Any] = {}
+    settings: Document = {}
     for key, value in document.items():
         name = above + key
         if name.endswith(_APART):
@@ -138,7 +138,7 @@ def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return settings
 
 
-def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+def scalars(entry: Document) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl that become curves."""
     numbers = {"train/loss": entry["train_loss"]}
     for group in ("val_global", "val_personal"):

@@ -26,13 +26,13 @@ STORE = "mlflow.db"
 """In a run folder: which MLflow run it is, and the SQLite file where MLflow has no other place."""
 EXPERIMENT = "medfl"
 """Name of the experiment, where MLFLOW_EXPERIMENT_NAME says no other."""
+# a metric of every round
 _MARK = "cost/seconds"
-"""A metric of every round."""
+# MLflow itself would try for minutes before it says that its server is down
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow itself would try for minutes before it says that its server is down."""
+# parameters that MLflow takes at once, and the length of one that every version of it takes
 _BATCH = 100
 _LONGEST = 500
-"""Parameters that MLflow takes at once, and the length of one that every version of it takes."""
 
 
 class Tracking(Tracker):
@@ -68,6 +68,7 @@ class Tracking(Tracker):
         if self.id:
             history = self._client.get_metric_history(self.id, _MARK)
             self._there = {metric.step for metric in history}
+            # a resumed run: MLflow would show it as ended while its rounds come
             self._client.set_terminated(self.id, "RUNNING")
         else:
             self._begin()
@@ -111,11 +112,11 @@ class Tracking(Tracker):
             client.log_batch(self.id, params=params[start : start + _BATCH])
 
 
+# what `--track` names: its class, the module that it needs, and that in words
 _KINDS: Mapping[str, tuple[type[Tracking | Wandb], str, str]] = {
     "mlflow": (Tracking, "mlflow.tracking", "MLflow"),
     "wandb": (Wandb, "wandb", "Weights & Biases"),
 }
-"""What `--track` names: its class, the module that it needs, and that in words."""
 
 
 def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:

@@ -32,6 +32,7 @@ class Wandb(Tracker):
     def _open(self) -> None:
         import wandb
 
+        # before `init`, which may fail: a resumed run then tries the same project
         self.note(project=self.project, run_id=self.id)
         run, document = self.folder.read_run()
         config = {

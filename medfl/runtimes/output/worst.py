@@ -30,6 +30,7 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
             losses.setdefault(ident, (loss, site, row))
 
     rows_first = _reads_rows(federation)
+    # ties by id, so that the order does not depend on that of the sites
     order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
         loss, site, row = losses[ident]

@@ -28,8 +28,8 @@ from medfl.runtimes.server.robust import sample_counts
 
 FARTHEST = 1000.0
 """Times the middle norm of a round's changes that a change may have."""
+# replies from which on there is a majority that one of them is compared with
 _SEVERAL = 3
-"""Replies from which on there is a majority that one of them is compared with."""
 _COUNT = "counts"
 
 
@@ -55,6 +55,7 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the name, least value and values of whatever counts items; of a class there may be none."""
     if "samples" in message.scalars:
         yield "its reply", low, torch.tensor(message.scalars["samples"], dtype=torch.float64)
+    # numbers of items by class are a group "counts", or a tensor of that name in a group of the method's
     for group, members in message.tensors.items():
         for name in members if group == _COUNT else members.keys() & {_COUNT}:
             yield f"'{group}/{name}'", 0, members[name].double()
@@ -95,6 +96,7 @@ def far_replies(
 def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose size is far beyond the middle one, each with why."""
     middle = sorted(sizes.values())[len(sizes) // 2]
+    # where most have not moved at all, any change is infinitely many times the middle one
     if len(sizes) < _SEVERAL or middle <= 0:
         return {}
 

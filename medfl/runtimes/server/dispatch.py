@@ -15,7 +15,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
+from medfl.runtimes.tasks import Introduce, MakeTask, Results, RoundTask, Train
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
@@ -84,7 +84,7 @@ class Dispatcher:
     def _present(
         self,
         names: Sequence[str],
-        results: Iterator[tuple[int, Any]],
+        results: Results,
         left_out: dict[str, str],
         label: str,
     ) -> Iterator[tuple[str, Any]]:
@@ -124,6 +124,7 @@ class Dispatcher:
         tasks = [partial(self._make, task, round_, server, name) for name in names]
         sizes = self._sizes(names, *sections) if sections else None
         results = self._shown(len(tasks), self.workers.run(tasks, sizes))
+        # scores change no weights, so one site is enough where failures are tolerated at all
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
@@ -131,12 +132,13 @@ class Dispatcher:
         """Return the results of tasks with the server's model, in order."""
         return self.workers.all(tasks, partial(self._shown, len(tasks)))
 
-    def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def _shown(self, count: int, results: Results) -> Results:
         yield from bar(results, count, desc="scoring", unit="part", shown=self.progress)
 
     def _make(
         self, task: Callable[..., RoundTask], round_: int, server: State, name: str
     ) -> RoundTask:
+        # in a scope: a method may lease a network to make the message
         with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
             broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
         return task(

@@ -75,6 +75,7 @@ def next_state(
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
+            # also after a failure: the next attempt starts from the same State
             check_unchanged(method, server, before)
 
     with federation.networks.scope():
@@ -193,6 +194,7 @@ def _checked_state(
         raise _Unusable(f"the server's next State: {why}")
 
     with federation.networks.scope():
+        # what the next round would fail with is the fault of these replies, and later nobody could tell whose
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
 
@@ -239,6 +241,7 @@ def _at_fault(
         second = some[half:]
         return alone(first, failure(first)) | alone(second, failure(second))
 
+    # if each fails alone, the fault lies with the server's half or with the State, not with a reply
     at_fault = alone(names, error) if names else {}
     if len(at_fault) == len(names) > 1 or not names:
         if isinstance(error, MedflError):
@@ -377,6 +380,7 @@ def _naming_flaws(
     classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""
+    # names may be added where they are those of sites or of classes: these come round by round
     lost = was.keys() - after.keys()
     new = after.keys() - was.keys() - set(sites)
     by_class = any(_is_class(name) for name in after) and all(_is_class(name) for name in was)

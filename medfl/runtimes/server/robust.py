@@ -131,6 +131,7 @@ class Aggregation:
         if self.kind == "clip":
             return self._clipped(replies, group, before)
 
+        # by name, not by arrival: sums and ties depend on the order
         parts = [replies[name].tensors[group] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
@@ -232,6 +233,7 @@ def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:
     out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     for start, rows in _blocks(parts, name, like):
         ordered = rows.T.contiguous().sort(1).values
+        # the mean of integers may be none
         if like.is_floating_point():
             values = ordered[:, cut : len(parts) - cut].mean(1)
         else:
@@ -249,6 +251,7 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
         if not like.is_floating_point():
             continue
         for _, rows in _blocks(parts, name, like):
+            # the upper triangle: (n, n, coordinates) at once would not fit
             for i in range(len(parts) - 1):
                 distances[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1).cpu()
 
@@ -257,6 +260,7 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
 
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (first coordinate, the replies' values (n, coordinates)) in float64, of integers in int64."""
+    # float64, so that a sum of squares of float32 loses nothing that matters
     size = max(1, _BLOCK // len(parts))
     wide = torch.float64 if like.is_floating_point() else torch.int64
     reads = [slices(weights, name) for weights in parts]
@@ -302,6 +306,7 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     rising = sorted(counts.values())
     # so many of the largest are shortened to one number
     for cut in range(min(len(rising), math.ceil(1 / most))):
+        # the limit L for which L = most * (sum of the others + cut * L)
         limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
         if rising[-cut - 1] <= limit:
             return {name: min(count, limit) for name, count in counts.items()}

@@ -17,6 +17,7 @@ from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
+from medfl.runtimes.registry import Document
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
@@ -42,7 +43,7 @@ CasesBySite = dict[str, dict[str, Cases]]
 class Final(NamedTuple):
     """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
 
-    summary: dict[str, Any]
+    summary: Document
     cases: dict[str, Cases]
 
 
@@ -53,7 +54,7 @@ class Scoring:
         self,
         federation: Federation,
         folder: RunFolder,
-        record: dict[str, Any],
+        record: Document,
         dispatcher: Dispatcher,
     ) -> None:
         self.federation = federation
@@ -77,9 +78,7 @@ class Scoring:
 
     # A round
 
-    def evaluate(
-        self, round_: int, server: State, results: Mapping[str, StepResult]
-    ) -> dict[str, Any]:
+    def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> Document:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
         if self.method.judged == "personal":
@@ -169,6 +168,7 @@ class Scoring:
             if network is not None:
                 return copied_weights(network)
 
+        # one site's at a time, spilled to disk: those of thousands do not fit in memory
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
@@ -237,7 +237,7 @@ class Scoring:
         if self.record["best"]:
             summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
 
-        columns: dict[str, dict[str, Any]] = {}
+        columns: dict[str, Document] = {}
         models = (("received", received, global_by_site), ("personal", personal, personal_by_site))
         for name in self.federation.names:
             columns[name] = {}
@@ -249,14 +249,14 @@ class Scoring:
 
         return Final(summary, judged_cases)
 
-    def _scored(self, round_: int, cases: Cases | None) -> dict[str, Any] | None:
+    def _scored(self, round_: int, cases: Cases | None) -> Document | None:
         """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
         if cases is None:
             return None
         metrics = summarise(cases)
         return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
-    def _classes(self, scores: Metrics | None, cases: Cases | None) -> dict[str, Any]:
+    def _classes(self, scores: Metrics | None, cases: Cases | None) -> Document:
         """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
         if scores is None or cases is None or self.federation.task.kind != "segmentation":
             return {}
@@ -265,7 +265,7 @@ class Scoring:
         )
         return {"classes": class_metrics} if class_metrics else {}
 
-    def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
         metrics: set[str] = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
@@ -345,6 +345,7 @@ class Scoring:
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
+        # n models on the items of n sites: the time grows with the square of n
         count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
@@ -371,7 +372,7 @@ class Scoring:
 
     def _write_tables(
         self,
-        columns: Mapping[str, dict[str, Any]],
+        columns: Mapping[str, Document],
         global_cases: Cases | None,
         personal_cases: Cases | None,
     ) -> None:
@@ -379,7 +380,7 @@ class Scoring:
         classes = self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {"site": name}
+            row: Document = {"site": name}
             for section in SECTIONS:
                 row[section] = len(federation.shard(name, section))
 
@@ -400,13 +401,13 @@ class Scoring:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
 
 
-def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}
 
 
-def _columns(model: str, scores: Metrics | None, classes: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
     """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
     structures = classes.get("classes", {})
     row = {f"{model}_{metric}": value for metric, value in (scores or {}).items()}
@@ -420,10 +421,10 @@ def _columns(model: str, scores: Metrics | None, classes: Mapping[str, Any]) -> 
 
 def _predictions(
     cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]
-) -> list[dict[str, Any]]:
+) -> list[Document]:
     rows = []
     for index, ident in enumerate(cases.ids):
-        row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
+        row: Document = {"id": ident, "site": owner.get(ident, "")}
         if cases.is_classification:
             probabilities = cases.values["probabilities"][index].tolist()
             row |= {
