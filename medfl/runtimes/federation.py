@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl import methods
 from medfl.core.compression import Compression
@@ -176,18 +176,16 @@ class Federation:
             with pool.scope():
                 personal |= self.method.personal_names(pool.lease(pool.initial))
 
-        common = self.networks.initial
-        leaves = {}
-        for name, tensor in common.items():
-            if name not in personal:
-                leaves[name] = tensor.shape, tensor.dtype
+        leaves = _forms(self.networks.initial)
+        for name in personal:
+            leaves.pop(name, None)
 
         staying = set(networks.initial)
         if not methods.keeps_network(self.method, config):
             staying -= leaves.keys()
 
         # what only the site's network has, the server could not average
-        personal |= networks.initial.keys() - common.keys()
+        personal |= networks.initial.keys() - self.networks.initial.keys()
         return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
     def _make_compression(self) -> Compression:
@@ -397,12 +395,9 @@ class Federation:
     def message_rules(self, name: str) -> MessageRules:
         """Return what a message between the server and a participant may have in it."""
         arch = self._architectures[name]
-        network = {
-            key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()
-        }
         groups = self.method.groups()
         return MessageRules(
-            name, arch.leaves, network, arch.personal,
+            name, arch.leaves, _forms(arch.networks.initial), arch.personal,
             uploads=frozenset(["weights", *(group.name for group in groups if group.up)]),
             like_weights=self.like_weights,
             fedavg=methods.has_fedavg_server(self.method),
@@ -460,6 +455,10 @@ class Federation:
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _span(numbers: Sequence[int]) -> str:

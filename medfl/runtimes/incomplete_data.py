@@ -23,10 +23,10 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
     sites = run.partition.sites
     channels = site_channels.names(bundle) if run.site_channels else ()
     site_positions = site_channels.read(run.site_channels, channels, sites)
-    site_lacks = {
-        site: sorted({*range(len(channels))} - {*present})
-        for site, present in site_positions.items()
-    }
+    site_lacks = {}
+    for site, present in site_positions.items():
+        site_lacks[site] = sorted({*range(len(channels))} - {*present})
+
     unlabelled_ids: set[str] = set()
     for site in site_names(run.unlabelled):
         unlabelled_ids.update(sites.get(site, {}).get("train", ()))

@@ -69,6 +69,7 @@ class Launch:
                     f"argument {name!r}", allowed, did_you_mean(name, names, "choose one")
                 )
 
+        # "" is no folder, but Path("") would be the present one
         if isinstance(settings.get("out"), str):
             settings["out"] = Path(settings["out"]) if settings["out"] else None
 

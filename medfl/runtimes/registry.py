@@ -75,6 +75,7 @@ class Runtime:
                 "a whole number of at least 1, or None for the cores",
                 "give 1 or more",
             )
+        # 1 is what it has anyway
         if self.no_jobs and jobs not in (None, 1):
             raise InputError(
                 f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out"

@@ -158,6 +158,7 @@ class Simulator:
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
 
+            # before anything looks at a test item
             if self.launch.untested:
                 return self._trial_summary()
 
@@ -252,7 +253,11 @@ class Simulator:
         if not self.callbacks:
             return False
 
-        history = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
+        history = []
+        for past in self.folder.rounds():
+            if past["val"]:
+                history.append((past["round"], past["val"]))
+
         ended = RoundEnd(
             entry["round"], self.run.rounds, entry["val"], entry["train_loss"], history, self.key, self.folder.path,
             lambda: self.server.get("weights") or {},
@@ -282,6 +287,7 @@ class Simulator:
     def _train(self, training: RoundTraining) -> tuple[Document, dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation = self.federation
+        # what ran beside the last evaluation is counted already, in `overlap`
         since = time.perf_counter() if training.overlap else training.started
         round_ = training.round
         cohort = training.cohort
@@ -312,8 +318,12 @@ class Simulator:
         # a refused reply never happened, and neither did the State that came with it
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
-        bytes_up = sum(result.bytes_up for result in results.values())
-        bytes_down = sum(result.bytes_down for result in results.values())
+        bytes_up = 0
+        bytes_down = 0
+        for result in results.values():
+            bytes_up += result.bytes_up
+            bytes_down += result.bytes_down
+
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed

@@ -22,10 +22,8 @@ def names(bundle: Problem) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
-    return tuple(
-        str(definition.get(str(i), i))
-        for i in range(int(image.get("num_channels") or 0) or bundle.channels)
-    )
+    count = int(image.get("num_channels") or 0) or bundle.channels
+    return tuple(str(definition.get(str(i), i)) for i in range(count))
 
 
 def read(
@@ -102,7 +100,7 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
         for site in has:
             site_of |= dict.fromkeys(sites[site].get(section, ()), site)
 
-        for index, ident in enumerate(prepared.ids(range(len(prepared))) if site_of else ()):
+        for index, ident in enumerate(prepared.ids(range(len(prepared)))):
             if ident in site_of:
                 present[index] = False
                 present[index, list(has[site_of[ident]])] = True

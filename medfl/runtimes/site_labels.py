@@ -146,10 +146,10 @@ def with_recorded_classes(
 ) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
-    annotated = {
-        site: _annotated([bundle.structures.index(name) for name in names], bundle)
-        for site, names in labels.items()
-    }
+    annotated = {}
+    for site, names in labels.items():
+        annotated[site] = _annotated(list(map(bundle.structures.index, names)), bundle)
+
     shown = {}
     for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True):
         site = owner.get(ident)

@@ -31,6 +31,7 @@ def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
 def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return these settings reduced to one site, "" where they say nothing of it."""
     settings = of_request(bundle, requested)
+    # a list of sites, the others map a site to names
     without = site in site_names(settings.pop("unlabelled"))
     of_site: dict[str, dict[str, Sequence[str]]] = {}
     for name, text in settings.items():

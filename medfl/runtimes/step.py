@@ -260,10 +260,11 @@ def _scores(
     federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score a network on a site's own sections."""
-    return {
-        section: score(federation, network, federation.shard(site, section), section)
-        for section in sections
-    }
+    cases = {}
+    for section in sections:
+        cases[section] = score(federation, network, federation.shard(site, section), section)
+
+    return cases
 
 
 def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:

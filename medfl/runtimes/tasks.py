@@ -106,6 +106,7 @@ class RoundTask(SiteTask):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Further arguments of the function: the fields that a kind of task adds."""
+        # dataclass fields of a base come first
         common = len(fields(RoundTask))
         return tuple(getattr(self, field.name) for field in fields(self)[common:])
 
@@ -155,6 +156,7 @@ class Train(RoundTask):
             if result.state:
                 with profiling.during(profiling.CHECKPOINT):
                     save_state(self.new_state, result.state, self.round)
+        # the State lies in its file; through the server's process it would not fit
         return replace(result, state={}), bool(result.state)
 
 

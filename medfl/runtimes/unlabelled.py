@@ -58,6 +58,7 @@ def check_unlabelled(
             "check the data folder",
         )
 
+    # else such an item would be trained on as if it had a label
     for site in sites.keys() - {*without}:
         here = sorted(unlabelled_ids & {*sites[site].get("train", ())})
         if here:

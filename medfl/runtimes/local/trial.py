@@ -26,14 +26,15 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
     """
     bundle = federation.bundle
     run = federation.run
-    labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
-    shards = {name: federation.participant_shard(name, "train") for name in labelled}
-    name = next((name for name, shard in shards.items() if len(shard)), None)
-    if name is None:
+    without_labels = site_names(run.unlabelled)
+    for name in federation.participants:
+        work = federation.participant_shard(name, "train")
+        if len(work) and name not in without_labels:
+            break
+    else:
         return
 
     site = federation.site(name, 0)
-    work = shards[name]
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))

@@ -65,6 +65,8 @@ class Workers(AbstractContextManager["Workers"]):
         if self._pool is not None:
             yield from self._pool.start(TaskGroup(tasks, sizes))
             return
+
+        # in their order: with one worker nothing is gained by taking the longest first
         for index, make in enumerate(tasks):
             task = make()
             yield index, result_or_failure(task, partial(task.run, self._federation))

@@ -348,7 +348,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
             raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
 
-        # a method may have caught what `abort` raised
+        # told to stop after the last batch, or where the method caught what `abort` raised
         view.go_on()
         return result
 

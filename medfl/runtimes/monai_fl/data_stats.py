@@ -7,7 +7,7 @@ Without one no number is of a single image, unless a section has only one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -91,8 +91,11 @@ class Bins:
 def value_range(metadata: Mapping[str, Any]) -> Any:
     """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
-    described = [entry for entry in inputs.values() if isinstance(entry, Mapping)]
-    return described[0].get("value_range") if described else None
+    for entry in inputs.values():
+        if isinstance(entry, Mapping):
+            return entry.get("value_range")
+
+    return None
 
 
 @dataclass
@@ -162,8 +165,7 @@ def statistics(
         least: counts below it are None, and enough others that they do not follow from sums.
     """
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
-    filled = [part_sums for part_sums in sums_of_parts.values() if part_sums is not None]
-    total = reduce(Sums.add, filled) if filled else None
+    total = _total(sums_of_parts.values())
     statistics_of_parts = {}
     for part, shard in parts.items():
         statistics_of_parts[part] = _statistics([shard], sums_of_parts[part], task, bins)
@@ -178,15 +180,20 @@ def statistics(
 
 def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     """Return the sums over a shard's images, None where there are none."""
-    total: Sums | None = None
+    of_batches = []
     for x, _ in shard.batches(_BATCH):
         # several images an item have no common channels
         if not isinstance(x, Tensor):
             return None
-        item_sums = sums(x, bins)
-        total = item_sums if total is None else total.add(item_sums)
+        of_batches.append(sums(x, bins))
 
-    return total
+    return _total(of_batches)
+
+
+def _total(addends: Iterable[Sums | None]) -> Sums | None:
+    """Return the sum of those that are there, in their order; None of none."""
+    present = [addend for addend in addends if addend is not None]
+    return reduce(Sums.add, present) if present else None
 
 
 def _statistics(

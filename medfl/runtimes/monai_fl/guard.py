@@ -77,6 +77,7 @@ class Guard:
         """
         if self._log is not None:
             self._log.site = site
+        # once for all visits: what a site tells adds up
         if self._rules != Outbound() and self._gate is None:
             file = None
             site_file = None

@@ -101,9 +101,13 @@ class SiteView:
 
         for index in self._federation.shard(self.name, section).indices.tolist():
             # a source that is no list of items names no files
-            entry = entries[index] if index < len(entries) else None
-            images = entry.get("image") if isinstance(entry, Mapping) else None
-            for image in images if isinstance(images, list | tuple) else [images]:
+            images: object = None
+            if index < len(entries) and isinstance(entries[index], Mapping):
+                images = entries[index].get("image")
+            if not isinstance(images, list | tuple):
+                images = [images]
+
+            for image in images:
                 files.add(stored_key(image) if isinstance(image, str | Path) else "")
 
             patients.add(str(self._federation.sections[section].items[index].get("group", "")))

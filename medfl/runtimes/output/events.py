@@ -24,6 +24,7 @@ class Events:
         self.trackers = trackers
 
     def __enter__(self) -> Events:
+        # `purge_step`: rounds after the last committed one are drawn anew
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
         self._writer: Any = SummaryWriter(
@@ -46,6 +47,7 @@ class Events:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            # an error of the run itself is not to be hidden by one of the disk
             with suppress(OSError) if kind else writing(self.path):
                 self._writer.close()
         finally:

@@ -81,6 +81,7 @@ class Tracking(Tracker):
 
         from mlflow.entities import Metric
 
+        # MLflow's times are milliseconds
         now = int(time.time() * 1000)
         metrics = [Metric(name, float(value), now, round_) for name, value in numbers.items()]
         self._client.log_batch(self.id, metrics=metrics)

@@ -140,6 +140,7 @@ def check_shares(
     if most is None or federation.run.max_share is not None or federation.equal_weight_flag:
         return
 
+    # one of two always has half or more
     counts = sample_counts(replies)
     if len(counts) < _SEVERAL:
         return

@@ -100,6 +100,7 @@ class Dispatcher:
 
         message = result if isinstance(result, Message) else result[0].reply
         try:
+            # an introduction has no weights yet
             if message is not result:
                 self.federation.message_rules(name).check_complete(message)
             check_counts(self.federation, name, message, self.workers.item_count(name))

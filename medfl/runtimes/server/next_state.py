@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -367,8 +368,8 @@ def _flaws(
             yield from _flaws(value, entries.get(name), entry_path, sites, classes)
     elif isinstance(after, list | tuple):
         listed = before if isinstance(before, list | tuple) else ()
-        for index, value in enumerate(after):
-            old = listed[index] if index < len(listed) else None
+        pairs = zip(after, chain(listed, repeat(None)), strict=False)
+        for index, (value, old) in enumerate(pairs):
             yield from _flaws(value, old, f"{path}/{index}", sites, classes)
 
 

@@ -153,9 +153,7 @@ class Aggregation:
             return {}
         norms = change_norms(replies, group, before)
         metrics = {"clip": self._limit(norms)}
-        metrics |= {f"norm/{name}": norm for name, norm in norms.items()}
-        metrics |= {f"share/{name}": share for name, share in sample_shares(replies).items()}
-        return metrics
+        return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
     def _limit(self, norms: Mapping[str, float]) -> float:
         if self.bound is None:
@@ -320,5 +318,8 @@ def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, floa
 
     claimed = sample_shares(replies)
     capped = sample_shares(with_effective_counts(replies, run))
-    metrics = {f"said/{name}": share for name, share in claimed.items()}
-    return metrics | {f"share/{name}": share for name, share in capped.items()}
+    return _under("said", claimed) | _under("share", capped)
+
+
+def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{kind}/{site}": value for site, value in values.items()}

@@ -71,6 +71,7 @@ class Scoring:
     def names(self) -> list[str]:
         """The sites that can be asked: without those that take no part."""
         federation = self.federation
+        # there the one participant is no site, and scores are still of sites
         if self.method.pools_data:
             return federation.names
 
@@ -82,7 +83,7 @@ class Scoring:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
         if self.method.judged == "personal":
-            personal = self._personal(round_, server, ("validate",))
+            personal = self._personal(round_, server, ("validate",), self.names)
         else:
             personal = {name: result.cases for name, result in results.items() if result.cases}
 
@@ -116,13 +117,15 @@ class Scoring:
         if best is not None and sign * value <= sign * best["value"]:
             return
 
+        # written now: the next round replaces the server's State and those of the sites
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
         self.folder.save_best(round_, server)
 
         if self.method.judged == "personal" and not self.untested:
-            tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
+            by_site = self._personal(round_, server, ("test",), self.names)
+            tested = [cases["test"] for cases in by_site.values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
@@ -142,9 +145,8 @@ class Scoring:
         round_: int,
         server: State,
         sections: tuple[str, ...],
-        among: Sequence[str] | None = None,
+        names: Sequence[str],
     ) -> CasesBySite:
-        names = self.names if among is None else among
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
@@ -225,8 +227,8 @@ class Scoring:
             "judged": judged,
             "last": judged_last,
             "best": judged_best,
-            "global": {"last": last_global, "best": best_global} if last_global else None,
-            "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "global": last_global and {"last": last_global, "best": best_global},
+            "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
             "site_models": site_models,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
@@ -317,7 +319,7 @@ class Scoring:
         of 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
-            return self._personal(last, server, ("test",))
+            return self._personal(last, server, ("test",), self.names)
         if self.method.pools_data:
             return {}
 
