@@ -1,8 +1,8 @@
-"""What is called after each round of a run: functions of one's own, `EarlyStopping`, `BestCheckpoint`.
+"""Callbacks, called after each round of a run: the user's functions, `EarlyStopping`, `BestCheckpoint`.
 
-A callback sees the round's metrics, those of all rounds before it, and the weights; what it returns can only end the
-run. It is called once a round is saved, so again for the last saved round where a run was killed and is resumed: one
-that decides by `RoundEnd.history` alone decides the same then.
+A callback sees the round's metrics, those of all earlier rounds, and the weights; its only effect on the run is to end
+it. It is called after the round is saved. When a killed run is resumed it is called again for the last saved round: one
+that uses `RoundEnd.history` alone then decides the same.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Federation:
         aggregation: how the server makes one set of weights of the replies'.
         surface_metrics: the metrics of masks' surfaces that test items are scored by.
         sections: section -> prepared items, shared by all sites.
-        known: what the masks of each site show, of sites that do not annotate everything.
+        known: site -> structures that its masks show, of sites that do not annotate all.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class Federation:
         """
         bundle = self.bundle
         networks = self.networks
+        # {} is the bundle's own network, which the server has too
         if config:
             refuse_init_of_mixed_networks(self.run)
             bundle = bundle.variant(config)
@@ -255,7 +256,8 @@ class Federation:
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
-        position = {ident: i for i, ident in enumerate(prepared.ids(range(len(prepared))))}
+        ids_of_data = prepared.ids(range(len(prepared)))
+        position = dict(zip(ids_of_data, range(len(prepared)), strict=True))
         shards: dict[str, Shard] = {}
         for name, ids_of_site in self.run.partition.sites.items():
             ids = ids_of_site.get(section, [])
@@ -366,9 +368,12 @@ class Federation:
         leave = _span([len(arch.leaves) for arch in used])
         stay = _span([arch.stays for arch in used])
         besides = sorted(group.name for group in self.method.groups() if group.up)
-        text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
+        text = f"{leave} tensors leave each site, {stay} stay"
         if besides:
-            text += f"; besides them leave: {', '.join(besides)}"
+            text = (
+                f"{leave} tensors of the network leave each site, {stay} stay; "
+                f"besides them leave: {', '.join(besides)}"
+            )
         if not self.aggregation.is_mean:
             text += f"; aggregation: {self.aggregation.described}"
 

@@ -42,6 +42,7 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
         hidden = unlabelled_ids if section == "train" else set()
         for item in bundle.items(section):
             ident = str(item["id"])
+            # channels whose file is not there, but which the site is said to have
             missing = {*item.get(LACKS, ())} - {*absent.get(ident, ())}
             if missing:
                 site = site_of.get(ident, "")

@@ -38,6 +38,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
     with stream(run.seed, "network"):
         plain = bundle.network()
         is_plain = not _differences(plain, bundle.start)
+        # before the method adapts it: a method may copy or freeze layers
         if is_plain:
             plain.load_state_dict(bundle.start)
 

@@ -1,6 +1,6 @@
-"""The rules for methods, for those of one's own: what one breaks is told in a line that names method and rule.
+"""Checks of what a method returns, mainly for user-written methods: an error names the method and the broken rule.
 
-A mistake of the method's is no site's fault, so it ends the run and is nobody's missing reply.
+A method's mistake is no site's fault: it ends the run instead of counting as a missing reply.
 """
 
 from __future__ import annotations

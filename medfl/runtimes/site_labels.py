@@ -106,6 +106,7 @@ def known_labels(
                     "give the site masks that it annotated, or leave it out",
                 )
 
+        # a site that annotates everything has the bundle's own loss
         if {*classes} != everything:
             label_sets[site] = _annotated(classes, bundle)
             _check_loss_supports(
@@ -171,7 +172,7 @@ def exclusive(bundle: Problem) -> bool:
 
 
 def described(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> str:
-    """Say it in a line's words, "" where all sites annotate everything."""
+    """Return a line's words on what the masks show, "" where all sites annotate everything."""
     labels = for_summary(known, bundle).get("labels", {})
     lists = [f"{site} {' and '.join(names)}" for site, names in labels.items()]
     return f"; masks show: {', '.join(lists)}" if lists else ""

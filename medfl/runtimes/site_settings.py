@@ -86,7 +86,11 @@ def require_sites(flag: str, names: Iterable[str], sites: Collection[str], value
 
 def allowed_sites(sites: Collection[str]) -> str:
     """Say which sites a run has, in an error's words."""
-    return f"the sites of the run are {', '.join([*sites][:10])}{', …' if len(sites) > 10 else ''}"
+    listed = [*sites]
+    if len(listed) > 10:
+        listed[10:] = ["…"]
+
+    return f"the sites of the run are {', '.join(listed)}"
 
 
 def positions(

@@ -1,4 +1,4 @@
-"""What many sites have sent, in the memory of a few: tensors past a budget wait in a file and are read one at a time.
+"""Replies of many sites in bounded memory: tensors past a budget wait in a file and are read one at a time.
 
 Where a tensor lies changes no bit of it, so neither does the budget change a result.
 """

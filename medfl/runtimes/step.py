@@ -289,7 +289,8 @@ def segment(
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
 
-    needed = {*shard.ids} if folder is not None else {*ids}
+    # files are of all cases, masks that are returned of a few
+    needed = {*ids} if folder is None else {*shard.ids}
     chosen = [i for i, ident in enumerate(shard.ids) if ident in needed]
     part = Shard(shard.prepared, shard.indices[chosen])
     shown = {}

@@ -36,6 +36,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
 
     site = federation.site(name, 0)
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
+    # a pool of its own: the run's networks are adapted by the method, whose parts may hide the fault
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
     values = ", ".join(f"{key}={value}" for key, value in overrides.items())

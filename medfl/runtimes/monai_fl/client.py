@@ -153,6 +153,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             path = Path(self.folder) / run.run_hash[:16] / safe_file_name(name)
             self.states = StatesInFolder(path, federation.networks.device)
 
+        # a simulation keeps them in the run folder
         if states is not None:
             self.states = states
 

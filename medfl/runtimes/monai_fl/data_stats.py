@@ -49,7 +49,8 @@ class Bins:
         Raises:
             InputError: the number of bins is below 1, or their range is no two finite numbers, the lower first.
         """
-        number, limits = (extra.get(key) for key in (_BINS, _RANGE))
+        number = extra.get(_BINS)
+        limits = extra.get(_RANGE)
         if number is None and limits is None:
             return None
 
@@ -202,8 +203,10 @@ def _statistics(
     result: Document = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
-        "data_stats": {} if total is None else _images(total, bins),
+        "data_stats": {},
     }
+    if total is not None:
+        result["data_stats"] = _images(total, bins)
 
     if task.kind == "classification" and task.classes:
         counts = torch.stack([class_counts(shard, task.num_classes) for shard in shards]).sum(0)

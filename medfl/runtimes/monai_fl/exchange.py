@@ -49,6 +49,7 @@ class Exchange(Workers):
     """
 
     def __init__(self, federation: Federation, jobs: int = 1) -> None:
+        # no worker processes: the sites' objects live here
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 

@@ -41,7 +41,7 @@ def in_words(error: BaseException) -> str:
 
 
 class Guard:
-    """What stands between a site and everybody else.
+    """Checks and logs whatever enters or leaves a site.
 
     Without a folder the account of the site's privacy lasts in memory; the site may be "" until `open_account`.
 

@@ -55,7 +55,9 @@ class States:
         An empty one says that the round is over; without a base that is the newest before.
         """
         # the base stays: the server may refuse this reply and repeat the round
-        base = self._newest_round(round_ - 1) if base is None else base
+        if base is None:
+            base = self._newest_round(round_ - 1)
+
         self._save(round_, state)
         for stale_round in self._rounds() - {round_, base}:
             self._remove(stale_round)

@@ -1,4 +1,4 @@
-"""What one site has of a federation, and a way to stop what it does."""
+"""One site's view of a federation, and a way to stop its work."""
 
 from __future__ import annotations
 

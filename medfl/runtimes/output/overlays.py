@@ -71,6 +71,7 @@ def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
 def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     if len(dice) <= SITES:
         return dict(dice)
+    # as they rank, so that the best and the worst are among them
     by_median = sorted(dice, key=lambda site: float(np.nanmedian(list(dice[site].values()))))
     drawn_sites = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
     return {site: values for site, values in dice.items() if site in drawn_sites}

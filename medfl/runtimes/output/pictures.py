@@ -82,6 +82,7 @@ class Pictures:
 
         images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
+        # a method that makes them once would else leave the same picture each round
         if mark != self._mark:
             grid = model_plots.generated_grid(images, classes, round_, mark)
             self._keep(grid, round_, "generated")

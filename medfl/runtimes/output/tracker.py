@@ -141,7 +141,12 @@ def settings_of(document: Mapping[str, object], above: str = "") -> Document:
 def scalars(entry: Document) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl that become curves."""
     numbers = {"train/loss": entry["train_loss"]}
-    for group in ("val_global", "val_personal"):
-        numbers |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
-    numbers |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
-    return numbers | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}
+    for group in ("val_global", "val_personal", "observed"):
+        # a round that was not evaluated has None there
+        for name, value in (entry.get(group) or {}).items():
+            numbers[f"{group}/{name}"] = value
+
+    for name in ("bytes_up", "bytes_down", "seconds"):
+        numbers[f"cost/{name}"] = entry[name]
+
+    return numbers

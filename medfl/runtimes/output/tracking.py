@@ -52,7 +52,10 @@ class Tracking(Tracker):
         )
         self.shown = _without_password(self.uri)
         self.secret = self.uri
-        self.id = self.known.get("run_id", "") if self.known.get("uri") == self.shown else ""
+        self.id = ""
+        if self.known.get("uri") == self.shown:
+            self.id = self.known.get("run_id", "")
+
         self._there: set[int] = set()
 
     def _open(self) -> None:

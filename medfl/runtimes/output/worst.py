@@ -64,8 +64,8 @@ def _reads_rows(federation: Federation) -> bool:
     """Tell whether pictures are (H, W): those of our own readers are, MONAI's are (W, H)."""
     root = getattr(federation.bundle, "root", None)
     files = [] if root is None else sorted((root / "configs").glob("train.*"))
-    texts = [file.read_text(errors="replace") for file in files]
-    return not files or any("medfl.datasets.Read" in text for text in texts)
+    text = "".join(file.read_text(errors="replace") for file in files)
+    return not files or "medfl.datasets.Read" in text
 
 
 def _upright(shape: tuple[int, ...]) -> Geometry | None:

@@ -1,4 +1,4 @@
-"""What a site says of itself and the server cannot see: how many items it has, how far its training moved the weights.
+"""Claims of a site that the server cannot verify: how many items it has, how far its training moved the weights.
 
 A number of items is a whole one, at least 1 and at most what the site had when it introduced itself (0 if it had none).
 Among three or more replies

@@ -271,7 +271,10 @@ def _in_one_line(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
         # a sentence, else the key itself
-        return printable(text, 200) if " " in text else f"'{printable(text)}' is missing"
+        if " " in text:
+            return printable(text, 200)
+
+        return f"'{printable(text)}' is missing"
 
     text = error._parts[0] if isinstance(error, InputError) else str(error)
     kind = "" if isinstance(error, MedflError | _Unusable) else f"{type(error).__name__}: "

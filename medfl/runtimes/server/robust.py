@@ -1,24 +1,24 @@
 """Robust aggregation: a bad site among good ones, by fault or by intent, moves the result little or not at all.
 
-n replies, d numbers in each; what each stands, how long it takes, and what it loses when nobody is bad.
+n replies of d numbers; how many bad sites each rule tolerates, its time, and what it costs when all are good.
 
-    mean        FedAvg's own. Stands no bad site: one that sends x1000 moves it as far as it likes. Time n d.
+    mean        FedAvg's own. Tolerates no bad site: one that sends x1000 moves it as far as it likes. Time n d.
     clip:C      FedAvg's mean, by sample counts, of changes whose L2 norm is at most C: a longer one is shortened to
                 w + C (w_k - w) / |w_k - w| (as Sun et al., 2019, "Can you really backdoor federated learning?", bound
                 norms). `auto`: C is the median of the round's norms. One bad site moves the result by at most its
-                share of C, wherever it likes. Time 2 n d. Loses length of the sites that go far.
-    median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Stands fewer than n/2 bad sites. Time
-                n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as a class
-                that few have, is lost.
+                share of C, in any direction. Time 2 n d. Slows sites whose changes are long.
+    median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Tolerates fewer than n/2 bad sites.
+                Time n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as
+                a class that few have, is lost.
     trimmed:B   Coordinate-wise trimmed mean (ibid., option II): without the floor(B n) largest and smallest, B below
-                1/2. Stands floor(B n) bad sites. Time n log n d. Loses less than the median, the less the smaller B.
+                1/2. Tolerates floor(B n) bad sites. Time n log n d. Loses less than the median, the less the smaller B.
     krum:F      Krum (Blanchard et al., 2017): the one reply with the smallest sum of squared distances to its n - F - 2
-                nearest. Stands F bad sites of n >= 2F + 3. Time n^2 d. One site's training is all that a round gains:
-                on sites that differ, and with noise, the slowest to learn.
+                nearest. Tolerates F bad sites of n >= 2F + 3. Time n^2 d. One site's training is all that a round
+                gains: on sites that differ, and with noise, the slowest to learn.
     multikrum:F The mean of the n - F - 2 replies with the smallest of these sums (ibid., section 4; m as in Damaskinos
-                et al., 2019). Stands as many. Time n^2 d. Loses the F + 2 that are furthest out.
+                et al., 2019). Tolerates as many. Time n^2 d. Loses the F + 2 that are furthest out.
 
-In time they cost the mean ten to some tens of times over, more with more replies: `benchmarks/aggregation_cost.py`.
+They take ten to some tens of times as long as the mean, more with more replies: `benchmarks/aggregation_cost.py`.
 
 All but `mean` and `clip` ignore sample counts, which a site could make up: every reply counts the same. Distances and
 norms are over all floating tensors, BatchNorm's statistics among them, for these move a network as well. Integers,
