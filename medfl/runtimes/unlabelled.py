@@ -50,7 +50,11 @@ def check_unlabelled(
     if without:
         _check_method(method, method_name, without[0])
 
-    unlabelled_ids = {str(item["id"]) for item in items if NO_LABEL in item}
+    unlabelled_ids = set()
+    for item in items:
+        if NO_LABEL in item:
+            unlabelled_ids.add(str(item["id"]))
+
     if unlabelled_ids and len(unlabelled_ids) == len(items):
         raise InputError(
             f"none of the {len(items)} training images has a label",

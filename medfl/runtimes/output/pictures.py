@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -208,8 +209,12 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 def _last_mark(folder: RunFolder, done: int) -> str:
     """Return the mark of the last committed grid; a picture that cannot be read is none."""
     names = {grid_name(round_) for round_ in range(done + 1)}
-    earlier = [path for path in generated_grids(folder.path) if path.stem in names]
-    try:
-        return Picture.read(earlier[-1]).mark if earlier else ""
-    except OSError:
-        return ""
+    mark = ""
+    for path in reversed(generated_grids(folder.path)):
+        # a picture of a round that was not committed is drawn anew
+        if path.stem in names:
+            with suppress(OSError):
+                mark = Picture.read(path).mark
+            break
+
+    return mark

@@ -287,7 +287,11 @@ class Scoring:
         """
         last = self.last
         shown = chosen(cases)
-        names = [name for name in cases if shown.get(name) or (save and len(cases[name]))]
+        names = []
+        for name, outcomes in cases.items():
+            if shown.get(name) or (save and len(outcomes)):
+                names.append(name)
+
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
 
@@ -324,7 +328,11 @@ class Scoring:
             return {}
 
         among = self.names if self.run.eval_every else self.federation.cohort(last)
-        names = [name for name in among if len(self.federation.shard(name, "test"))]
+        names = []
+        for name in among:
+            if len(self.federation.shard(name, "test")):
+                names.append(name)
+
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
         if not self.run.score_trained:
