@@ -18,6 +18,7 @@ import torch
 from monai.data import MetaTensor
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
@@ -370,9 +371,21 @@ class Shard:
 
         batches = self.prepared.batches(order, size, generator)
         if self.prepared.pinned:
-            return map(_pin, batches)
+            batches = map(_pin, batches)
 
-        return batches
+        return _profiled(batches)
+
+
+def _profiled(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Name the making of each batch in a profile."""
+    while True:
+        with record_function("data"):
+            batch = next(batches, None)
+
+        if batch is None:
+            return
+
+        yield batch
 
 
 def _pin(batch: Batch) -> Batch:

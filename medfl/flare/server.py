@@ -23,7 +23,6 @@ from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -190,9 +189,7 @@ class FlareWorkers(Workers):
             return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, read)
 
         assert isinstance(task, RoundTask)
-        with profiling.during(profiling.MESSAGES):
-            message = self._federation.compress_broadcast(task.round, name, task.broadcast)
-
+        message = self._federation.compress_broadcast(task.round, name, task.broadcast)
         sections: Sequence[str] = ()
         save: dict[str, float] = {}
         extra: dict[str, torch.Tensor] = {}
@@ -270,8 +267,7 @@ class FlareWorkers(Workers):
             patience = max(0.0, min(_SILENCE, end - time.monotonic()))
 
         try:
-            with profiling.during(None):
-                answer = answers.get(timeout=patience)
+            answer = answers.get(timeout=patience)
         except queue.Empty:
             if end is not None and time.monotonic() >= end:
                 late = f"no answer within {self.deadline:g} s"
@@ -296,8 +292,7 @@ class FlareWorkers(Workers):
         try:
             if payload.failure_reason:
                 raise RunError(payload.failure_reason)
-            with profiling.during(profiling.MESSAGES):
-                return question.read(payload)
+            return question.read(payload)
         except MedflError as error:
             reason = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form

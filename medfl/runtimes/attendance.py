@@ -1,7 +1,7 @@
 """What becomes of a round when a site's answer does not come or is refused.
 
-By default nothing is borne: the first failure ends the run, which can be resumed. With a minimum of replies the round
-goes on with the sites that are left, and says which are not among them and why.
+By default the first failure ends the run, which can be resumed. With a minimum of replies the round goes on without the
+sites that failed, and the user is told which and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT = "; the last good round is kept"
 
 
 class FailedReply(NamedTuple):
-    """A site's answer that did not come or was refused, and why, in one line for the user."""
+    """A site's reply that is missing or refused, with the reason in one line for the user."""
 
     site: str
     why: str
@@ -27,7 +27,7 @@ class FailedReply(NamedTuple):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a run bears; it changes nothing unless something fails, so it is no part of the run's hash.
+    """Fault tolerance of a run; no part of its hash, since it changes nothing unless a site fails.
 
     Attributes:
         min_replies: sites of a cohort that have to reply; None: all of them.
@@ -86,15 +86,20 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Attendance:
-    """Which of the sites that were asked for `what`, as "round 3", answer.
+    """Which of the sites that were asked have answered.
 
-    `left_out` takes the reason of each that does not; `least` have to, None: all of them.
+    Attributes:
+        names: the sites.
+        least: how many have to answer; None: all of them.
+        left_out: site -> reason, of those that do not; filled here.
+        label: what they were asked for, as "round 3".
+        say: where a missing site is told.
     """
 
     names: Sequence[str]
     least: int | None
     left_out: dict[str, str]
-    what: str
+    label: str
     say: Print
 
     def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
@@ -109,20 +114,21 @@ class Attendance:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         sender = "site {!r}".format
         if self.least is None and reasons:
-            raise RunError(
-                "; ".join(
-                    r if r.startswith(sender(n)) else f"{sender(n)}: {r}"
-                    for n, r in reasons.items()
-                )
-            )
+            lines = []
+            for name, reason in reasons.items():
+                # most errors name the site already
+                is_named = reason.startswith(sender(name))
+                lines.append(reason if is_named else f"{sender(name)}: {reason}")
+
+            raise RunError("; ".join(lines))
 
         for name, reason in reasons.items():
             self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")
-            self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
+            self.say(f"{self.label}: without site {name!r}: {self.left_out[name]}")
 
         if reasons and len(self.names) - len(self.left_out) < (self.least or 0):
             listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
             raise RunError(
-                f"{self.what}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
+                f"{self.label}: {len(self.left_out)} of {len(self.names)} sites do not answer, and at least "
                 f"{self.least} have to ({listed}){_KEPT}: continue with --resume"
             )

@@ -1,8 +1,8 @@
-"""What is called after each round of a run: functions of one's own, `EarlyStopping`, `BestCheckpoint`.
+"""Callbacks, called after each round of a run: the user's functions, `EarlyStopping`, `BestCheckpoint`.
 
-A callback sees the round's metrics, those of all rounds before it, and the weights; what it returns can only end the
-run. It is called once a round is saved, so again for the last saved round where a run was killed and is resumed: one
-that decides by `RoundEnd.history` alone decides the same then.
+A callback sees the round's metrics, those of all earlier rounds, and the weights; its only effect on the run is to end
+it. It is called after the round is saved. When a killed run is resumed it is called again for the last saved round: one
+that uses `RoundEnd.history` alone then decides the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,19 +48,19 @@ class RoundEnd:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
-        entries = self._weights().items()
-        return {
-            name: tensor.detach().cpu().clone()
-            for name, tensor in entries
-            if isinstance(tensor, Tensor)
-        }
+        copies = {}
+        for name, tensor in self._weights().items():
+            if isinstance(tensor, Tensor):
+                copies[name] = tensor.detach().cpu().clone()
+
+        return copies
 
     def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
         """Return number and value of the best round so far, the first of equals.
 
         Args:
             metric: "" for the key metric.
-            min_delta: by how much a round has to be better than the best before it.
+            min_delta: a round counts as better only if it improves on the best before it by more.
 
         Raises:
             InputError: no round has this metric.
@@ -69,11 +68,12 @@ class RoundEnd:
         name = metric or self.key_metric
         scored = [(number, values[name]) for number, values in self.history if name in values]
         if not scored:
-            others = (
-                ", ".join(sorted({key for _, values in self.history for key in values}))
-                or "none: eval_every is 0"
-            )
-            raise InputError(f"metric {name!r}", f"the rounds have {others}", "name one of these")
+            metrics: set[str] = set()
+            for _, values in self.history:
+                metrics.update(values)
+
+            listed = ", ".join(sorted(metrics)) or "none: eval_every is 0"
+            raise InputError(f"metric {name!r}", f"the rounds have {listed}", "name one of these")
 
         sign = 1.0 if higher_is_better(name) else -1.0
         best_entry = scored[0]
@@ -84,7 +84,7 @@ class RoundEnd:
         return best_entry
 
 
-Callback = Callable[[RoundEnd], Any]
+Callback = Callable[[RoundEnd], object]
 """Ends the run by returning True, or a text that says why."""
 
 
@@ -104,8 +104,8 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         if self.patience < 1 or self.min_delta < 0:
-            given = f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})"
-            raise InputError(given, "patience from 1, min_delta from 0", "change them")
+            call = f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})"
+            raise InputError(call, "patience from 1, min_delta from 0", "change them")
 
     def __call__(self, ended: RoundEnd) -> str | None:
         """Return why the run ends, None while it goes on."""
@@ -144,9 +144,10 @@ class BestCheckpoint:
             return
 
         if not ended.weights:
-            given = "BestCheckpoint with a method whose server has no weights"
             raise InputError(
-                given, "best.safetensors in the run folder has those of the sites", "leave it out"
+                "BestCheckpoint with a method whose server has no weights",
+                "best.safetensors in the run folder has those of the sites",
+                "leave it out",
             )
 
         path = Path(self.path)
@@ -154,18 +155,20 @@ class BestCheckpoint:
         if path.suffix == ".safetensors":
             save_weights(path, ended.weights)
         else:
-            with atomic_replace(
-                path, sum(tensor.nbytes for tensor in ended.weights.values())
-            ) as temporary:
+            size = sum(tensor.nbytes for tensor in ended.weights.values())
+            with atomic_replace(path, size) as temporary:
                 torch.save(ended.weights, temporary)
 
 
 def callback_names(callbacks: Sequence[Callback]) -> list[str]:
     """Return what a run's record says of its callbacks."""
-    return [
-        str(getattr(one, "__qualname__", "") or re.sub(r" at 0x[0-9a-f]+", "", repr(one)))
-        for one in callbacks
-    ]
+    names = []
+    for callback in callbacks:
+        # an address would make the records of two equal runs differ
+        plain = re.sub(r" at 0x[0-9a-f]+", "", repr(callback))
+        names.append(str(getattr(callback, "__qualname__", "") or plain))
+
+    return names
 
 
 def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
@@ -180,14 +183,16 @@ def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
         try:
             answer = callback(ended)
         except InputError:
-            raise
+            raise  # says itself what the user is to change
         except Exception as error:  # whatever a function of the user's raises
             failure = f"{type(error).__name__}: {error}"
             raise RunError(
                 f"callback {name} fails after round {ended.round}: {failure}; the round is kept"
             ) from error
 
-        if answer is True or (isinstance(answer, str) and answer):
-            reasons.append(answer if isinstance(answer, str) else f"{name} asked for it")
+        if answer is True:
+            reasons.append(f"{name} asked for it")
+        elif isinstance(answer, str) and answer:
+            reasons.append(answer)
 
     return "; ".join(reasons)

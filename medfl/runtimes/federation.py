@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl import methods
 from medfl.core.compression import Compression
@@ -21,6 +20,7 @@ from medfl.core.run import Run
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
+from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.on_device import Free, free_gpu_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
@@ -29,7 +29,7 @@ from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
-from medfl.runtimes.message_rules import Form, MessageRules
+from medfl.runtimes.message_rules import Form, MessageRules, Wire
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.storage.files import State, to_device
@@ -71,7 +71,7 @@ class Federation:
         aggregation: how the server makes one set of weights of the replies'.
         surface_metrics: the metrics of masks' surfaces that test items are scored by.
         sections: section -> prepared items, shared by all sites.
-        known: what the masks of each site show, of sites that do not annotate everything.
+        known: site -> structures that its masks show, of sites that do not annotate all.
     """
 
     def __init__(
@@ -112,22 +112,24 @@ class Federation:
         self.aggregation = self._aggregation()
 
         if run.max_share is not None and self.equal_weight_flag:
-            given = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
-            raise InputError(given, "sites count the same there", "leave one of them out")
+            flags = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
+            raise InputError(flags, "sites count the same there", "leave one of them out")
 
         structures = bundle.structures if bundle.task == "segmentation" else None
         self.surface_metrics = surface_metrics_of(run.metrics, structures)
         self.networks = self._pool(bundle)
         self._architectures = self._assign_architectures()
-        self.public, self.compression = public, self._make_compression()
+        self.public = public
+        self.compression = self._make_compression()
         site_labels.check(run.site_labels, bundle, method, self.names)
         prepared = prepared or prepared_sections(bundle, jobs=jobs, progress=progress)
         self.sections = site_channels.filled(prepared, bundle, run)
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
-        self._shards = {
-            name: site_labels.annotate(shards, self.known) for name, shards in self._shards.items()
-        }
+        for section, shards in self._shards.items():
+            self._shards[section] = site_labels.annotate(shards, self.known)
+
+        # before anything is written: a run that cannot be trained leaves no folder
         check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Problem) -> Networks:
@@ -146,20 +148,25 @@ class Federation:
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
         """Return each participant's architecture; sites with the same network share one."""
-        configs = methods.site_networks(self.method, self.participants)
-        built = {
-            key: self._build_architecture(c)
-            for key, c in {repr(c): c for c in configs.values()}.items()
-        }
-        return {name: built[repr(config)] for name, config in configs.items()}
+        built: dict[str, _Architecture] = {}
+        architectures = {}
+        for name, config in methods.site_networks(self.method, self.participants).items():
+            key = repr(config)
+            if key not in built:
+                built[key] = self._build_architecture(config)
 
-    def _build_architecture(self, config: Mapping[str, Any]) -> _Architecture:
+            architectures[name] = built[key]
+
+        return architectures
+
+    def _build_architecture(self, config: Mapping[str, object]) -> _Architecture:
         """Return the architecture with these ids of the bundle's configuration.
 
         What leaves must fit the server's network, and be personal neither there nor at the site.
         """
         bundle = self.bundle
         networks = self.networks
+        # {} is the bundle's own network, which the server has too
         if config:
             refuse_init_of_mixed_networks(self.run)
             bundle = bundle.variant(config)
@@ -170,16 +177,16 @@ class Federation:
             with pool.scope():
                 personal |= self.method.personal_names(pool.lease(pool.initial))
 
-        common = self.networks.initial
-        leaves = {
-            name: (tensor.shape, tensor.dtype)
-            for name, tensor in common.items()
-            if name not in personal
-        }
-        whole = methods.keeps_network(self.method, config)
-        staying = [name for name in networks.initial if whole or name not in leaves]
-        personal |= networks.initial.keys() - common.keys()
+        leaves = _forms(self.networks.initial)
+        for name in personal:
+            leaves.pop(name, None)
 
+        staying = set(networks.initial)
+        if not methods.keeps_network(self.method, config):
+            staying -= leaves.keys()
+
+        # what only the site's network has, the server could not average
+        personal |= networks.initial.keys() - self.networks.initial.keys()
         return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
     def _make_compression(self) -> Compression:
@@ -192,13 +199,13 @@ class Federation:
         for pool in self._pools:
             with pool.scope():
                 network = pool.lease(pool.initial)
-                large = {
-                    n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1
-                }
+                # with duplicates: a tied layer is in the state dict under each of its names
+                parameters = network.named_parameters(remove_duplicate=False)
+                large = {name for name, parameter in parameters if parameter.ndim > 1}
                 exact |= network.state_dict().keys() - large
 
-        noisy = {"weights", *(group.name for group in self.method.groups() if group.smaller)}
-        return replace(messages, exact=frozenset(exact), groups=frozenset(noisy))
+        lossy = [group.name for group in self.method.groups() if group.smaller]
+        return replace(messages, exact=frozenset(exact), groups=frozenset(["weights", *lossy]))
 
     @cached_property
     def like_weights(self) -> frozenset[str]:
@@ -230,15 +237,13 @@ class Federation:
         if not self.aggregation.counts_samples:
             return f"--aggregation {self.aggregation}"
 
-        if getattr(self.method, "weights", "") == "uniform":
-            of_method = "--set weights=uniform"
-        else:
-            of_method = ""
-
         if self.run.site_weights == "uniform":
             return "--site-weights uniform"
 
-        return of_method
+        if getattr(self.method, "weights", "") == "uniform":
+            return "--set weights=uniform"
+
+        return ""
 
     @cached_property
     def message_limits(self) -> MessageLimits:
@@ -251,10 +256,12 @@ class Federation:
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
-        position = {ident: i for i, ident in enumerate(prepared.ids(range(len(prepared))))}
+        ids_of_data = prepared.ids(range(len(prepared)))
+        position = dict(zip(ids_of_data, range(len(prepared)), strict=True))
         shards: dict[str, Shard] = {}
-        for name, ids in self.run.partition.sites.items():
-            missing = [ident for ident in ids.get(section, []) if ident not in position]
+        for name, ids_of_site in self.run.partition.sites.items():
+            ids = ids_of_site.get(section, [])
+            missing = [ident for ident in ids if ident not in position]
             if missing:
                 raise InputError(
                     f"site {name!r} has {section} item {missing[0]!r}, which is not in the data ({len(missing)} such)",
@@ -262,24 +269,25 @@ class Federation:
                     "use the same data folder, or draw a new partition",
                 )
 
-            shards[name] = Shard.of(prepared, [position[ident] for ident in ids.get(section, [])])
+            shards[name] = Shard.of(prepared, [position[ident] for ident in ids])
 
         return shards
 
     def hold(self, free: Free = free_gpu_memory) -> str:
         """Hold the data on the networks' device, as far as they fit in half of its free memory; say what is held."""
-        public = {} if self.public is None else {"public": self.public.shard.prepared}
-        held, report = hold({**self.sections, **public}, self.networks.device, free)
+        prepared = dict(self.sections)
         if self.public is not None:
-            self.public = replace(
-                self.public, shard=replace(self.public.shard, prepared=held.pop("public"))
-            )
+            prepared["public"] = self.public.shard.prepared
+
+        held, report = hold(prepared, self.networks.device, free)
+        if self.public is not None:
+            shard = replace(self.public.shard, prepared=held.pop("public"))
+            self.public = replace(self.public, shard=shard)
 
         self.sections = held
         for section, shards in self._shards.items():
-            self._shards[section] = {
-                name: replace(shard, prepared=held[section]) for name, shard in shards.items()
-            }
+            for name, shard in shards.items():
+                shards[name] = replace(shard, prepared=held[section])
 
         return report
 
@@ -291,18 +299,18 @@ class Federation:
         """Return what a participant trains on: its own items, or everybody's where the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
+        # in the order of the data, whichever site has an item: the partition is not to be seen in the result
         union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
         return Shard(self.sections[section], union)
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section, whether or not a site has them."""
-        whole = Shard.of(self.sections[section], range(len(self.sections[section])))
-        return replace(
-            whole,
-            shown={
-                i: k for shard in self._shards[section].values() for i, k in shard.shown.items()
-            },
-        )
+        prepared = self.sections[section]
+        shown: dict[int, AnnotatedClasses] = {}
+        for shard in self._shards[section].values():
+            shown.update(shard.shown)
+
+        return replace(Shard.of(prepared, range(len(prepared))), shown=shown)
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
@@ -310,7 +318,9 @@ class Federation:
         arch = self._architectures[name]
         by_epoch = self.run.decay_per == "epoch"
         bundle = arch.bundle
-        first = max(0, round_ - 1) * run.local_epochs
+        first = (
+            max(0, round_ - 1) * run.local_epochs
+        )  # epochs before this round: rounds count from 1
         settings = LocalSettings(
             run.local_epochs, run.batch_size, partial(bundle.optimizer, lr=run.lr, epoch=first),
             lr_factor=run.lr_decay ** (first if by_epoch else round_ - 1), amp=run.amp, lr_decay=run.lr_decay,
@@ -320,13 +330,13 @@ class Federation:
         train, validate, test = hide_labels(
             run, name, [self.participant_shard(name, section) for section in SECTIONS]
         )
-        known = self.known.get(name)
-        kept = dict[str, State]() if run.keep_optimizer else None
+        classes = self.known.get(name)
+        optimizer_states = dict[str, State]() if run.keep_optimizer else None
 
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,
-            site_labels.loss_at(self.bundle, run, known), settings, arch.networks, round_, self.task, known=known,
-            common=self.networks, public=self.public, method=run.method, optimizer_states=kept,
+            site_labels.loss_at(self.bundle, run, classes), settings, arch.networks, round_, self.task, known=classes,
+            common=self.networks, public=self.public, method=run.method, optimizer_states=optimizer_states,
         )  # fmt: skip
 
     @contextmanager
@@ -358,25 +368,31 @@ class Federation:
         leave = _span([len(arch.leaves) for arch in used])
         stay = _span([arch.stays for arch in used])
         besides = sorted(group.name for group in self.method.groups() if group.up)
-        text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
-        text += f"; besides them leave: {', '.join(besides)}" if besides else ""
-        text += (
-            f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
-        )
+        text = f"{leave} tensors leave each site, {stay} stay"
+        if besides:
+            text = (
+                f"{leave} tensors of the network leave each site, {stay} stay; "
+                f"besides them leave: {', '.join(besides)}"
+            )
+        if not self.aggregation.is_mean:
+            text += f"; aggregation: {self.aggregation.described}"
+
         text += site_labels.described(self.known, self.bundle)
 
         if self.compression.lossless:
             return text
 
-        takes = self.compression.takes
-        smaller = [
-            sum(
-                takes("weights", name, dtype, shape.numel())
-                for name, (shape, dtype) in arch.leaves.items()
-            )
-            for arch in used
-        ]
-        exact = [len(arch.leaves) - number for arch, number in zip(used, smaller, strict=True)]
+        smaller = []
+        exact = []
+        for arch in used:
+            number = 0
+            for name, (shape, dtype) in arch.leaves.items():
+                number += self.compression.takes("weights", name, dtype, shape.numel())
+
+            smaller.append(number)
+            exact.append(len(arch.leaves) - number)
+
+        # the largest entries are of a change, and a broadcast is none
         text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
 
         return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
@@ -384,12 +400,9 @@ class Federation:
     def message_rules(self, name: str) -> MessageRules:
         """Return what a message between the server and a participant may have in it."""
         arch = self._architectures[name]
-        network = {
-            key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()
-        }
         groups = self.method.groups()
         return MessageRules(
-            name, arch.leaves, network, arch.personal,
+            name, arch.leaves, _forms(arch.networks.initial), arch.personal,
             uploads=frozenset(["weights", *(group.name for group in groups if group.up)]),
             like_weights=self.like_weights,
             fedavg=methods.has_fedavg_server(self.method),
@@ -402,9 +415,9 @@ class Federation:
             broadcast, derive(self.host(round_).seed, "messages", name)
         )
 
-    def decode_reply(self, name: str, named: Mapping[Any, Any]) -> Message:
+    def decode_reply(self, name: str, arrived: Wire) -> Message:
         """Return what a site sent, as `MessageRules.decode_reply`, on this device."""
-        message = self.message_rules(name).decode_reply(named)
+        message = self.message_rules(name).decode_reply(arrived)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
     def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
@@ -415,6 +428,7 @@ class Federation:
         """
         with self.scope():
             replies = with_effective_counts(replies, self.run)
+            # {}: the method keeps no weights at the server
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {
                     **server,
@@ -424,28 +438,32 @@ class Federation:
             after = self.method.aggregate(
                 self.host(round_), server, replies, len(self.participants)
             )
-            whole = after.get("weights") or {}
-            if whole:
-                return {**after, "weights": self.networks.under_one_name(whole)}
+            weights = after.get("weights")
+            if weights:
+                return {**after, "weights": self.networks.under_one_name(weights)}
 
             return after
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Go on without some participants: they are in no cohort, and are asked for nothing."""
+        """Drop participants for the rest of the run."""
         self.participants = [name for name in self.participants if name not in names]
 
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""
-        count = max(
-            1, math.floor(self.run.cohort * len(self.participants) + 1e-9)
-        )  # 0.29 * 100 is 28.999…
-        whole = methods.extra(self.method, methods.WholeCohort)
-        if count == len(self.participants) or (whole is not None and whole.everyone):
+        # 0.29 * 100 is 28.999…
+        count = max(1, math.floor(self.run.cohort * len(self.participants) + 1e-9))
+        rule = methods.extra(self.method, methods.WholeCohort)
+        if count == len(self.participants) or (rule is not None and rule.everyone):
             return list(self.participants)
 
+        # by round: a resumed run draws the same cohorts
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _span(numbers: Sequence[int]) -> str:

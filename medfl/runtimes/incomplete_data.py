@@ -23,23 +23,26 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
     sites = run.partition.sites
     channels = site_channels.names(bundle) if run.site_channels else ()
     site_positions = site_channels.read(run.site_channels, channels, sites)
-    site_lacks = {
-        site: [c for c in range(len(channels)) if c not in has]
-        for site, has in site_positions.items()
-    }
-    unlabelled_ids = {
-        ident
-        for site in site_names(run.unlabelled)
-        for ident in sites.get(site, {}).get("train", ())
-    }
+    site_lacks = {}
+    for site, present in site_positions.items():
+        site_lacks[site] = sorted({*range(len(channels))} - {*present})
+
+    unlabelled_ids: set[str] = set()
+    for site in site_names(run.unlabelled):
+        unlabelled_ids.update(sites.get(site, {}).get("train", ()))
+
     replaced: dict[str, Section] = {}
 
     for section in SECTIONS[: 2 + bundle.has_test]:
-        site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
+        site_of: dict[str, str] = {}
+        for site, ids in sites.items():
+            site_of |= dict.fromkeys(ids.get(section, ()), site)
+
         absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
         hidden = unlabelled_ids if section == "train" else set()
         for item in bundle.items(section):
             ident = str(item["id"])
+            # channels whose file is not there, but which the site is said to have
             missing = {*item.get(LACKS, ())} - {*absent.get(ident, ())}
             if missing:
                 site = site_of.get(ident, "")

@@ -34,9 +34,11 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             "restore the file, or start a new run with --init",
         )
 
+    # on the stream of a drawn network, so that what the method adds is what it would be without --init
     with stream(run.seed, "network"):
         plain = bundle.network()
         is_plain = not _differences(plain, bundle.start)
+        # before the method adapts it: a method may copy or freeze layers
         if is_plain:
             plain.load_state_dict(bundle.start)
 
@@ -44,20 +46,15 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
 
     if not is_plain:
         if _differences(adapted, bundle.start):
-            if len(adapted.state_dict()) != len(bundle.start):
-                network = plain
-            else:
-                network = adapted
-
+            # compared with the network that the weights resemble, so that the error lists few tensors
+            network = adapted if len(adapted.state_dict()) == len(bundle.start) else plain
             mismatches = _differences(network, bundle.start)
+            listed = "; ".join(mismatches[:_NAMED])
             if len(mismatches) > _NAMED:
-                more = f" ({len(mismatches) - _NAMED} more)"
-            else:
-                more = ""
+                listed += f" ({len(mismatches) - _NAMED} more)"
 
-            other = f"--init of another network than that of bundle {bundle.name!r}"
             raise InputError(
-                f"{other}: {'; '.join(mismatches[:_NAMED])}{more}",
+                f"--init of another network than that of bundle {bundle.name!r}: {listed}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
                 "give weights of this network, or choose it with --config network=NAME",
             )
@@ -70,18 +67,14 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
 def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     """Say in which tensors weights are not a network's: first those with other forms, then missing ones, then odd."""
     state = network.state_dict()
-    forms = [
-        f"{name!r} is {_form(weights[name])}, the network's {_form(tensor)}"
-        for name, tensor in state.items()
-        if name in weights and _form(weights[name]) != _form(tensor)
-    ]
-    missing = [f"{name!r} is missing" for name in state if name not in weights]
+    forms = []
+    for name, tensor in state.items():
+        if name in weights and _form(weights[name]) != _form(tensor):
+            forms.append(f"{name!r} is {_form(weights[name])}, the network's {_form(tensor)}")
 
-    return [
-        *forms,
-        *missing,
-        *(f"the network has no {name!r}" for name in weights if name not in state),
-    ]
+    missing = [f"{name!r} is missing" for name in state if name not in weights]
+    odd = [f"the network has no {name!r}" for name in weights if name not in state]
+    return forms + missing + odd
 
 
 def _form(tensor: Tensor) -> str:

@@ -25,7 +25,8 @@ class Launch:
         with_local: run the method Local first, into `out`/local, as each site's reference; a run that has one is
             resumed with it.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
-        profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
+        profile: say where the time went, and write profile.json, a trace for a viewer; all in one process, whatever
+            `jobs` says.
         track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
             "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator.
@@ -69,9 +70,11 @@ class Launch:
                     f"argument {name!r}", allowed, did_you_mean(name, names, "choose one")
                 )
 
+        # "" is no folder, but Path("") would be the present one
         if isinstance(settings.get("out"), str):
             settings["out"] = Path(settings["out"]) if settings["out"] else None
 
+        # a dataclass does not look at types: a text in the place of a number would fail rounds later
         for name, value, allowed in type_mismatches(Launch, settings):
             raise InputError(
                 f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument"

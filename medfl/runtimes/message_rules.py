@@ -15,11 +15,14 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 from medfl.core.message_limits import MessageLimits
 
+Wire = Mapping[Any, Any]
+"""What some transport restored, before anything of it is checked."""
+
 Form = tuple[torch.Size, torch.dtype]
 """Shape and type of a tensor."""
+# of a broadcast; methods send less than a tenth of it
 _MOST_NUMBERS = 1024
 _MOST_GROUPS = 256
-"""Of a broadcast; methods send less than a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class MessageRules:
 
     # What the server receives
 
-    def decode_reply(self, arrived: Mapping[Any, Any]) -> Message:
+    def decode_reply(self, arrived: Wire) -> Message:
         """Return what a site sent, restored by some transport under the names of `Message.flat`.
 
         Raises:
@@ -75,6 +78,7 @@ class MessageRules:
 
         for key, tensor in flat.items():
             group, _, name = key.partition("/")
+            # in any group: a method might send a personal tensor under another heading
             if name in self.personal or (group == "weights" and name not in self.leaves):
                 raise RunError(f"{self.sender}: tensor {key!r} must not leave it")
             if group in undeclared:
@@ -107,9 +111,7 @@ class MessageRules:
 
     # What the site receives
 
-    def decode_broadcast(
-        self, tensors_arrived: Mapping[Any, Any], compression: Compression
-    ) -> Message:
+    def decode_broadcast(self, tensors_arrived: Wire, compression: Compression) -> Message:
         """Return a broadcast that arrived under the names of `Message.flat`, made smaller by `compression`.
 
         Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
@@ -122,8 +124,10 @@ class MessageRules:
         message = compression.decompress_broadcast(arrived, f"{self.sender}: the server")
 
         for group, tensors in message.tensors.items():
+            # a method may send no weights at all, but not a part of them
             if group == "weights":
                 self._check_same_names(tensors)
+
             for name, tensor in tensors.items():
                 self._check_form(sender, group, name, tensor)
                 self._check_finite(f"{group}/{name}", tensor)
@@ -138,7 +142,7 @@ class MessageRules:
 
         return message
 
-    def decode_average(self, arrived: Mapping[Any, Any]) -> Message:
+    def decode_average(self, arrived: Wire) -> Message:
         """Return weights that arrived under their own names, from a host that knows of nothing else.
 
         Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
@@ -150,13 +154,15 @@ class MessageRules:
         weights = self.limits.checked(arrived, self._sender_of_broadcast)
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
-            dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
+            if name not in self.leaves:
+                continue  # refused below, with all others of no known name
+
+            dtype = self.leaves[name][1]
             if tensor.is_floating_point() and dtype != tensor.dtype:
                 average = tensor if dtype.is_floating_point else tensor.round()
                 weights[name] = average.to(dtype)
-                self._check_finite(
-                    f"weights/{name}", weights[name]
-                )  # too large for a smaller type is infinite in it
+                # a number that is too large for a smaller type is infinite in it
+                self._check_finite(f"weights/{name}", weights[name])
 
         self._check_same_names(weights)
         for name, tensor in weights.items():

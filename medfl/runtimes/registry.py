@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
     from medfl.storage.run_folder import RunFolder
 
+Document = dict[str, Any]
+"""A record of a run as JSON has it: summary.json, a line of rounds.jsonl, the record in the manifest."""
+
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",
     "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
     "flare": "medfl.flare.job",
 }
+# runtimes that a command of their own asks for, and that the records of its runs name
 _OF_COMMANDS = {"flare-poc": "medfl.flare.poc"}
-"""Runtimes that a command of their own asks for, and that the records of its runs name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Runtime:
         require: raises an InputError where what it needs is not installed.
     """
 
-    execute: Callable[[Execution], dict[str, Any]]
+    execute: Callable[[Execution], Document]
     no_jobs: str = ""
     remote: bool = False
     require: Callable[[], object] = lambda: None
@@ -72,6 +75,7 @@ class Runtime:
                 "a whole number of at least 1, or None for the cores",
                 "give 1 or more",
             )
+        # 1 is what it has anyway
         if self.no_jobs and jobs not in (None, 1):
             raise InputError(
                 f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out"

@@ -1,12 +1,11 @@
-"""The rules for methods, for those of one's own: what one breaks is told in a line that names method and rule.
+"""Checks of what a method returns, mainly for user-written methods: an error names the method and the broken rule.
 
-A mistake of the method's is no site's fault, so it ends the run and is nobody's missing reply.
+A method's mistake is no site's fault: it ends the run instead of counting as a missing reply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ Versions = dict[str, tuple[int, int]]
 """Path in a State -> which object is there, and how often it was written to."""
 
 
-def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
+def check_update(method: str, site: Site, result: object) -> tuple[State, Message]:
     """Return what `local_update` gave.
 
     Raises:
@@ -53,17 +52,13 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
     return result
 
 
-def check_state(method: str, which: str, state: Any) -> None:
+def check_state(method: str, which: str, state: object) -> None:
     """See that a State can be saved.
 
     Raises:
         BrokenRule: something in it is neither a tensor, a number nor text; names it.
     """
-    if isinstance(state, dict):
-        wrong = _flaw(state, "")
-    else:
-        wrong = f"it is a {type(state).__name__}"
-
+    wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
     if wrong:
         raise BrokenRule(
             f"{which} of method {method!r}: {wrong}",
@@ -72,21 +67,23 @@ def check_state(method: str, which: str, state: Any) -> None:
         )
 
 
-def object_versions(state: Any, path: str = "") -> Versions:
+def object_versions(state: object, path: str = "") -> Versions:
     """Note what is in a State, to see later whether it was changed in place."""
     if isinstance(state, Tensor):
+        # PyTorch counts writes to a tensor, but not to one of inference mode
         return {path: (id(state), 0 if state.is_inference() else state._version)}
 
     # not into other mappings: one on disk makes new tensors whenever it is read
-    parts: Iterable[tuple[Any, Any]]
+    parts: Iterable[tuple[object, object]] = ()
+    size = 0
     if isinstance(state, dict):
         parts = state.items()
+        size = len(state)
     elif isinstance(state, list):
         parts = enumerate(state)
-    else:
-        parts = ()
+        size = len(state)
 
-    noted = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
+    noted = {path: (id(state), size)}
     for name, part in parts:
         noted |= object_versions(part, f"{path}/{name}".removeprefix("/"))
 
@@ -101,6 +98,7 @@ def check_unchanged(method: str, state: State, before: Versions) -> None:
     """
     after = object_versions(state)
     if after != before:
+        # the longest path is the innermost part: what holds it has changed with it
         changed = [path for path in (*before, *after) if before.get(path) != after.get(path)]
         raise BrokenRule(
             f"aggregate of method {method!r} changed {max(changed, key=len) or 'its entries'!r} of the server's State "
@@ -110,25 +108,21 @@ def check_unchanged(method: str, state: State, before: Versions) -> None:
         )
 
 
-def _flaw(node: Any, path: str) -> str:
+def _flaw(node: object, path: str) -> str:
+    """Say what in a State cannot be saved, "" if all can."""
     if isinstance(node, dict):
-        odd = next((key for key in node if not isinstance(key, str)), None)
-        if odd is not None:
-            return f"the key {odd!r}{f' in {path!r}' if path else ''} is a {type(odd).__name__}"
-        return next(
-            (
-                flaw
-                for key, part in node.items()
-                if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))
-            ),
-            "",
-        )
+        for key in node:
+            if not isinstance(key, str):
+                place = f" in {path!r}" if path else ""
+                return f"the key {key!r}{place} is a {type(key).__name__}"
 
-    if isinstance(node, list | tuple):
-        return next(
-            (flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), ""
-        )
-    if isinstance(node, _VALUES):
+        parts = [(f"{path}/{key}".lstrip("/"), part) for key, part in node.items()]
+    elif isinstance(node, list | tuple):
+        parts = [(f"{path}/{index}", part) for index, part in enumerate(node)]
+    elif isinstance(node, _VALUES):
         return ""
+    else:
+        return f"{path!r} is a {type(node).__name__}"
 
-    return f"{path!r} is a {type(node).__name__}"
+    flaws = (_flaw(part, part_path) for part_path, part in parts)
+    return next(filter(None, flaws), "")

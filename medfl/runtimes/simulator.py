@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -24,14 +23,14 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
-from medfl.runtimes.registry import Execution, Runtime
+from medfl.runtimes.registry import Document, Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
 from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
-from medfl.storage.files import State, write_atomic
+from medfl.storage.files import State
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 
@@ -64,15 +63,17 @@ class Simulator:
         )
         self.method = federation.method
         self.run = federation.run
-        self.jobs = 1 if self.run.device != "cpu" else launch.jobs or 1
+        # a GPU is not shared by processes, and a profile is of one
+        alone = self.run.device != "cpu" or launch.profile
+        self.jobs = 1 if alone else launch.jobs or 1
         self.key = federation.bundle.key_metric
-        self.recorder = profiling.Recorder(self.run.device) if launch.profile else None
+        self.profile = profiling.PartsProfile(launch.profile)
         self.server: State = {}
         self.done = 0
         self.stopped = ""
         stopping = [EarlyStopping(self.run.patience)] if self.run.patience else []
         self.callbacks: tuple[Callback, ...] = (*launch.callbacks, *stopping)
-        self.record: dict[str, Any] = {
+        self.record: Document = {
             "best": None,
             "best_test": None,
             "bytes_up": 0,
@@ -83,7 +84,7 @@ class Simulator:
             "left_out": {},
         }
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> Document:
         """Run all rounds that are left, score, write everything, and return the summary.
 
         Raises:
@@ -111,9 +112,11 @@ class Simulator:
                 "ask for at least as many",
             )
 
+        # a killed process may have written lines of a round that it did not commit
         self.folder.truncate_rounds(self.done)
         with (
-            profiling.recording(self.recorder),
+            self.profile,
+            profiling.during(profiling.OTHER),
             self._make_workers(self.federation, self.jobs) as self.workers,
         ):
             self.workers.set_deadline(self.tolerance.deadline)
@@ -125,11 +128,12 @@ class Simulator:
             self.scoring.untested = self.launch.untested
             summary = self._execute(bool(manifest))
 
-        (self.folder.write_trial if self.launch.untested else self.folder.write_summary)(summary)
-        if self.recorder is not None:
-            self.say(self.recorder.table())
-            write_atomic(
-                self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode()
+        write = self.folder.write_trial if self.launch.untested else self.folder.write_summary
+        write(summary)
+        if self.launch.profile:
+            self.say(self.profile.parts_table())
+            self.profile.export_chrome_trace(  # type: ignore[no-untyped-call]
+                str(self.folder.path / "profile.json")
             )
 
         for line in self._missing():
@@ -137,7 +141,7 @@ class Simulator:
 
         return summary
 
-    def _execute(self, resumed: bool) -> dict[str, Any]:
+    def _execute(self, resumed: bool) -> Document:
         self.say(self.federation.describe_exchange())
         if not resumed:
             self._start()
@@ -154,6 +158,7 @@ class Simulator:
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
 
+            # before anything looks at a test item
             if self.launch.untested:
                 return self._trial_summary()
 
@@ -164,9 +169,8 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
 
             self.workers.close()
-            summary["peak_memory_bytes"] = (
-                _peak_memory()
-            )  # with that of the workers, which have ended
+            # with that of the workers, which have ended
+            summary["peak_memory_bytes"] = _peak_memory()
             summary |= _peak_device_memory(self.run.device)
             pictures.finish(self.done, self.server)
             pictures.draw_cases(self.done, cases, masks)
@@ -207,7 +211,7 @@ class Simulator:
 
         return bar
 
-    def _rounds(self, events: Any, pictures: Pictures, bar: Any) -> None:
+    def _rounds(self, events: Events, pictures: Pictures, bar: Any) -> None:
         """Run the rounds that are left.
 
         Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
@@ -215,13 +219,12 @@ class Simulator:
         """
         first = self.done + 1
         training = None
-        if self.done and self._run_callbacks(
-            self.folder.rounds()[-1]
-        ):  # a resumed run that was over
+        # a resumed run may have been over already
+        if self.done and self._run_callbacks(self.folder.rounds()[-1]):
             return
 
         for round_ in range(first, self.run.rounds + 1):
-            with profiling.in_round(round_):
+            with profiling.during(f"round {round_}"):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = (
@@ -245,12 +248,16 @@ class Simulator:
                 if self._run_callbacks(entry):
                     return
 
-    def _run_callbacks(self, entry: Mapping[str, Any]) -> bool:
+    def _run_callbacks(self, entry: Document) -> bool:
         """Call the callbacks after a round, and tell whether the run ends with it."""
         if not self.callbacks:
             return False
 
-        history = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
+        history = []
+        for past in self.folder.rounds():
+            if past["val"]:
+                history.append((past["round"], past["val"]))
+
         ended = RoundEnd(
             entry["round"], self.run.rounds, entry["val"], entry["train_loss"], history, self.key, self.folder.path,
             lambda: self.server.get("weights") or {},
@@ -265,10 +272,9 @@ class Simulator:
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort = self.federation.cohort(round_)
         evaluate = self._is_eval_round(round_)
+        scored: tuple[str, ...] = ()
         if evaluate and self.method.judged == "global" and not self.method.pools_data:
-            scored: tuple[str, ...] = ("validate",)
-        else:
-            scored = ()
+            scored = ("validate",)
 
         bar.set_description(f"round {round_}/{self.run.rounds}")
         training = RoundTraining(round_, cohort, bar.update)
@@ -278,9 +284,10 @@ class Simulator:
 
         return training
 
-    def _train(self, training: RoundTraining) -> tuple[dict[str, Any], dict[str, StepResult]]:
+    def _train(self, training: RoundTraining) -> tuple[Document, dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation = self.federation
+        # what ran beside the last evaluation is counted already, in `overlap`
         since = time.perf_counter() if training.overlap else training.started
         round_ = training.round
         cohort = training.cohort
@@ -293,6 +300,7 @@ class Simulator:
         for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
+            # the replies are kept once, in `replies`, which spills them to disk
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
 
@@ -303,15 +311,19 @@ class Simulator:
             )
 
         self.server = outcome.server
-        observed = outcome.observed
-        results = {
-            name: results[name] for name in cohort if name in results and name not in left_out
-        }
+        # in the cohort's order, not in which they came: sums over sites depend on it
+        present = [name for name in cohort if name in results and name not in left_out]
+        results = {name: results[name] for name in present}
         self.folder.accept_states(round_, [name for name in renewed if name in results])
+        # a refused reply never happened, and neither did the State that came with it
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
-        bytes_up = sum(result.bytes_up for result in results.values())
-        bytes_down = sum(result.bytes_down for result in results.values())
+        bytes_up = 0
+        bytes_down = 0
+        for result in results.values():
+            bytes_up += result.bytes_up
+            bytes_down += result.bytes_down
+
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
@@ -319,19 +331,19 @@ class Simulator:
         loss = sum(result.loss * samples[name] for name, result in results.items()) / max(
             1, trained_on
         )
-        entry: dict[str, Any] = {
-            "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
+        entry: Document = {
+            "round": round_, "cohort": cohort, **_unless_empty(left_out=left_out), "seconds": 0.0,
             "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
             "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
-            **({"observed": observed} if observed else {}),
+            **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
 
         return entry, results
 
     def _evaluate(
         self,
-        entry: dict[str, Any],
+        entry: Document,
         results: Mapping[str, StepResult],
         training: RoundTraining | None,
     ) -> None:
@@ -354,16 +366,20 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
+    def _show(self, bar: Any, entry: Document) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
         loss = f"loss {entry['train_loss']:.3f}"
         best = self.record["best"]
         value = entry["val"].get(self.key)
-        bar.set_postfix_str(
-            loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else "")
-        )
-        parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
-        parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
+        shown = loss
+        parts = [loss]
+        if value is not None:
+            parts.append(f"{self.key} {value:.3f}")
+        if best:
+            shown += f", best {self.key} {best['value']:.3f} ({best['round']})"
+            parts.append(f"best {best['value']:.3f} (round {best['round']})")
+
+        bar.set_postfix_str(shown)
         self.say(
             f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s"
         )
@@ -380,27 +396,28 @@ class Simulator:
         self.dispatcher.progress = self.launch.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
-        public: dict[str, Any] = {}
+        public: Document = {}
 
         if run.public:
-            about = {
+            public["public"] = {
                 "bundle": run.public.bundle,
                 "data_source": run.public.data.source,
                 "items": run.public.items,
+                "teachers": [name for name, _ in run.public.teachers],
             }
-            public["public"] = {**about, "teachers": [name for name, _ in run.public.teachers]}
 
+        is_stopped = self.done < run.rounds
         summary = {
             "method": run.method,
             "bundle": run.bundle,
             "seed": run.seed,
             "rounds": self.done,
-            "status": "stopped" if self.done < run.rounds else "finished",
-            **({"stopped": self.stopped} if self.done < run.rounds else {}),
+            "status": "stopped" if is_stopped else "finished",
+            **({"stopped": self.stopped} if is_stopped else {}),
             "data_source": run.data.source,
             **public,
             **scores,
-            **{key: record[key] for key in ("absent", "left_out") if record[key]},
+            **_unless_empty(absent=record["absent"], left_out=record["left_out"]),
             "bytes_up": record["bytes_up"],
             "bytes_down": record["bytes_down"],
             "seconds": record["seconds"],
@@ -410,7 +427,7 @@ class Simulator:
 
         return Final(summary, cases)
 
-    def _trial_summary(self) -> dict[str, Any]:
+    def _trial_summary(self) -> Document:
         """Return what is said of a run that is not tested: its best round by the validation metric, and its cost."""
         best = self.record["best"]
         return {
@@ -424,19 +441,22 @@ class Simulator:
         if self.record["absent"]:
             yield f"without these sites, which did not introduce themselves: {', '.join(self.record['absent'])}"
         if self.record["left_out"]:
-            counts = [
-                f"{name} in {count}" for name, count in sorted(self.record["left_out"].items())
-            ]
+            left_out = sorted(self.record["left_out"].items())
+            counts = [f"{name} in {count}" for name, count in left_out]
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
+
+
+def _unless_empty(**entries: Mapping[str, object]) -> Document:
+    """Return the entries that have something in them: a record has no others, so that older ones are equal."""
+    return {name: entry for name, entry in entries.items() if entry}
 
 
 def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
+    # bytes on macOS, KiB on Linux
     unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return unit * max(resource.getrusage(process).ru_maxrss for process in processes)
 
 
 def _peak_device_memory(device: str) -> dict[str, int]:

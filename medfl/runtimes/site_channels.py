@@ -22,10 +22,8 @@ def names(bundle: Problem) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
-    return tuple(
-        str(definition.get(str(i), i))
-        for i in range(int(image.get("num_channels") or 0) or bundle.channels)
-    )
+    count = int(image.get("num_channels") or 0) or bundle.channels
+    return tuple(str(definition.get(str(i), i)) for i in range(count))
 
 
 def read(
@@ -36,21 +34,20 @@ def read(
     Raises:
         InputError: a name is no channel, or no site of the run.
     """
-    numbers = {
-        **{str(i): i for i in range(len(channels))},
-        **{name.lower(): i for i, name in enumerate(channels)},
-    }
+    numbers = {str(index): index for index in range(len(channels))}
+    # a channel that is called by a number is meant by its name
+    numbers |= {name.lower(): index for index, name in enumerate(channels)}
     allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
     advice = "choose among them, by name or number from 0"
     site_channels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_channels, sites, "=...")
 
-    return {
-        site: positions(
-            "channel", site, {one: one.lower() for one in named}, numbers, allowed, advice
-        )
-        for site, named in site_channels.items()
-    }
+    has = {}
+    for site, names_of_site in site_channels.items():
+        lower = {name: name.lower() for name in names_of_site}
+        has[site] = positions("channel", site, lower, numbers, allowed, advice)
+
+    return has
 
 
 def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> None:
@@ -59,6 +56,7 @@ def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> No
         return
 
     flag = _FLAG if text else "--channel-drop"
+    # such a trainer has batches of its own, which nothing here could fill in
     if bundle.custom_trainer:
         raise InputError(
             f"{flag} with a bundle whose trainer takes its steps by itself",
@@ -66,7 +64,8 @@ def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> No
             "leave it out",
         )
 
-    read(text, channels := names(bundle), sites)
+    channels = names(bundle)
+    read(text, channels, sites)
     if len(channels) < 2:
         raise InputError(
             f"{flag} with images of {len(channels) or 'no'} channel", "two or more", "leave it out"
@@ -79,30 +78,35 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
     Raises:
         InputError: as for `check`.
     """
-    bare = {
-        name: one.prepared if isinstance(one, Channels) else one for name, one in sections.items()
-    }
+    # sections of another federation may have been filled in already
+    bare = dict(sections)
+    for name, prepared in sections.items():
+        if isinstance(prepared, Channels):
+            bare[name] = prepared.prepared
+
     if not run.site_channels and not run.channel_drop:
         return bare
 
     sites = run.partition.sites
     check(run.site_channels, run.channel_drop, bundle, sites)
-    count = len(channels := names(bundle))
+    channels = names(bundle)
+    count = len(channels)
     has = read(run.site_channels, channels, sites)
     filled_sections: dict[str, Prepared] = {}
 
     for section, prepared in bare.items():
         present = torch.ones(len(prepared), count, dtype=torch.bool)
-        held = {ident: site for site in has for ident in sites[site].get(section, ())}
-        for index, ident in enumerate(prepared.ids(range(len(prepared))) if held else ()):
-            if ident in held:
-                present[index] = torch.tensor(
-                    [channel in has[held[ident]] for channel in range(count)]
-                )
+        site_of: dict[str, str] = {}
+        for site in has:
+            site_of |= dict.fromkeys(sites[site].get(section, ()), site)
 
-        filled_sections[section] = Channels(
-            prepared, present, run.channel_drop if section == "train" else 0.0
-        )
+        for index, ident in enumerate(prepared.ids(range(len(prepared)))):
+            if ident in site_of:
+                present[index] = False
+                present[index, list(has[site_of[ident]])] = True
+
+        drop = run.channel_drop if section == "train" else 0.0
+        filled_sections[section] = Channels(prepared, present, drop)
 
     return filled_sections
 
@@ -116,10 +120,7 @@ def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
     lines = []
     for site, has in read(run.site_channels, channels, run.partition.sites).items():
         lacking = [name for i, name in enumerate(channels) if i not in has]
-        lines += (
-            [f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images"]
-            if lacking
-            else []
-        )
+        if lacking:
+            lines.append(f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images")
 
     return tuple(lines)

@@ -31,25 +31,27 @@ def read(
     Raises:
         InputError: a name is no structure, or no site of the run.
     """
-    named = {
-        slug(name): index for index, name in enumerate(structures) if slug(name) != "background"
-    }
-    allowed = f"the structures of the bundle are {', '.join(named) or 'not named'}"
+    position = {slug(structures[index]): index for index in sorted(foreground_classes(structures))}
+    allowed = f"the structures of the bundle are {', '.join(position) or 'not named'}"
     advice = "choose among them, or auto: those that its masks show"
     site_labels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
 
-    return {
-        site: None
-        if names == (FROM_MASKS,)
-        else positions("label", site, {n: slug(n) for n in names}, named, allowed, advice)
-        for site, names in site_labels.items()
-    }
+    classes: dict[str, tuple[int, ...] | None] = {}
+    for site, names in site_labels.items():
+        if names == (FROM_MASKS,):
+            classes[site] = None
+        else:
+            slugs = {name: slug(name) for name in names}
+            classes[site] = positions("label", site, slugs, position, allowed, advice)
+
+    return classes
 
 
 def foreground_classes(structures: Sequence[str]) -> set[int]:
     """Return the positions of all that a site may annotate: of the structures without the background."""
-    return {index for index, name in enumerate(structures) if slug(name) != "background"}
+    slugs = map(slug, structures)
+    return {index for index, name in enumerate(slugs) if name != "background"}
 
 
 def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) -> None:
@@ -57,12 +59,11 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
     if not text:
         return
 
-    if bundle.task != "segmentation" or bundle.custom_trainer:
-        if bundle.custom_trainer:
-            kind = "a bundle whose trainer takes its steps by itself"
-        else:
-            kind = f"a {bundle.task} task"
+    kind = "" if bundle.task == "segmentation" else f"a {bundle.task} task"
+    if bundle.custom_trainer:
+        kind = "a bundle whose trainer takes its steps by itself"
 
+    if kind:
         raise InputError(
             f"{_FLAG} with {kind}",
             "it is for segmentation by a loss of MONAI's kind",
@@ -105,8 +106,9 @@ def known_labels(
                     "give the site masks that it annotated, or leave it out",
                 )
 
+        # a site that annotates everything has the bundle's own loss
         if {*classes} != everything:
-            label_sets[site] = _known(classes, bundle)
+            label_sets[site] = _annotated(classes, bundle)
             _check_loss_supports(
                 bundle, site, label_sets[site], shards[site], run.partial_loss == "naive"
             )
@@ -118,23 +120,26 @@ def annotate(
     shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses]
 ) -> dict[str, Shard]:
     """Return the sites' items of a section, which say what their masks show."""
-    return {
-        site: replace(shard, shown=dict.fromkeys(shard.indices.tolist(), known[site]))
-        if site in known
-        else shard
-        for site, shard in shards.items()
-    }
+    annotated = dict(shards)
+    for site in known.keys() & shards.keys():
+        shown = dict.fromkeys(shards[site].indices.tolist(), known[site])
+        annotated[site] = replace(shards[site], shown=shown)
+
+    return annotated
 
 
 def for_summary(
     known: Mapping[str, AnnotatedClasses], bundle: Problem
 ) -> dict[str, dict[str, list[str]]]:
     """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
-    names = bundle.structures if known else ()
-    if known:
-        return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}}
+    if not known:
+        return {}
 
-    return {}
+    labels = {}
+    for site, annotated in known.items():
+        labels[site] = [bundle.structures[index] for index in annotated.classes]
+
+    return {"labels": labels}
 
 
 def with_recorded_classes(
@@ -142,18 +147,20 @@ def with_recorded_classes(
 ) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
-    known = {
-        site: _known([bundle.structures.index(name) for name in names], bundle)
-        for site, names in labels.items()
-    }
-    sites = [
-        (index, owner.get(ident))
-        for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True)
-    ]
-    return replace(shard, shown={index: known[site] for index, site in sites if site in known})
+    annotated = {}
+    for site, names in labels.items():
+        annotated[site] = _annotated(list(map(bundle.structures.index, names)), bundle)
+
+    shown = {}
+    for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True):
+        site = owner.get(ident)
+        if site in annotated:
+            shown[index] = annotated[site]
+
+    return replace(shard, shown=shown)
 
 
-def _known(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
+def _annotated(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
     return AnnotatedClasses(tuple(classes), len(bundle.structures), exclusive(bundle))
 
 
@@ -165,12 +172,10 @@ def exclusive(bundle: Problem) -> bool:
 
 
 def described(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> str:
-    """Say it in a line's words, "" where all sites annotate everything."""
-    each = [
-        f"{site} {' and '.join(names)}"
-        for site, names in for_summary(known, bundle).get("labels", {}).items()
-    ]
-    return f"; masks show: {', '.join(each)}" if each else ""
+    """Return a line's words on what the masks show, "" where all sites annotate everything."""
+    labels = for_summary(known, bundle).get("labels", {})
+    lists = [f"{site} {' and '.join(names)}" for site, names in labels.items()]
+    return f"; masks show: {', '.join(lists)}" if lists else ""
 
 
 def _classes_in_masks(shard: Shard, count: int) -> set[int]:
@@ -178,46 +183,48 @@ def _classes_in_masks(shard: Shard, count: int) -> set[int]:
     values: set[int] = set()
     for _, y in shard.deterministic(uncropped=True).batches(1):
         in_channels = y.ndim > 3 and y.shape[1] == count
-        values |= (
-            {c for c in range(count) if y[:, c].any()}
-            if in_channels
-            else {int(v) for v in torch.unique(y)}
-        )
+        if in_channels:
+            not_empty = y.transpose(0, 1).flatten(1).any(1)
+            values.update(not_empty.nonzero().flatten().tolist())
+        else:
+            values.update(map(int, torch.unique(y)))
+
     return values
 
 
 def _is_sigmoid(loss: object) -> bool:
     """Return whether a loss takes each channel for a yes or no."""
     parts = [*loss.modules()] if isinstance(loss, nn.Module) else [loss]
-    said = [flag for part in parts if isinstance(flag := getattr(part, "sigmoid", None), bool)]
-    return any(
-        said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts)
-    )  # MONAI's DiceCELoss has both
+    flags = [getattr(part, "sigmoid", None) for part in parts]
+    flags = [flag for flag in flags if isinstance(flag, bool)]
+    # MONAI's DiceCELoss has both a flag and a BCEWithLogitsLoss, which it may not use
+    return any(flags or [isinstance(part, nn.BCEWithLogitsLoss) for part in parts])
 
 
 def _check_loss_supports(
-    bundle: Problem, site: str, known: AnnotatedClasses, shard: Shard, naive: bool
+    bundle: Problem, site: str, classes: AnnotatedClasses, shard: Shard, naive: bool
 ) -> None:
     """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
+    # one item is enough to see whether the loss takes fewer channels
     for _, y in shard.batches(1) if len(shard) else ():
-        logits = torch.zeros(len(y), known.count, *y.shape[2:], device=bundle.device)
+        logits = torch.zeros(len(y), classes.count, *y.shape[2:], device=bundle.device)
         try:
-            PartialLoss(bundle.loss, known, naive)(logits, y.to(bundle.device))
+            PartialLoss(bundle.loss, classes, naive)(logits, y.to(bundle.device))
         except (RuntimeError, ValueError, IndexError) as error:
-            given = f"{_FLAG} {site}=..., over whose structures the bundle's loss fails ({error})"
-            needed = known.count - len(known.unannotated) + known.exclusive
+            failure = f"{_FLAG} {site}=..., over whose structures the bundle's loss fails ({error})"
+            needed = classes.count - len(classes.unannotated) + classes.exclusive
             raise InputError(
-                " ".join(given.split())[:300],
-                f"a loss that takes any number of channels: of the {known.count}, this site needs {needed}",
+                " ".join(failure.split())[:300],
+                f"a loss that takes any number of channels: of the {classes.count}, this site needs {needed}",
                 "take a loss without weights of its channels, or --partial-loss naive",
             ) from error
 
         return
 
 
-def loss_at(bundle: Problem, run: Run, known: AnnotatedClasses | None) -> Callable[..., Tensor]:
+def loss_at(bundle: Problem, run: Run, classes: AnnotatedClasses | None) -> Callable[..., Tensor]:
     """Return the loss of a site: the bundle's, or that over what its masks show."""
-    if known is None:
+    if classes is None:
         return bundle.loss
 
-    return PartialLoss(bundle.loss, known, run.partial_loss == "naive")
+    return PartialLoss(bundle.loss, classes, run.partial_loss == "naive")

@@ -1,4 +1,4 @@
-"""What many sites have sent, in the memory of a few: tensors past a budget wait in a file and are read one at a time.
+"""Replies of many sites in bounded memory: tensors past a budget wait in a file and are read one at a time.
 
 Where a tensor lies changes no bit of it, so neither does the budget change a result.
 """
@@ -34,8 +34,12 @@ class TensorStore:
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.held = 0
         self._folder = folder
-        most = BUDGET if budget is None else budget
-        self._budget = min(_MAX_BUDGET, free_ram() // 8) if most is None else most
+        if budget is None:
+            budget = BUDGET
+        if budget is None:
+            budget = min(_MAX_BUDGET, free_ram() // 8)
+
+        self._budget = budget
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
@@ -64,11 +68,13 @@ class TensorStore:
         return torch.frombuffer(data, dtype=extent.dtype).to(extent.device)
 
     def _write(self, tensor: Tensor) -> _Extent:
+        # as bytes: NumPy has no bfloat16
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         with writing(self._folder):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the store)
 
+            # reads have moved the position
             offset = self._file.seek(0, 2)
             self._file.write(data)
             self._file.flush()

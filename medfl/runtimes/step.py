@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
+from medfl.runtimes import profiling
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
 from medfl.training.site import Site, summed
@@ -36,7 +37,7 @@ OPTIMIZERS = "optimizers"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a site's step gave.
+    """Result of one local update.
 
     Attributes:
         state: the site's next State; stays at the site.
@@ -71,13 +72,14 @@ def site_step(
     method = federation.method
     site = federation.site(name, round_)
     compression = federation.compression
+    # a copy: `fit` writes to it, and the State has to stay as it was if the step fails
     if site.optimizer_states is not None:
         site = replace(site, optimizer_states=dict((state or {}).get(OPTIMIZERS, {})))
 
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
-        result = method.local_update(site, _own(federation, site, state), received)
+        result = method.local_update(site, _method_state(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
         assert not {UNSENT, OPTIMIZERS} & state.keys(), (
             f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
@@ -86,18 +88,24 @@ def site_step(
         cases = {}
 
         if score_on and "weights" in reply:
-            cases = _scores(
-                federation, _trained(federation, site, state, received, reply), name, score_on
-            )
+            network = _trained(federation, site, state, received, reply)
+            cases = _scores(federation, network, name, score_on)
 
+        # the server's end is here too: it can restore only what crossed
         wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = compression.decompress_reply(wire, down, f"site {name!r}")
+        # rounding may have made a large value infinite
         if not compression.lossless:
             federation.message_rules(name).check_reply(arrived)
 
     report = summed(site.journal)
-    beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
-    next_state = {**state, **{key: value for key, value in beside.items() if value}}
+    # no empty entries: a State without them is equal to one of an earlier version
+    next_state = dict(state)
+    if unsent:
+        next_state[UNSENT] = unsent
+    if site.optimizer_states:
+        next_state[OPTIMIZERS] = site.optimizer_states
+
     return StepResult(
         next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down
     )
@@ -107,6 +115,7 @@ def _trained(
     federation: SiteContext, site: Site, state: State, received: Message, reply: Message
 ) -> nn.Module:
     """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
+    # a method with personal layers sends a part, and knows itself where the rest is
     if reply["weights"].keys() == site.initial_weights.keys():
         return site.model(reply["weights"])
     updated = Message({**received.tensors, **reply.tensors}, {**received.scalars, **reply.scalars})
@@ -148,18 +157,18 @@ def segment_site(
     name: str,
     state: State | None,
     down: Message,
-    wanted: Sequence[str],
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
 
-    Masks of the cases `wanted` are returned; the predictions of all cases are written into `folder`, if there is one.
+    Masks of the cases `ids` are returned; the predictions of all cases are written into `folder`, if there is one.
 
     Returns:
         id -> masks; without the cases whose channels overlap, of which nothing is written.
     """
     with judged(federation, round_, name, state, down) as network:
-        return segment(federation, network, name, wanted, folder)
+        return segment(federation, network, name, ids, folder)
 
 
 def introduce(federation: SiteContext, name: str) -> Message:
@@ -178,11 +187,13 @@ def _delivered(
     return federation.compression.decompress_broadcast(wire), wire.num_bytes
 
 
-def _own(federation: SiteContext, site: Site, state: State | None) -> State:
+def _method_state(federation: SiteContext, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
-    entries = {
-        key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)
-    }
+    entries = dict(state or {})
+    for key in (UNSENT, OPTIMIZERS):
+        entries.pop(key, None)
+
+    # {} is a State, of a method that keeps nothing
     if entries or state == {}:
         return entries
 
@@ -206,19 +217,16 @@ def refuse_other_state(
         ) from error
 
 
-def _unlike(state: Any, first: Any, path: str) -> str:
+def _unlike(state: object, first: object, path: str) -> str:
     """Say where a State has another form than a site's first one, "" if it has all of that."""
     if isinstance(first, dict) and isinstance(state, dict):
         below = {f"{path}/{key}".lstrip("/"): key for key in first}
-        lost = [f"{where!r} is missing" for where, key in below.items() if key not in state]
-        return next(
-            (
-                w
-                for w in lost or (_unlike(state[key], first[key], at) for at, key in below.items())
-                if w
-            ),
-            "",
-        )
+        for key_path, key in below.items():
+            if key not in state:
+                return f"{key_path!r} is missing"
+
+        parts = (_unlike(state[key], first[key], key_path) for key_path, key in below.items())
+        return next(filter(None, parts), "")
 
     if isinstance(first, Tensor) and isinstance(state, Tensor):
         if (first.shape, first.dtype) == (state.shape, state.dtype):
@@ -240,7 +248,7 @@ def judged(
     site = federation.site(name, round_)
     with federation.scope():
         received, _ = _delivered(federation, round_, name, down)
-        yield federation.method.predictor(site, _own(federation, site, state), received)
+        yield federation.method.predictor(site, _method_state(federation, site, state), received)
 
 
 def copied_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -252,25 +260,27 @@ def _scores(
     federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score a network on a site's own sections."""
-    return {
-        section: score(federation, network, federation.shard(site, section), section)
-        for section in sections
-    }
+    cases = {}
+    for section in sections:
+        cases[section] = score(federation, network, federation.shard(site, section), section)
+
+    return cases
 
 
 def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
     surface_metrics = federation.surface_metrics if section == "test" else ()
-    return federation.bundle.evaluator(
-        network, items, federation.networks.device, surface_metrics=surface_metrics
-    )
+    with profiling.during(profiling.EVALUATION):
+        return federation.bundle.evaluator(
+            network, items, federation.networks.device, surface_metrics=surface_metrics
+        )
 
 
 def segment(
     federation: SiteContext,
     network: nn.Module,
     name: str,
-    wanted: Sequence[str],
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""
@@ -279,7 +289,9 @@ def segment(
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
 
-    chosen = [i for i, ident in enumerate(shard.ids) if folder is not None or ident in wanted]
+    # files are of all cases, masks that are returned of a few
+    needed = {*ids} if folder is None else {*shard.ids}
+    chosen = [i for i, ident in enumerate(shard.ids) if ident in needed]
     part = Shard(shard.prepared, shard.indices[chosen])
     shown = {}
     masks_of_items = evaluator.masks(network, part, federation.networks.device)
@@ -291,7 +303,7 @@ def segment(
             path = Path(folder) / readable_file_name(ident)
             save(masks.prediction, masks.classes, part.prepared.geometry[index], path)
 
-        if ident in wanted:
+        if ident in ids:
             shown[ident] = masks
 
     return shown

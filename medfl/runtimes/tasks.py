@@ -8,7 +8,7 @@ all sites, and none of them passes through the server's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,15 +40,18 @@ class WorkerTask(ABC):
     """One piece of work."""
 
     @abstractmethod
-    def run(self, federation: Federation) -> Any:
+    def run(self, federation: Federation) -> object:
         """Do the work and return its result."""
 
+
+Results = Iterator[tuple[int, Any]]
+"""(position of the task, its result) as they come; a `FailedReply` is the result where a site fails."""
 
 MakeTask = Callable[[], WorkerTask]
 """Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
 
 
-def result_or_failure(task: WorkerTask, run: Callable[[], Any]) -> Any:
+def result_or_failure(task: WorkerTask, run: Callable[[], object]) -> object:
     """Run a task; where a site fails, return its `FailedReply`.
 
     Raises:
@@ -103,12 +106,13 @@ class RoundTask(SiteTask):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Further arguments of the function: the fields that a kind of task adds."""
+        # dataclass fields of a base come first
         common = len(fields(RoundTask))
         return tuple(getattr(self, field.name) for field in fields(self)[common:])
 
     def run(self, federation: Federation) -> Any:
         """Call the function at the site."""
-        with profiling.visit(self.site):
+        with profiling.during(f"site {self.site}"):
             return self._call(federation)
 
     def _call(self, federation: Federation) -> Any:
@@ -138,7 +142,7 @@ class Train(RoundTask):
     sections: tuple[str, ...] = ()
 
     function = site_step
-    part = profiling.REST
+    part = profiling.TRAINING
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -147,11 +151,12 @@ class Train(RoundTask):
 
     def run(self, federation: Federation) -> tuple[StepResult, bool]:
         """Return what the step gave, without the State, and whether that was written."""
-        with profiling.visit(self.site):
+        with profiling.during(f"site {self.site}"):
             result = self._call(federation)
             if result.state:
                 with profiling.during(profiling.CHECKPOINT):
                     save_state(self.new_state, result.state, self.round)
+        # the State lies in its file; through the server's process it would not fit
         return replace(result, state={}), bool(result.state)
 
 
@@ -162,7 +167,7 @@ class TrainToScore(RoundTask):
     sections: tuple[str, ...]
 
     function = site_step
-    part = profiling.REST
+    part = profiling.TRAINING
 
     def run(self, federation: Federation) -> dict[str, Cases]:
         """Return the outcomes by section."""

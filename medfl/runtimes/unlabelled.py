@@ -50,7 +50,11 @@ def check_unlabelled(
     if without:
         _check_method(method, method_name, without[0])
 
-    unlabelled_ids = {str(item["id"]) for item in items if NO_LABEL in item}
+    unlabelled_ids = set()
+    for item in items:
+        if NO_LABEL in item:
+            unlabelled_ids.add(str(item["id"]))
+
     if unlabelled_ids and len(unlabelled_ids) == len(items):
         raise InputError(
             f"none of the {len(items)} training images has a label",
@@ -58,8 +62,10 @@ def check_unlabelled(
             "check the data folder",
         )
 
-    for site in sites.keys() - {*without} if unlabelled_ids else ():
-        if here := sorted(unlabelled_ids & {*sites[site].get("train", ())}):
+    # else such an item would be trained on as if it had a label
+    for site in sites.keys() - {*without}:
+        here = sorted(unlabelled_ids & {*sites[site].get("train", ())})
+        if here:
             raise InputError(
                 f"image {here[0]!r} of site {site!r} has no label ({len(here)} such)",
                 f"images without labels are of sites that --unlabelled names: {', '.join(without) or 'none'}",
@@ -81,11 +87,9 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
-            several = bundle.structures and (len(bundle.structures), bundle.structures[0]) != (
-                2,
-                "background",
-            )
-            if several and not site_labels.exclusive(bundle):
+            # a structure and the background: yes or no in one channel is the same as one of two classes
+            is_binary = len(bundle.structures) == 2 and bundle.structures[0] == "background"
+            if bundle.structures and not is_binary and not site_labels.exclusive(bundle):
                 raise InputError(
                     f"site {site.name!r} without labels, whose network says yes or no in each of several channels",
                     "pseudo-labels are for a softmax over background and structures",
@@ -97,11 +101,11 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
 
 def _check_method(method: Method, name: str, site: str) -> None:
     if methods.extra(method, methods.WithoutLabels) is None:
-        alternatives = [
-            one
-            for one in methods.names()
-            if issubclass(methods.method_class(one), methods.WithoutLabels)
-        ]
+        alternatives = []
+        for candidate in methods.names():
+            if issubclass(methods.method_class(candidate), methods.WithoutLabels):
+                alternatives.append(candidate)
+
         raise InputError(
             f"method {name!r} with site {site!r}, which is without labels",
             f"methods that learn without: {', '.join(alternatives)}",

@@ -149,7 +149,7 @@ def _drive(program: str) -> None:
     site = space["site"]
     site.initialize()
     site.get_weights()
-    weights = {f"weights/{name}": tensor for name, tensor in site._own.networks.initial.items()}
+    weights = {f"weights/{name}": tensor for name, tensor in site._view.networks.initial.items()}
     site.train(said(weights, 1))
     site.get_weights()
 

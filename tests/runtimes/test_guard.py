@@ -302,7 +302,7 @@ def test_the_bins_are_the_site_s_where_small_counts_are_not_told(tmp_path: Path)
         federation(bundle=Ranged()), outbound=Outbound(min_count=3), audit=tmp_path / "log"
     )
     for number, ends in ((4, [-2, 2]), (32, [-2, 2.001]), (33, [-2, 2])):
-        with pytest.raises(InputError, match="with min_count 32 from -2 to 2"):
+        with pytest.raises(InputError, match="with min_count 32 bins from -2 to 2"):
             strict.get_data_stats({FlStatistics.HIST_BINS: number, FlStatistics.HIST_RANGE: ends})
     assert [entry["direction"] for entry in verify(tmp_path / "log").entries] == ["refused"] * 3
     strict.get_data_stats()

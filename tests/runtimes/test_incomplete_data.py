@@ -248,8 +248,8 @@ def trained(bundle: Path, data: Path, **changes: Any) -> Any:
     asked = {**ASKED, "data": str(data), "partition": "iid", **changes}
     algo = site_algo(str(bundle), "west", options=OPTIONS, requested=asked)
     algo.initialize()
-    assert algo._own is not None
-    weights = {f"weights/{name}": tensor for name, tensor in algo._own.networks.initial.items()}
+    assert algo._view is not None
+    weights = {f"weights/{name}": tensor for name, tensor in algo._view.networks.initial.items()}
     algo.train(ExchangeObject(weights=weights))
     return bits(algo.get_weights().weights)
 

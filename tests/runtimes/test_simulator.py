@@ -241,46 +241,20 @@ def test_of_many_sites_some_models_are_scored_on_everybodys_items(
     assert summary["site_models"]["mean"].keys() >= {"round", "accuracy"}
 
 
-def test_the_profile_adds_up_and_names_rounds_sites_and_workers(tmp_path: Path) -> None:
-    for jobs in (1, 2):
-        out = tmp_path / f"jobs{jobs}"
-        simulate(out, jobs=jobs, profile=True)
-        document = json.loads((out / "profile.json").read_text())
-        told = document["otherData"]
-        wall = sum(entry["seconds"] for entry in told["rounds"])
-        rows = {"server"} if jobs == 1 else {"server", "worker 1", "worker 2"}
-        assert set(told["seconds"]) == rows
-        for row in told["seconds"].values():
-            assert sum(row.values()) == pytest.approx(wall)
-            assert min(row.values()) >= -1e-9
-        assert [entry["round"] for entry in told["rounds"]] == [1, 2, 3]
-        cohorts = {name for entry in left(out)["rounds"] for name in entry["cohort"]}
-        assert set(told["sites"]) == cohorts
-        for parts in told["sites"].values():
-            assert parts.keys() >= {
-                profiling.DATA,
-                profiling.PASSES,
-                profiling.OPTIMISER,
-                profiling.CHECKPOINT,
-            }
-        sums = {
-            part: sum(row[part] for row in told["seconds"].values()) for part in profiling.PARTS
-        }
-        assert min(sums.values()) > 0, "every part takes some time in this run"
-        names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
-        assert set(names) == rows
-    assert not (tmp_path / "jobs1" / "profile").exists()
+def test_the_profile_names_rounds_sites_and_parts(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    simulate(out, profile=True)
+    events = json.loads((out / "profile.json").read_text())["traceEvents"]
+    spans = [event for event in events if event.get("cat") == "user_annotation"]
+    names = {span["name"] for span in spans}
+    cohorts = {name for entry in left(out)["rounds"] for name in entry["cohort"]}
+    assert {f"round {number}" for number in (1, 2, 3)} < names
+    assert {f"site {name}" for name in cohorts} < names
+    assert set(profiling.PARTS) - {profiling.OPTIMISER} < names, "every part takes some time here"
+    assert "Optimizer.step#SGD.step" in names
 
-
-def test_the_time_of_the_rounds_is_that_of_the_record(tmp_path: Path) -> None:
-    simulate(tmp_path / "run", profile=True)
-    rounds = [
-        json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
-    ]
-    told = json.loads((tmp_path / "run" / "profile.json").read_text())["otherData"]["rounds"]
-    for entry, parts in zip(rounds, told, strict=True):
-        assert (
-            entry["seconds"] <= parts["seconds"]
-        )  # the record is written before the round is committed
-        assert parts["aggregation"] <= entry["seconds_server"] * 1.5 + 0.01
-        assert parts["evaluation"] >= 0.5 * entry["seconds_eval"]
+    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    for entry in rounds:
+        (span,) = [span for span in spans if span["name"] == f"round {entry['round']}"]
+        # the record is written before the round is committed
+        assert entry["seconds"] <= span["dur"] / 1e6

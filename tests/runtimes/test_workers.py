@@ -157,9 +157,7 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
 def start(
     workers: Workers, tasks: list[MakeTask], folder: Path, on_result: Any = None, **rest: Any
 ) -> Any:
-    return workers.start(
-        tasks, round_=1, on_result=on_result or (lambda: None), folder=folder, **rest
-    )
+    return workers.start(tasks, on_result=on_result or (lambda: None), folder=folder, **rest)
 
 
 def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_path: Path) -> None:

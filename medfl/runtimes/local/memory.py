@@ -8,8 +8,8 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,16 +32,16 @@ def jobs_that_fit(federation: Federation, jobs: int, say: Print = str) -> int:
     if jobs <= 1 or federation.run.device != "cpu" or not _large(federation):
         return jobs
 
-    each = step_bytes(federation)
-    if not each:
+    needed = step_bytes(federation)
+    if not needed:
         return jobs
 
-    fitting = max(1, min(jobs, int(free_ram() * _SHARE / each)))
+    free = free_ram()
+    fitting = max(1, min(jobs, int(free * _SHARE / needed)))
     if fitting < jobs:
-        each_gib = each / 2**30
-        free_gib = free_ram() / 2**30
         say(
-            f"note: {fitting} of {jobs} workers: each takes about {each_gib:.1f} GiB, of {free_gib:.1f} free"
+            f"note: {fitting} of {jobs} workers: each takes about {needed / 2**30:.1f} GiB, "
+            f"of {free / 2**30:.1f} free"
         )
 
     return fitting
@@ -56,7 +56,7 @@ def step_bytes(federation: Federation) -> int:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(federation, there), daemon=True)
     process.start()
-    there.close()
+    there.close()  # else a killed process would leave `recv_bytes` waiting
     size = 0
 
     with suppress(EOFError, OSError):
@@ -66,25 +66,26 @@ def step_bytes(federation: Federation) -> int:
     return size
 
 
-def _measure(federation: Federation, link: Any) -> None:
+def _measure(federation: Federation, link: Connection) -> None:
     torch.set_num_threads(federation.run.threads)
     added = 0
-    with suppress(
-        OSError, AttributeError
-    ):  # glibc: what it holds for later use would be used without growing
+    # glibc holds freed memory for later use: a step would take that without growing
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
     with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
         start = _status("VmRSS")
-        name = max(
-            federation.participants, key=lambda one: len(federation.participant_shard(one, "train"))
-        )
+        shards = {
+            name: federation.participant_shard(name, "train") for name in federation.participants
+        }
+        name = max(shards, key=lambda participant: len(shards[participant]))
         site = federation.site(name, 1)
-        work = federation.participant_shard(name, "train")
+        work = shards[name]
         batch = Shard(work.prepared, work.indices[: site.settings.batch_size])
         network = site.model(site.initial_weights)
         fit(network, replace(site, train=batch, settings=replace(site.settings, epochs=1)))
         weights = sum(tensor.nbytes for tensor in snapshot(network).values())
+        # the peak of the process, so also of what the step has freed again
         added = max(0, _status("VmHWM") - start) + _NETWORKS * weights
 
     link.send_bytes(str(added).encode())

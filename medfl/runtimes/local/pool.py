@@ -5,29 +5,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
-from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
-from medfl.runtimes.tasks import MakeTask, result_or_failure
+from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
 from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
+# a message goes through shared memory if it has at most so many copies of the network, and bytes besides
 _ROOM = 4
 _MORE = 2**25
-"""Copies of the network, and bytes besides, that a message may have to go through shared memory as a whole."""
 
 
 class TaskGroup:
@@ -36,46 +35,44 @@ class TaskGroup:
     Args:
         tasks: make the tasks.
         sizes: how long each may take, in any unit: the longest is given to a worker first.
-        round_: which round their time is recorded for; None: the one that goes on when a worker gets a task.
         on_result: called whenever an answer has come.
         folder: where answers wait past what may stay in memory; None: all stay there.
 
     Attributes:
         pending: (position, task) of those that no worker has, the next one last.
         running: how many the workers are at.
-        unread: position, worker, and the answer as bytes.
+        unread: position, and the answer as bytes.
     """
 
     def __init__(
         self,
         tasks: Sequence[MakeTask],
         sizes: Sequence[float] | None = None,
-        round_: int | None = None,
         on_result: Callable[[], object] = lambda: None,
         folder: Path | None = None,
     ) -> None:
-        self.round = round_
         self.on_result = on_result
         self.pending = list(enumerate(tasks))
         if sizes is not None:
             self.pending.sort(key=lambda entry: -sizes[entry[0]])
 
-        self.pending.reverse()
+        self.pending.reverse()  # so that `pop` takes the longest
         self.running = 0
-        self.unread: deque[tuple[int, Connection, Weights]] = deque()
+        self.unread: deque[tuple[int, Weights]] = deque()
         self._stock = None if folder is None else TensorStore(folder)
 
-    def put(self, index: int, link: Connection, answer: bytes) -> None:
+    def put(self, index: int, answer: bytes) -> None:
         """Keep an answer until it is asked for."""
         tensors: Weights = {"": torch.frombuffer(bytearray(answer), dtype=torch.uint8)}
-        self.unread.append(
-            (index, link, tensors if self._stock is None else self._stock.keep(tensors))
-        )
+        if self._stock is not None:
+            tensors = self._stock.keep(tensors)
 
-    def pop(self) -> tuple[int, Connection, bytes]:
-        """Return the answer that has waited longest: position, worker, bytes."""
-        index, link, tensors = self.unread.popleft()
-        return index, link, tensors[""].numpy().tobytes()
+        self.unread.append((index, tensors))
+
+    def pop(self) -> tuple[int, bytes]:
+        """Return the answer that has waited longest: position, bytes."""
+        index, tensors = self.unread.popleft()
+        return index, tensors[""].numpy().tobytes()
 
 
 class Pool:
@@ -87,31 +84,29 @@ class Pool:
 
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
-        self._processes: dict[Connection, Any] = {}
-        self._shared: dict[
-            Connection, tuple[SharedBuffer, SharedBuffer]
-        ] = {}  # for tasks, and for answers
-        self._queue: deque[TaskGroup] = (
-            deque()
-        )  # those with tasks that no worker has, the first started first
+        self._processes: dict[Connection, BaseProcess] = {}
+        # for tasks, and for answers
+        self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}
+        # groups with tasks that no worker has, the first started first
+        self._queue: deque[TaskGroup] = deque()
         self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
-        self._ready: deque[Connection] = deque()  # workers whose answers lie ready
+        # workers whose answers lie ready
+        self._ready: deque[Connection] = deque()
         context = multiprocessing.get_context("fork")
         room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
 
         for _ in range(jobs):
             here, there = context.Pipe()
-            others = [here, *self._processes]
+            inherited = [here, *self._processes]
             self._shared[here] = SharedBuffer(room), SharedBuffer(room)
             process = context.Process(
-                target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True
+                target=_serve, args=(federation, there, inherited, *self._shared[here]), daemon=True
             )
             process.start()
-            there.close()
+            there.close()  # so that the pipe ends when the worker does
             self._processes[here] = process
-            self._record(here, profiling.Segment([], {}))
 
-    def start(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
+    def start(self, group: TaskGroup) -> Results:
         """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
 
         All tasks that are started later wait until each of these has a worker, and then fill the gaps.
@@ -123,35 +118,35 @@ class Pool:
                 self._give(link)
         return self._results(group)
 
-    def _results(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
+    def _results(self, group: TaskGroup) -> Results:
         while group.pending or group.running or group.unread:
             if group.unread:
-                index, link, data = group.pop()
-                yield index, self._result(link, load_shared(data))
+                index, data = group.pop()
+                yield index, _result(load_shared(data))
             else:
-                index, link, answer = self._next(group)
-                yield index, self._result(link, answer)
+                index, answer = self._next(group)
+                yield index, _result(answer)
 
-    def _next(self, asked: TaskGroup) -> tuple[int, Connection, Any]:
-        """Return the next answer of a group: position, worker, answer; keep those of other groups for later."""
+    def _next(self, awaited: TaskGroup) -> tuple[int, _Answer]:
+        """Return the next answer of a group with its position; keep those of other groups for later."""
         while True:
             if not self._ready:
-                with profiling.during(None):
-                    self._ready.extend(cast(list[Connection], wait([*self._busy])))
+                self._ready.extend(cast(list[Connection], wait([*self._busy])))
 
             link = self._ready.popleft()
             group, index = self._busy.pop(link)
-            answer = self._received(
-                link
-            )  # copied out of the shared memory before the worker gets its next task
+            # copied out of the shared memory before the worker gets its next task
+            answer = self._received(link)
+            # the worker goes on while this process looks at its answer
             group.running -= 1
             group.on_result()
             self._give(link)
 
-            if group is asked:
-                return index, link, answer
+            if group is awaited:
+                return index, answer
 
-            group.put(index, link, dump_shared(answer))
+            # as bytes, which may lie on disk until the group is asked for
+            group.put(index, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
         """Give an idle worker the next task, if there is any."""
@@ -164,45 +159,22 @@ class Pool:
         if not group.pending:
             self._queue.popleft()
 
-        recorder = profiling.running()
-        if group.round is not None:
-            round_ = group.round
-        elif recorder:
-            round_ = recorder.round
-        else:
-            round_ = 0
-
-        with (
-            profiling.during(profiling.MESSAGES),
-            suppress(BrokenPipeError),
-        ):  # `_received` reports a dead worker
-            link.send_bytes(dump_shared((make(), round_), self._shared[link][0]))
+        with suppress(BrokenPipeError):  # `_received` reports a dead worker
+            link.send_bytes(dump_shared(make(), self._shared[link][0]))
 
         self._busy[link] = (group, index)
 
-    def _received(self, link: Connection) -> Any:
+    def _received(self, link: Connection) -> _Answer:
         try:
-            with profiling.during(profiling.MESSAGES):
-                return load_shared(link.recv_bytes(), self._shared[link][1])
+            answer: _Answer = load_shared(link.recv_bytes(), self._shared[link][1])
+            return answer
         except (EOFError, OSError) as error:
             process = self._processes[link]
-            process.join(5)
+            process.join(5)  # else it has no exit code yet
             raise RunError(
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
                 "the last round is kept: continue with --resume, perhaps with fewer --jobs"
             ) from error
-
-    def _result(self, link: Connection, answer: _Answer) -> Any:
-        """Return the result in an answer, or raise the error."""
-        self._record(link, answer.segment)
-        if answer.error is not None:
-            raise answer.error
-        return answer.result
-
-    def _record(self, link: Connection, segment: profiling.Segment | None) -> None:
-        recorder = profiling.running()
-        if recorder is not None and segment is not None:
-            recorder.gather(1 + [*self._processes].index(link), segment)
 
     def close(self) -> None:
         """End the workers."""
@@ -215,11 +187,17 @@ class Pool:
 
 
 class _Answer(NamedTuple):
-    """What a worker sends back: the result of a task or the error, and what was recorded of it."""
+    """What a worker sends back: the result of a task, or the error."""
 
-    result: Any
+    result: object
     error: Exception | None
-    segment: profiling.Segment | None
+
+
+def _result(answer: _Answer) -> object:
+    """Return the result in an answer, or raise the error."""
+    if answer.error is not None:
+        raise answer.error
+    return answer.result
 
 
 def _serve(
@@ -232,36 +210,30 @@ def _serve(
     """Answer tasks until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:  # else this process would keep its siblings' pipes, and its own, open
-        other.close()
+    # else this process would keep its siblings' pipes, and the parent's end of its own, open
+    for connection in inherited:
+        connection.close()
 
     torch.set_num_threads(federation.run.threads)
-    recorder = profiling.restart()
     while True:
         try:
             data = link.recv_bytes()
         except (EOFError, OSError):
+            # without clean-up: handlers and buffers are copies of the parent's
             os._exit(0)
 
-        started = time.perf_counter()
-        task, round_ = load_shared(data, tasks, copy=False)  # the next task comes after the answer
-        if recorder is not None:
-            recorder.round = round_
-            recorder.add(profiling.MESSAGES, started, time.perf_counter())
-
-        result: Any = None
+        task = load_shared(data, tasks, copy=False)  # the next task comes after the answer
+        result: object = None
         failure: Exception | None = None
         try:
             result = result_or_failure(task, partial(task.run, federation))
         except MedflError as error:
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:
+            # text, since not every exception can be pickled
             failure = _Failed(traceback.format_exc())
 
-        segment = recorder.take_segment() if recorder is not None else None
-        with profiling.during(profiling.MESSAGES):  # in the segment of the next answer
-            packed = dump_shared(_Answer(result, failure, segment), answers)
-
+        packed = dump_shared(_Answer(result, failure), answers)
         try:
             link.send_bytes(packed)
         except OSError:

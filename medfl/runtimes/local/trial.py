@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,11 +14,11 @@ from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit
 
+# of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident
 _ITEMS = (2, 5)
-"""Of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident."""
 
 
-def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> None:
+def try_training_step(federation: Federation, overrides: Mapping[str, object]) -> None:
     """Train on a few items of a site with labels, as FedAvg would, and forget it.
 
     Raises:
@@ -27,17 +26,17 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
     """
     bundle = federation.bundle
     run = federation.run
-    labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
-    name = next(
-        (name for name in labelled if len(federation.participant_shard(name, "train"))), None
-    )
-
-    if name is None:
+    without_labels = site_names(run.unlabelled)
+    for name in federation.participants:
+        work = federation.participant_shard(name, "train")
+        if len(work) and name not in without_labels:
+            break
+    else:
         return
 
     site = federation.site(name, 0)
-    work = federation.participant_shard(name, "train")
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
+    # a pool of its own: the run's networks are adapted by the method, whose parts may hide the fault
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
     values = ", ".join(f"{key}={value}" for key, value in overrides.items())
@@ -46,9 +45,11 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         with stream(0, "trial step"), networks.scope():
             model = networks.lease(networks.initial)
             outputs: list[int] = []
-            with model.register_forward_hook(
-                lambda _, __, output: outputs.append(_channels(output))
-            ):
+
+            def note_outputs(module: object, arguments: object, output: object) -> None:
+                outputs.append(_channels(output))
+
+            with model.register_forward_hook(note_outputs):
                 fit(model, site)
     except MedflError:
         return  # a loss that is not finite is no matter of form: the run tells it
@@ -59,16 +60,11 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "change these values, or leave them out",
         ) from error
 
-    if bundle.dataset and bundle.task == "segmentation":
-        classes = bundle.structures
-    else:
-        classes = bundle.classes
-
-    wrong = [
-        count
-        for count in outputs
-        if count != len(classes) and not (count == 1 and len(classes) == 2)
-    ]
+    is_shipped_segmentation = bundle.dataset and bundle.task == "segmentation"
+    classes = bundle.structures if is_shipped_segmentation else bundle.classes
+    # two classes may share one output, a yes or no
+    allowed = {len(classes), 1} if len(classes) == 2 else {len(classes)}
+    wrong = [count for count in outputs if count not in allowed]
     if classes and wrong:
         raise InputError(
             f"--config {values}: the network has {wrong[0]} outputs",
@@ -77,7 +73,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         )
 
 
-def _channels(output: Any) -> int:
+def _channels(output: object) -> int:
     if isinstance(output, torch.Tensor) and output.ndim > 1:
         return int(output.shape[1])
 

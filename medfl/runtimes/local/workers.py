@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.tasks import MakeTask, result_or_failure
+from medfl.runtimes.registry import Document
+from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
 
 
 class Workers(AbstractContextManager["Workers"]):
@@ -42,7 +43,7 @@ class Workers(AbstractContextManager["Workers"]):
                 "use --runtime flare",
             )
 
-    def keep_statements(self, record: dict[str, Any]) -> None:
+    def keep_statements(self, record: Document) -> None:
         """Keep what the sites tell of their data in the run's record, from which a resumed run goes on."""
         self.introduced_counts = record.setdefault("told", {})
         self.facts = record.setdefault("facts", {})
@@ -52,9 +53,7 @@ class Workers(AbstractContextManager["Workers"]):
         """Whether tasks that were started go on while others are run."""
         return self._pool is not None
 
-    def run(
-        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Results:
         """Run tasks and yield (position, result) as they are ready; a `FailedReply` where a site fails.
 
         `sizes` say how long each may take: the longest start first, so that none starts when all others are about to
@@ -66,6 +65,8 @@ class Workers(AbstractContextManager["Workers"]):
         if self._pool is not None:
             yield from self._pool.start(TaskGroup(tasks, sizes))
             return
+
+        # in their order: with one worker nothing is gained by taking the longest first
         for index, make in enumerate(tasks):
             task = make()
             yield index, result_or_failure(task, partial(task.run, self._federation))
@@ -74,7 +75,9 @@ class Workers(AbstractContextManager["Workers"]):
         """Return how many training items a participant has."""
         return len(self._federation.participant_shard(name, "train"))
 
-    def all(self, tasks: Sequence[MakeTask], shown: Callable[[Any], Any] = iter) -> list[Any]:
+    def all(
+        self, tasks: Sequence[MakeTask], shown: Callable[[Results], Results] = iter
+    ) -> list[Any]:
         """Run tasks and return their results in order; `shown` is put around them as they come."""
         results = dict(shown(self.run(tasks)))
         return [results[index] for index in range(len(tasks))]
@@ -84,10 +87,9 @@ class Workers(AbstractContextManager["Workers"]):
         tasks: Sequence[MakeTask],
         sizes: Sequence[float] | None = None,
         *,
-        round_: int,
         on_result: Callable[[], object],
         folder: Path,
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Results:
         """Start tasks, and return at once an iterator that yields their results as `run` does.
 
         What is run meanwhile waits until each of these tasks has a worker, and then fills the gaps. Where nothing
@@ -95,7 +97,7 @@ class Workers(AbstractContextManager["Workers"]):
         whether or not it has been asked for; in `folder` results wait past what may stay in memory.
         """
         if self._pool is not None:
-            return self._pool.start(TaskGroup(tasks, sizes, round_, on_result, folder))
+            return self._pool.start(TaskGroup(tasks, sizes, on_result, folder))
         return _notifying(self.run(tasks, sizes), on_result)
 
     def close(self) -> None:
@@ -107,9 +109,7 @@ class Workers(AbstractContextManager["Workers"]):
         self.close()
 
 
-def _notifying(
-    results: Iterator[tuple[int, Any]], on_result: Callable[[], object]
-) -> Iterator[tuple[int, Any]]:
+def _notifying(results: Results, on_result: Callable[[], object]) -> Results:
     for result in results:
         on_result()
         yield result

@@ -53,6 +53,8 @@ from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
 HOSTS = ("medfl", "averaging")
+Extra = dict[str, Any] | None
+"""What a host says beside a question, by MONAI's or medfl's names; each method reads only what it names."""
 ROUND = "round"
 BASE_ROUND = "kept"
 LOSS = "train_loss"
@@ -63,13 +65,13 @@ SCORED_SECTIONS = "judge"
 SECTION = "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
+# of each phase its kind in the audit log, and its name in error messages
 _PHASES = {
     FlPhase.TRAIN: ("train", "training"),
     FlPhase.EVALUATE: ("evaluate", "evaluation"),
     FlPhase.GET_WEIGHTS: ("introduce", "introduction"),
     FlPhase.GET_DATA_STATS: ("statistics", "statistics"),
 }
-"""Of each phase its kind in the audit log, and its name in error messages."""
 
 
 class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
@@ -118,13 +120,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.states: States = States()
         self.cases: dict[str, Cases] = {}
         self.renewed = self._training_begun = False
-        self._made = federation
+        self._federation = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
-        self._own: SiteView | None = None
+        self._view: SiteView | None = None
         self._reply: ExchangeObject | None = None
 
-    def initialize(self, extra: dict[str, Any] | None = None, states: States | None = None) -> None:
+    def initialize(self, extra: Extra = None, states: States | None = None) -> None:
         """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
 
         `states` stand in for the folder.
@@ -132,34 +134,37 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
         """
-        federation = self._made if isinstance(self._made, Federation) else self._made()
-        called = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
-        if called not in federation.participants or called != (self.name or called):
+        federation = (
+            self._federation if isinstance(self._federation, Federation) else self._federation()
+        )
+        name = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
+        if name not in federation.participants or self.name not in ("", name):
             allowed = self.name or ", ".join(federation.participants)
-            raise InputError(f"site {called!r}", f"its name here is {allowed}", "use that name")
+            raise InputError(f"site {name!r}", f"its name here is {allowed}", "use that name")
 
         if self.host == "averaging":
             refuse_other_servers(federation)
 
-        self.name = called
+        self.name = name
         self._training_begun = False
-        self._own = SiteView(federation, called, self._stop)
+        self._view = SiteView(federation, name, self._stop)
         if self.folder is not None:
             run = without_round_limit(federation.run)
-            path = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
+            path = Path(self.folder) / run.run_hash[:16] / safe_file_name(name)
             self.states = StatesInFolder(path, federation.networks.device)
 
+        # a simulation keeps them in the run folder
         if states is not None:
             self.states = states
 
-        self._guard.open_account(called, federation.run.data.folder)
+        self._guard.open_account(name, federation.run.data.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
         """The site, its last round, and what it has told so far of its images: None without rules for what leaves."""
         return {"site": self.name, "round": self.states.last, "privacy": self._guard.privacy}
 
-    def train(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> None:
+    def train(self, data: ExchangeObject, extra: Extra = None) -> None:
         """Train for one round; `get_weights` then has the reply.
 
         `extra["judge"]` names sections on which the trained model is scored.
@@ -169,6 +174,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         view = self._ready()
         score_on = tuple((extra or {}).get(SCORED_SECTIONS, ()))
+        # before anything can fail: `get_weights` must not send the last round's reply again
         self._reply = None
         self._training_begun = True
         self.cases = {}
@@ -176,19 +182,15 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._decoded(view, data, activity)
             with errors_safe_to_send():
-                if base:
-                    before_it = f"a State of round {base}"
-                else:
-                    before_it = "none; rounds count from 1"
-
-                view.rules.require(
-                    (base or 0) < round_, f"its round is {round_}, after {before_it}"
-                )
+                latest = f"a State of round {base}" if base else "none; rounds count from 1"
+                view.rules.require((base or 0) < round_, f"its round is {round_}, after {latest}")
 
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
 
-            result = self._call_step(profiling.REST, site_step, round_, before, received, score_on)
+            result = self._call_step(
+                profiling.TRAINING, site_step, round_, before, received, score_on
+            )
             with profiling.during(profiling.MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
 
@@ -199,7 +201,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self.cases = result.cases
             self.renewed = bool(state)
 
-    def get_weights(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def get_weights(self, extra: Extra = None) -> ExchangeObject:
         """Return the newest that the site has to say, with the number of its training items in `statistics`.
 
         Raises:
@@ -225,7 +227,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
         return self._reply
 
-    def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def evaluate(self, data: ExchangeObject, extra: Extra = None) -> ExchangeObject:
         """Return the metrics of the network that the site is judged by, on its own items.
 
         `extra["section"]` may be train, validate (default) or test.
@@ -269,7 +271,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return result
 
-    def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
+    def get_data_stats(self, extra: Extra = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
 
         Args:
@@ -282,29 +284,21 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         bins = Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
-            if (
-                bins is not None
-                and self._guard.min_count
-                and bins != (mine := Bins.own(view.bundle.metadata))
-            ):
-                if mine is None:
-                    allowed = "none"
-                else:
-                    allowed = f"{mine.number} from {mine.low:g} to {mine.high:g}"
-
-                requested = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
-                raise InputError(
-                    f"site {self.name!r}: {requested}",
-                    f"with min_count {allowed}",
-                    "ask for these, or none",
-                )
+            if bins is not None and self._guard.min_count:
+                allowed = Bins.own(view.bundle.metadata)
+                if bins != allowed:
+                    raise InputError(
+                        f"site {self.name!r}: {bins}",
+                        f"with min_count {allowed or 'none'}",
+                        "ask for these, or none",
+                    )
 
             parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
             answer = statistics(parts, view.task, bins, self._guard.min_count)
             self._guard.check_statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
-    def abort(self, extra: dict[str, Any] | None = None) -> None:
+    def abort(self, extra: Extra = None) -> None:
         """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
         if self.phase != FlPhase.IDLE:
             self._stop.set()
@@ -313,18 +307,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """Write what went wrong with a question into the audit log, unless it stands there already."""
         self._guard.log_failure(Activity(kind, self.states.last), error)
 
-    def finalize(self, extra: dict[str, Any] | None = None) -> None:
+    def finalize(self, extra: Extra = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
         self.abort()
-        self._own = None
+        self._view = None
         self._reply = None
         self.cases = {}
         self.states = States()
 
     def _ready(self) -> SiteView:
-        if self._own is None:
+        if self._view is None:
             raise RunError(f"site {self.name!r} is not initialized; call initialize first")
-        return self._own
+        return self._view
 
     @contextmanager
     def _busy(self, phase: FlPhase, round_: int) -> Iterator[Activity]:
@@ -355,6 +349,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
             raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
 
+        # told to stop after the last batch, or where the method caught what `abort` raised
         view.go_on()
         return result
 
@@ -366,9 +361,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
             return self.states.of(base)
         except RunError as error:
-            own_error = RunError(f"site {self.name!r}: {error}")
-            own_error.safe_to_send = error.safe_to_send
-            raise own_error from error
+            named_error = RunError(f"site {self.name!r}: {error}")
+            named_error.safe_to_send = error.safe_to_send
+            raise named_error from error
 
     def _decoded(
         self, view: SiteView, data: ExchangeObject, activity: Activity
@@ -392,11 +387,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 )
                 require(data.optim is None, "it has the state of an optimiser")
 
-                numbers = {ROUND: activity.round, **(data.statistics or {})}
-                round_ = numbers[ROUND]
+                numbers = data.statistics or {}
+                round_ = numbers.get(ROUND, activity.round)
                 base = numbers.get(BASE_ROUND)
-
                 for value in (round_, 0 if base is None else base):
+                    # not isinstance: True is an int, too
                     is_whole = type(value) is int and value >= 0
                     require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
 
@@ -410,12 +405,15 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return round_, base, received
 
-    def _as_message(self, arrived: Mapping[str, Any]) -> Message:
+    def _as_message(self, arrived: Mapping[str, object]) -> Message:
         """Return what came as the message that it is."""
-        tensors = {
-            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
-            for n, value in arrived.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, value in arrived.items():
+            if not isinstance(value, Tensor):
+                value = torch.as_tensor(np.array(value))
+
+            tensors[name] = value
+
         if self.host == "averaging":
             return Message({"weights": tensors})
 
@@ -426,59 +424,66 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     ) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(view.site(self.name, round_).seed, "messages")
-        averaging = self.host == "averaging"
+        activity = Activity("train", round_)
         samples = view.training_items()
-        reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
+        reply = step.reply
+        if self.host == "averaging":
+            reply = Message({"weights": reply["weights"]})
+
         unsent = step.state.get(UNSENT, {})
 
-        if (
-            self._guard.clips_or_noises and unsent
-        ):  # what earlier rounds left is part of the change that is clipped
+        # what earlier rounds left is part of the change that is clipped
+        if self._guard.clips_or_noises and unsent:
             reply = _added(reply, unsent)
             unsent = {}
 
         reply = self._guard.reply(reply, received, samples)
         wire, unsent = view.wire_compression.reply(reply, received, seed, unsent)
-        state = {key: value for key, value in step.state.items() if key != UNSENT}
+        state = dict(step.state)
+        state.pop(UNSENT, None)
+        if unsent:
+            state[UNSENT] = unsent
+
         numbers = self._guard.allowed_numbers(
             {FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS
         )
-        self._guard.charge_reply(Activity("train", round_), reply, wire, samples)
-        exchanged = self._outgoing(view, wire, numbers, Activity("train", round_))
-
-        return exchanged, {**state, UNSENT: unsent} if unsent else state
+        self._guard.charge_reply(activity, reply, wire, samples)
+        return self._outgoing(view, wire, numbers, activity), state
 
     def _introduction(self, view: SiteView) -> Message:
         if self.host == "averaging":
-            return Message(
-                {"weights": {name: view.networks.initial[name] for name in view.rules.leaves}}
-            )
+            initial = view.networks.initial
+            return Message({"weights": {name: initial[name] for name in view.rules.leaves}})
         return introduce(view, self.name)
 
     def _outgoing(
-        self, view: SiteView, message: Message, numbers: Mapping[str, Any], activity: Activity
+        self, view: SiteView, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = view.training_items()
-        facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
-        numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
-        self._guard.admit_sent(activity, message, numbers, from_images=self.host == "medfl")
-        return exchange_object(
-            message["weights"] if self.host == "averaging" else message.flat(), numbers
-        )
+        values = {**numbers, FlStatistics.DATA_COUNT: samples}
+        if self.host == "averaging":
+            self._guard.admit_sent(activity, message, values, from_images=False)
+            return exchange_object(message["weights"], values)
+
+        values |= self._guard.allowed_numbers(view.facts, *view.facts)
+        self._guard.admit_sent(activity, message, values, from_images=True)
+        return exchange_object(message.flat(), values)
 
 
 def _added(reply: Message, unsent: Weights) -> Message:
     """Return a reply whose weights have the error feedback in them."""
-    weights = reply.tensors.get("weights", {})
-    totals = {
-        name: tensor + unsent[name].to(tensor) if name in unsent else tensor
-        for name, tensor in weights.items()
-    }
-    return Message({**reply.tensors, **({"weights": totals} if totals else {})}, reply.scalars)
+    if "weights" not in reply:
+        return reply
+
+    totals = dict(reply["weights"])
+    for name in totals.keys() & unsent.keys():
+        totals[name] = totals[name] + unsent[name].to(totals[name])
+
+    return Message({**reply.tensors, "weights": totals}, reply.scalars)
 
 
-def exchange_object(tensors: Weights, numbers: Mapping[str, Any]) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))
@@ -494,16 +499,24 @@ def refuse_other_servers(federation: Federation) -> None:
             "use one of these, or medfl's own server",
         )
 
-    fitting = {
-        f"--messages {run.messages}": (federation.compression.lossless, "it takes lossless ones"),
-        f"--site-weights {run.site_weights}": (
-            run.site_weights == "samples",
+    refused = [
+        (
+            not federation.compression.lossless,
+            f"--messages {run.messages}",
+            "it takes lossless ones",
+        ),
+        (
+            run.site_weights != "samples",
+            f"--site-weights {run.site_weights}",
             "it weighs by samples",
         ),
-        f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
-        f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),
-    }
-
-    for setting, (fits, taken) in fitting.items():
-        if not fits:
-            raise InputError(f"{setting} with a plain averaging host", taken, "leave it out")
+        (run.max_share is not None, f"--max-share {run.max_share}", "it has no cap on shares"),
+        (
+            not federation.aggregation.is_mean,
+            f"--aggregation {run.aggregation}",
+            "it takes the mean",
+        ),
+    ]
+    for is_set, setting, allowed in refused:
+        if is_set:
+            raise InputError(f"{setting} with a plain averaging host", allowed, "leave it out")

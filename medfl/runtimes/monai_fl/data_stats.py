@@ -7,7 +7,7 @@ Without one no number is of a single image, unless a section has only one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -22,6 +22,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, suppress_counts
+from medfl.runtimes.registry import Document
 
 OWN_BINS = 32
 _BATCH = 16
@@ -38,6 +39,9 @@ class Bins:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.number} bins from {self.low:g} to {self.high:g}"
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Bins | None:
         """Read what a host asks for, None if it asks for no histograms.
@@ -45,7 +49,8 @@ class Bins:
         Raises:
             InputError: the number of bins is below 1, or their range is no two finite numbers, the lower first.
         """
-        number, limits = (extra.get(key) for key in (_BINS, _RANGE))
+        number = extra.get(_BINS)
+        limits = extra.get(_RANGE)
         if number is None and limits is None:
             return None
 
@@ -76,9 +81,10 @@ class Bins:
     @property
     def edges(self) -> list[float]:
         """The ends of the bins, one more than there are bins."""
-        return [float(edge) for edge in np.linspace(self.low, self.high, self.number + 1)]
+        edges: list[float] = np.linspace(self.low, self.high, self.number + 1).tolist()
+        return edges
 
-    def count(self, row: NDArray[Any]) -> NDArray[np.int64]:
+    def count(self, row: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return how many numbers of a row lie in each bin; those outside are left out."""
         return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
 
@@ -86,9 +92,11 @@ class Bins:
 def value_range(metadata: Mapping[str, Any]) -> Any:
     """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
-    return next(
-        (about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None
-    )
+    for entry in inputs.values():
+        if isinstance(entry, Mapping):
+            return entry.get("value_range")
+
+    return None
 
 
 @dataclass
@@ -113,23 +121,23 @@ class Sums:
 
     def add(self, addend: Sums) -> Sums:
         """Return the sums of both."""
-        return Sums(
-            *(a + b for a, b in zip(vars(self).values(), vars(addend).values(), strict=True))
-        )
+        pairs = zip(vars(self).values(), vars(addend).values(), strict=True)
+        return Sums(*(a + b for a, b in pairs))
 
     @property
     def mean(self) -> list[float]:
         """Of each channel."""
-        return [float(value) for value in self.total / self.numbers]
+        values: list[float] = (self.total / self.numbers).tolist()
+        return values
 
     @property
     def deviation(self) -> list[float]:
         """Of each channel, of the population."""
         mean = self.total / self.numbers
-        return [
-            float(value)
-            for value in np.sqrt(np.maximum(self.square / self.numbers - np.square(mean), 0))
-        ]
+        # rounding may put the variance of a constant channel below 0
+        variance = np.maximum(self.square / self.numbers - np.square(mean), 0)
+        deviations: list[float] = np.sqrt(variance).tolist()
+        return deviations
 
 
 def sums(x: Tensor, bins: Bins | None) -> Sums:
@@ -137,19 +145,18 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
     rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
     counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
-        each = np.array(
-            [[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)]
-        )
-        counts = each.sum(1)
-        present = (each > 0).sum(1)
-        shares = (1000 * each // (rows.shape[1] // len(x))).sum(1)
+        pixels = rows.shape[1] // len(x)
+        histograms = np.apply_along_axis(bins.count, 2, rows.reshape(len(rows), len(x), pixels))
+        counts = histograms.sum(1)
+        present = (histograms > 0).sum(1)
+        shares = (1000 * histograms // pixels).sum(1)
 
     return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
 
 
 def statistics(
     parts: Mapping[str, Shard], task: Task, bins: Bins | None = None, least: int = 0
-) -> dict[str, Any]:
+) -> Document:
     """Return the statistics of each part and of all together ("total_data").
 
     Args:
@@ -159,43 +166,47 @@ def statistics(
         least: counts below it are None, and enough others that they do not follow from sums.
     """
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
-    filled = [part_sums for part_sums in sums_of_parts.values() if part_sums is not None]
-    total = reduce(Sums.add, filled) if filled else None
-    statistics_of_parts = {
-        part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()
-    }
+    total = _total(sums_of_parts.values())
+    statistics_of_parts = {}
+    for part, shard in parts.items():
+        statistics_of_parts[part] = _statistics([shard], sums_of_parts[part], task, bins)
+
     statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), total, task, bins)
 
     if least > 0:
-        images = {
-            part: None if part_sums is None else part_sums.images
-            for part, part_sums in sums_of_parts.items()
-        }
-        _suppress(statistics_of_parts, list(parts), images, least)
+        _suppress(statistics_of_parts, sums_of_parts, least)
 
     return statistics_of_parts
 
 
 def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     """Return the sums over a shard's images, None where there are none."""
-    total: Sums | None = None
+    of_batches = []
     for x, _ in shard.batches(_BATCH):
+        # several images an item have no common channels
         if not isinstance(x, Tensor):
             return None
-        item_sums = sums(x, bins)
-        total = item_sums if total is None else total.add(item_sums)
+        of_batches.append(sums(x, bins))
 
-    return total
+    return _total(of_batches)
+
+
+def _total(addends: Iterable[Sums | None]) -> Sums | None:
+    """Return the sum of those that are there, in their order; None of none."""
+    present = [addend for addend in addends if addend is not None]
+    return reduce(Sums.add, present) if present else None
 
 
 def _statistics(
     shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
+) -> Document:
+    result: Document = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
-        "data_stats": {} if total is None else _images(total, bins),
+        "data_stats": {},
     }
+    if total is not None:
+        result["data_stats"] = _images(total, bins)
 
     if task.kind == "classification" and task.classes:
         counts = torch.stack([class_counts(shard, task.num_classes) for shard in shards]).sum(0)
@@ -204,54 +215,46 @@ def _statistics(
     return result
 
 
-def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
+def _images(total: Sums, bins: Bins | None) -> Document:
     intensity = {"mean": total.mean, "stdev": total.deviation}
-    result: dict[str, Any] = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
+    result: Document = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
         edges = bins.edges
-        result["image_histogram"] = [
-            {"counts": counts, "bin_edges": edges} for counts in total.counts.tolist()
-        ]
+        rows = total.counts.tolist()
+        result["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in rows]
+
     return result
 
 
-def _suppress(
-    result: dict[str, Any],
-    parts: Sequence[str],
-    images: Mapping[str, NDArray[np.int64] | None],
-    least: int,
-) -> None:
+def _suppress(result: Document, sums_of_parts: Mapping[str, Sums | None], least: int) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
-    for part in parts:
-        about = result[part]
-        count = result[part]["data_count"]
-        present = images[part]
-        if "class_counts" in about:
-            about["class_counts"], _ = suppress_counts(about["class_counts"], least)
+    parts = [result[part] for part in sums_of_parts]
+    for part, part_sums in zip(parts, sums_of_parts.values(), strict=True):
+        if "class_counts" in part:
+            part["class_counts"], _ = suppress_counts(part["class_counts"], least)
 
-        about["data_count"] = count if count >= least else None
-        if count < least:
-            about["data_stats"] = {}
+        if part["data_count"] < least:
+            part["data_count"] = None
+            part["data_stats"] = {}
 
-        for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
-            assert present is not None
-            histogram["counts"] = _without(
-                histogram["counts"], hidden_bins(present[channel].tolist(), least)
-            )
+        for channel, histogram in enumerate(part["data_stats"].get("image_histogram", [])):
+            assert part_sums is not None
+            hidden = hidden_bins(part_sums.images[channel].tolist(), least)
+            histogram["counts"] = _without(histogram["counts"], hidden)
 
+    # a number of all together, less that of one part, is that of the other
     total = result[_TOTAL]
-    if any(result[part]["data_count"] is None for part in parts):
-        total["data_count"], total["data_stats"] = None, {}
+    if any(part["data_count"] is None for part in parts):
+        total["data_count"] = None
+        total["data_stats"] = {}
 
     for name in total.get("class_counts", {}):
-        if any(result[part]["class_counts"][name] is None for part in parts):
+        if any(part["class_counts"][name] is None for part in parts):
             total["class_counts"][name] = None
 
     for channel, histogram in enumerate(total["data_stats"].get("image_histogram", [])):
-        of_parts = [
-            result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts
-        ]
-        hidden = [None in column for column in zip(*of_parts, strict=True)]
+        columns = [part["data_stats"]["image_histogram"][channel]["counts"] for part in parts]
+        hidden = [None in column for column in zip(*columns, strict=True)]
         histogram["counts"] = _without(histogram["counts"], hidden)
 
 

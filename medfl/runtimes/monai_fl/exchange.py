@@ -30,6 +30,7 @@ from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import (
     Introduce,
     MakeTask,
+    Results,
     RoundTask,
     Train,
     TrainToScore,
@@ -48,12 +49,11 @@ class Exchange(Workers):
     """
 
     def __init__(self, federation: Federation, jobs: int = 1) -> None:
+        # no worker processes: the sites' objects live here
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
-    def run(
-        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Results:
         """Run tasks one after the other and yield (position, result)."""
         for index, make in enumerate(tasks):
             task = make()
@@ -94,12 +94,12 @@ class Exchange(Workers):
             )
             federation.message_rules(task.site).check_reply(reply)
 
-        loss, steps = (
-            answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS)
-        )
+        loss = answer.statistics[LOSS]
+        steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _visit(self, task: RoundTask) -> Any:
+        # nothing is trained for good, so no State is written
         states = _TaskStates(task, None, self._federation.networks.device)
         data, _ = self._sent(task)
         with self._at(task.site, states) as site:
@@ -109,7 +109,7 @@ class Exchange(Workers):
     def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
         """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
         site = self.sites[name]
-        with profiling.visit(name):
+        with profiling.during(f"site {name}"):
             site.initialize({ExtraItems.CLIENT_NAME: name}, states)
             try:
                 yield site

@@ -41,7 +41,7 @@ def in_words(error: BaseException) -> str:
 
 
 class Guard:
-    """What stands between a site and everybody else.
+    """Checks and logs whatever enters or leaves a site.
 
     Without a folder the account of the site's privacy lasts in memory; the site may be "" until `open_account`.
 
@@ -77,19 +77,18 @@ class Guard:
         """
         if self._log is not None:
             self._log.site = site
+        # once for all visits: what a site tells adds up
         if self._rules != Outbound() and self._gate is None:
-            if self._folder is None:
-                of_site = None
-            else:
-                of_site = self._folder / f"{safe_file_name(site)}.privacy.json"
-
-            file = of_site
-            if self._folder is not None and data:
-                file = account_file(self._folder, data)
+            file = None
+            site_file = None
+            if self._folder is not None:
+                site_file = self._folder / f"{safe_file_name(site)}.privacy.json"
+                file = account_file(self._folder, data) if data else site_file
 
             account = Account.open(file, self._rules.delta)
-            if of_site is not None and of_site != file:
-                account.merge_site_account(of_site)
+            # accounts were of a site before they were of the data that several jobs use
+            if site_file is not None and site_file != file:
+                account.merge_site_account(site_file)
 
             self._gate = Gate(self._rules, account, site)
 
@@ -126,6 +125,7 @@ class Guard:
 
     def log_failure(self, activity: Activity, why: BaseException) -> None:
         """Write down what went wrong, once, with the id that the server may be told of it."""
+        # an error passes here at each level that it is raised through
         if self._log is not None and why is not self._written:
             self._written = why
             self._add(activity, "refused", {"reason": in_words(why), "failure": error_id(why)})
@@ -139,7 +139,7 @@ class Guard:
 
         return self._gate.reply(message, received, samples)
 
-    def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    def allowed_numbers(self, numbers: Mapping[str, object], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
         if self._gate is None:
             return dict(numbers)
@@ -160,7 +160,7 @@ class Guard:
             )
 
     def admit_sent(
-        self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool
+        self, activity: Activity, wire: Message, numbers: Mapping[str, object], *, from_images: bool
     ) -> None:
         """Check an introduction that is about to leave; write down any message.
 
@@ -182,7 +182,7 @@ class Guard:
         self,
         activity: Activity,
         function: str,
-        metrics: Any,
+        metrics: object,
         state: State | None,
         counted: bool,
         is_held_out: Callable[[str], bool],
@@ -196,7 +196,7 @@ class Guard:
             RunError: it may not leave.
         """
         trained = isinstance(metrics, StepResult)
-        cases = metrics.cases if trained else metrics
+        cases = metrics.cases if isinstance(metrics, StepResult) else metrics
         if not (
             isinstance(cases, Mapping)
             and all(isinstance(outcome, Cases) for outcome in cases.values())
@@ -210,23 +210,23 @@ class Guard:
             return
 
         if self._gate is not None or self._log is not None:
-            values = {
-                f"{section}/{name}": v
-                for section, outcome in cases.items()
-                for name, v in summarise(outcome).items()
-            }
-            values |= {
-                f"{section}/cases": len(outcome)
-                for section, outcome in cases.items()
-                if counted and len(outcome)
-            }
+            values: dict[str, float] = {}
+            for section, outcome in cases.items():
+                for name, value in summarise(outcome).items():
+                    values[f"{section}/{name}"] = value
+
+            for section, outcome in cases.items():
+                if counted and len(outcome):
+                    values[f"{section}/cases"] = len(outcome)
+
+            # noise protects the training images: metrics of a model that never saw them need none
             trained_before = bool(set(state or {}) - {UNSENT})
             from_images = (
                 trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
             )
             self._numbers(activity, "metrics", values, from_images=from_images)
 
-    def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
+    def check_statistics(self, activity: Activity, numbers: Mapping[str, object]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
@@ -235,30 +235,23 @@ class Guard:
         self._numbers(activity, "data_stats", numbers, from_images=True)
 
     def _numbers(
-        self, activity: Activity, group: str, values: Mapping[str, Any], *, from_images: bool
+        self, activity: Activity, group: str, values: Mapping[str, object], *, from_images: bool
     ) -> None:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
         if self._log is not None:
-            plain = numbers(
-                {name: value for name, value in values.items() if isinstance(value, int | float)}
-            )
-            self._add(activity, "left", {**describe_document(values), "numbers": plain})
+            plain = {}
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    plain[name] = value
 
-    def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
+            entry = {**describe_document(values), "numbers": numbers(plain)}
+            self._add(activity, "left", entry)
+
+    def _add(self, activity: Activity, direction: str, entry: Mapping[str, object]) -> None:
         assert self._log is not None
-        discloses = self._gate is not None and direction == "left"
-        if self._gate is not None and discloses:
-            words = {"privacy": self._gate.account.words()}
-        else:
-            words = {}
+        line = {"round": activity.round, "direction": direction, "kind": activity.kind, **entry}
+        if self._gate is not None and direction == "left":
+            line["privacy"] = self._gate.account.words()
 
-        self._log.add(
-            {
-                "round": activity.round,
-                "direction": direction,
-                "kind": activity.kind,
-                **entry,
-                **words,
-            }
-        )
+        self._log.add(line)

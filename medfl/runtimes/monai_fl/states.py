@@ -44,14 +44,20 @@ class States:
                     f"{listed}); put back the folder of the States, or start the run anew"
                 )
 
-        return self._load(round_) or None if round_ else None
+        if not round_:
+            return None
+
+        return self._load(round_) or None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
         """Keep the State of a round and that of its base, from which it was made; remove all others.
 
         An empty one says that the round is over; without a base that is the newest before.
         """
-        base = self._newest_round(round_ - 1) if base is None else base
+        # the base stays: the server may refuse this reply and repeat the round
+        if base is None:
+            base = self._newest_round(round_ - 1)
+
         self._save(round_, state)
         for stale_round in self._rounds() - {round_, base}:
             self._remove(stale_round)

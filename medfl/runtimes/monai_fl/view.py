@@ -1,4 +1,4 @@
-"""What one site has of a federation, and a way to stop what it does."""
+"""One site's view of a federation, and a way to stop its work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.message_rules import MessageRules
+from medfl.runtimes.message_rules import MessageRules, Wire
 from medfl.storage.files import to_device
 from medfl.training import Site
 
@@ -101,9 +100,14 @@ class SiteView:
         entries = source.entries if source.is_list else []
 
         for index in self._federation.shard(self.name, section).indices.tolist():
-            entry = entries[index] if index < len(entries) else None
-            images = entry.get("image") if isinstance(entry, Mapping) else None
-            for image in images if isinstance(images, list | tuple) else [images]:
+            # a source that is no list of items names no files
+            images: object = None
+            if index < len(entries) and isinstance(entries[index], Mapping):
+                images = entries[index].get("image")
+            if not isinstance(images, list | tuple):
+                images = [images]
+
+            for image in images:
                 files.add(stored_key(image) if isinstance(image, str | Path) else "")
 
             patients.add(str(self._federation.sections[section].items[index].get("group", "")))
@@ -127,10 +131,12 @@ class SiteView:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         site = self._federation.site(name, round_)
-        train, validate, test = (
-            self._stoppable(shard) for shard in (site.train, site.validate, site.test)
+        return replace(
+            site,
+            train=self._stoppable(site.train),
+            validate=self._stoppable(site.validate),
+            test=self._stoppable(site.test),
         )
-        return replace(site, train=train, validate=validate, test=test)
 
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""
@@ -154,11 +160,11 @@ class SiteView:
 
     # What arrives
 
-    def received(self, arrived: Mapping[Any, Any]) -> Message:
+    def received(self, arrived: Wire) -> Message:
         """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
         return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
 
-    def averaged(self, arrived: Mapping[Any, Any]) -> Message:
+    def averaged(self, arrived: Wire) -> Message:
         """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
         return self._on_device(self.rules.decode_average(arrived))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medfl.runtimes.output.tracker import Tracker, scalars
+from medfl.runtimes.registry import Document
 from medfl.storage.files import writing
 
 
@@ -21,17 +24,21 @@ class Events:
         self.trackers = trackers
 
     def __enter__(self) -> Events:
+        # `purge_step`: rounds after the last committed one are drawn anew
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
         self._writer: Any = SummaryWriter(
             str(self.path), purge_step=self.done + 1 if self.done else None
         )  # type: ignore[no-untyped-call]
-        self._hook = tell = (
-            threading.excepthook
-        )  # what fails in the writer's thread is raised by its next call
-        threading.excepthook = lambda failed: (
-            None if "Async" in type(failed.thread).__name__ else tell(failed)
-        )
+        hook = threading.excepthook
+        self._hook = hook
+
+        def skip_writer(failed: threading.ExceptHookArgs) -> None:
+            # what fails in the writer's thread is raised by its next call
+            if "Async" not in type(failed.thread).__name__:
+                hook(failed)
+
+        threading.excepthook = skip_writer
 
         for tracker in self.trackers:
             tracker.open(self.done)
@@ -40,6 +47,7 @@ class Events:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            # an error of the run itself is not to be hidden by one of the disk
             with suppress(OSError) if kind else writing(self.path):
                 self._writer.close()
         finally:
@@ -48,12 +56,12 @@ class Events:
         for tracker in self.trackers:
             tracker.close(kind is None)
 
-    def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
+    def add_image(self, name: str, pixels: NDArray[np.uint8], step: int, dataformats: str) -> None:
         """Write a picture."""
         with writing(self.path):
             self._writer.add_image(name, pixels, step, dataformats=dataformats)
 
-    def log(self, entry: Mapping[str, Any]) -> None:
+    def log(self, entry: Document) -> None:
         """Write a round's numbers."""
         numbers = scalars(entry)
         with writing(self.path):

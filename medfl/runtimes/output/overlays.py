@@ -42,14 +42,15 @@ def case_pictures(
         if not shown:
             continue
 
-        examples = [
-            _example(federation, site, ident, ranks[ident], cases[site], masks_of_case)
-            for ident, masks_of_case in shown.items()
-        ]
+        examples = []
+        for ident, masks_of_case in shown.items():
+            examples.append(
+                _example(federation, site, ident, ranks[ident], cases[site], masks_of_case)
+            )
+
         median = float(np.nanmedian(list(dice[site].values())))
-        structures = _structures(
-            federation, max(masks_of_case.classes for masks_of_case in shown.values())
-        )
+        classes = max(masks_of_case.classes for masks_of_case in shown.values())
+        structures = _structures(federation, classes)
         yield overlays.mask_overlays(
             f"masks-{safe_file_name(site)}", site, examples, structures, median
         )
@@ -57,21 +58,20 @@ def case_pictures(
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
     """Return site -> id -> Dice of the sites that have any."""
-    by_site = {
-        site: dict(zip(c.ids, c.values["dice"].tolist(), strict=True))
-        for site, c in cases.items()
-        if "dice" in c.values
-    }
-    return {
-        site: dice
-        for site, dice in by_site.items()
-        if any(value == value for value in dice.values())
-    }
+    by_site = {}
+    for site, outcomes in cases.items():
+        # NaN: a structure that is neither in the reference nor predicted
+        if "dice" in outcomes.values and not outcomes.values["dice"].isnan().all():
+            dice = outcomes.values["dice"].tolist()
+            by_site[site] = dict(zip(outcomes.ids, dice, strict=True))
+
+    return by_site
 
 
 def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     if len(dice) <= SITES:
         return dict(dice)
+    # as they rank, so that the best and the worst are among them
     by_median = sorted(dice, key=lambda site: float(np.nanmedian(list(dice[site].values()))))
     drawn_sites = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
     return {site: values for site, values in dice.items() if site in drawn_sites}
@@ -105,8 +105,8 @@ def test_item(federation: Federation, site: str, ident: str) -> tuple[Any, Geome
 
 def _structures(federation: Federation, classes: int) -> list[str]:
     """Return the names of the foreground classes."""
-    named = federation.bundle.structures
-    if len(named) == classes:
-        return list(named[1:])
+    structures = federation.bundle.structures
+    if len(structures) == classes:
+        return list(structures[1:])
 
     return [f"structure {index}" for index in range(1, classes)]

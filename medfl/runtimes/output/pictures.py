@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +26,28 @@ from medfl.report.picture import Floats, Picture
 from medfl.report.saved_pictures import generated_grids, grid_name
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
+from medfl.runtimes.output.events import Events
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 from medfl.training.layers import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid
-_ITEMS, _PIXELS, _LEAST = (
-    1000,
-    1000 * 64 * 64,
-    25,
-)  # test items at most; their pixels; items a class at least
-_MAPPED, _GENERATED = 300, 100  # points of a map: test items, generated images
+# test items at most; their pixels; items a class at least
+_ITEMS = 1000
+_PIXELS = 1000 * 64 * 64
+_LEAST = 25
+# points of a map: test items, generated images
+_MAPPED = 300
+_GENERATED = 100
 _BATCH = 64
 
 
 class Pictures:
     """Draws the pictures of one run into its folder and as TensorBoard images."""
 
-    def __init__(self, federation: Federation, folder: RunFolder, events: Any, done: int) -> None:
+    def __init__(
+        self, federation: Federation, folder: RunFolder, events: Events, done: int
+    ) -> None:
         """Take the parts; `done` rounds were done before this process."""
         self.federation = federation
         self.folder = folder
@@ -65,39 +69,35 @@ class Pictures:
                 and embeddings.ndim == 3
                 and len(embeddings) == len(classes)
             ):
-                self._keep(
-                    model_plots.text_similarities(
-                        embeddings.double().mean(1).cpu().numpy(), classes
-                    ),
-                    0,
-                )
+                # (classes, texts of a class, d)
+                means = embeddings.double().mean(1).cpu().numpy()
+                self._keep(model_plots.text_similarities(means, classes), 0)
 
     def after(self, round_: int, server: State) -> None:
         """Draw generated images of each class, if the method makes any and they are not those of the last picture."""
         classes = self.federation.task.classes
-        generated = self._synthetic(
-            round_, server, torch.arange(len(classes)).repeat_interleave(_COLUMNS), "grid"
-        )
+        labels = torch.arange(len(classes)).repeat_interleave(_COLUMNS)
+        generated = self._synthetic(round_, server, labels, "grid")
         if generated is None:
             return
 
         images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
+        # a method that makes them once would else leave the same picture each round
         if mark != self._mark:
-            self._keep(
-                model_plots.generated_grid(images, classes, round_, mark), round_, "generated"
-            )
+            grid = model_plots.generated_grid(images, classes, round_, mark)
+            self._keep(grid, round_, "generated")
             self._mark = mark
 
     def finish(self, round_: int, server: State) -> None:
         """Draw what was observed and, where there is a global network, features of test and generated items."""
-        seen: dict[str, list[tuple[int, float]]] = {}
+        curves: dict[str, list[tuple[int, float]]] = {}
         for entry in self.folder.rounds():
             for name, value in entry.get("observed", {}).items():
                 if name in DISTANCES:
-                    seen.setdefault(name, []).append((entry["round"], value))
+                    curves.setdefault(name, []).append((entry["round"], value))
 
-        drawn = model_plots.prototype_distances(seen)
+        drawn = model_plots.prototype_distances(curves)
         if drawn is not None:
             self._keep(drawn, round_)
 
@@ -109,8 +109,8 @@ class Pictures:
         if federation.task.kind != "classification" or not len(pooled):
             return
 
-        asked = torch.arange(len(classes)).repeat(max(1, _GENERATED // len(classes)))
-        generated = self._synthetic(round_, server, asked, "features")
+        drawn_labels = torch.arange(len(classes)).repeat(max(1, _GENERATED // len(classes)))
+        generated = self._synthetic(round_, server, drawn_labels, "features")
         with stream(seed, "pictures", "items") as draws, federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             if network is None or not _has_vectors(network, pooled, federation.networks.device):
@@ -118,12 +118,14 @@ class Pictures:
 
             real, labels = self._read(network, _sample_items(pooled, len(classes), draws))
             synthetic = real[:0]
-            made_labels = labels[:0]
+            synthetic_labels = labels[:0]
             if generated is not None:
-                images = Stacked([{}] * len(asked), generated.inputs, asked)
-                synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
+                count = len(drawn_labels)
+                images = Stacked([{}] * count, generated.inputs, drawn_labels)
+                synthetic, synthetic_labels = self._read(network, Shard.of(images, range(count)))
 
-        points = (real[:_MAPPED], labels[:_MAPPED], synthetic, made_labels)
+        # the first ones: `_sample_items` has put classes in turn
+        points = (real[:_MAPPED], labels[:_MAPPED], synthetic, synthetic_labels)
         for picture in model_plots.feature_scatters(
             *points, classes, derive(seed, "pictures"), round_
         ):
@@ -162,9 +164,8 @@ class Pictures:
 
     def _read(self, network: nn.Module, shard: Shard) -> tuple[Floats, Labels]:
         """Return the features (N, d) of a shard's items and their classes (N,)."""
-        values, labels = zip(
-            *features(network, shard, _BATCH, self.federation.networks.device), strict=True
-        )
+        batches = features(network, shard, _BATCH, self.federation.networks.device)
+        values, labels = zip(*batches, strict=True)
         return torch.cat(values).float().cpu().numpy(), torch.cat(labels).cpu().numpy()
 
     def _keep(self, picture: Picture, step: int, tag: str = "") -> None:
@@ -181,9 +182,9 @@ def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     order = torch.randperm(len(pooled), generator=draws)
     if pooled.labels:
         one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
-        order = order[
-            (one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)
-        ]  # first the first of each class
+        # an item's place among those of its class: first the first of each class, then the second
+        place = (one_hot.cumsum(0) * one_hot).sum(1)
+        order = order[place.argsort(stable=True)]
 
     return Shard(pooled.prepared, pooled.indices[order[:limit]])
 
@@ -194,9 +195,10 @@ def _has_vectors(network: nn.Module, shard: Shard, device: torch.device) -> bool
     if _linear_head(network) is None:
         return False
     x, _ = next(shard.batches(1))
-    with evaluating(network), entering_head(network) as seen:
+    with evaluating(network), entering_head(network) as inputs:
         network(x.to(device))
-    return bool(seen) and seen[-1].ndim == 2 and len(seen[-1]) == len(x)
+
+    return bool(inputs) and inputs[-1].ndim == 2 and len(inputs[-1]) == len(x)
 
 
 def _linear_head(network: nn.Module) -> nn.Module | None:
@@ -207,8 +209,12 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 def _last_mark(folder: RunFolder, done: int) -> str:
     """Return the mark of the last committed grid; a picture that cannot be read is none."""
     names = {grid_name(round_) for round_ in range(done + 1)}
-    earlier = [path for path in generated_grids(folder.path) if path.stem in names]
-    try:
-        return Picture.read(earlier[-1]).mark if earlier else ""
-    except OSError:
-        return ""
+    mark = ""
+    for path in reversed(generated_grids(folder.path)):
+        # a picture of a round that was not committed is drawn anew
+        if path.stem in names:
+            with suppress(OSError):
+                mark = Picture.read(path).mark
+            break
+
+    return mark

@@ -12,13 +12,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
+from medfl.runtimes.registry import Document
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
 
+# parts of a record that are no settings: where things lie, and which items each site has
 _APART = (
     "bundle_path",
     "data.folder",
@@ -27,7 +28,6 @@ _APART = (
     "partition.notes",
     "partition.sites",
 )
-"""Parts of a record that are no settings: where things lie, and which items each site has."""
 
 
 class Tracker(ABC):
@@ -114,16 +114,18 @@ class Tracker(ABC):
         except Exception as error:  # of a library, of its database, of the network: of any kind
             self._on = False
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            why = (text.replace(self.secret, self.shown) if self.secret else text)[:200]
+            if self.secret:
+                text = text.replace(self.secret, self.shown)
+
             self.say(
-                f"{self.title} at {self.shown}: {why}; the run goes on without it, and what it lacks is written when "
-                "the run is resumed"
+                f"{self.title} at {self.shown}: {text[:200]}; the run goes on without it, and what it lacks is "
+                "written when the run is resumed"
             )
 
 
-def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def settings_of(document: Mapping[str, object], above: str = "") -> Document:
     """Return the settings of a record under dotted names."""
-    settings: dict[str, Any] = {}
+    settings: Document = {}
     for key, value in document.items():
         name = above + key
         if name.endswith(_APART):
@@ -136,10 +138,15 @@ def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return settings
 
 
-def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+def scalars(entry: Document) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl that become curves."""
     numbers = {"train/loss": entry["train_loss"]}
-    for group in ("val_global", "val_personal"):
-        numbers |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
-    numbers |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
-    return numbers | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}
+    for group in ("val_global", "val_personal", "observed"):
+        # a round that was not evaluated has None there
+        for name, value in (entry.get(group) or {}).items():
+            numbers[f"{group}/{name}"] = value
+
+    for name in ("bytes_up", "bytes_down", "seconds"):
+        numbers[f"cost/{name}"] = entry[name]
+
+    return numbers

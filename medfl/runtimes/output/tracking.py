@@ -26,13 +26,13 @@ STORE = "mlflow.db"
 """In a run folder: which MLflow run it is, and the SQLite file where MLflow has no other place."""
 EXPERIMENT = "medfl"
 """Name of the experiment, where MLFLOW_EXPERIMENT_NAME says no other."""
+# a metric of every round
 _MARK = "cost/seconds"
-"""A metric of every round."""
+# MLflow itself would try for minutes before it says that its server is down
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow itself would try for minutes before it says that its server is down."""
+# parameters that MLflow takes at once, and the length of one that every version of it takes
 _BATCH = 100
 _LONGEST = 500
-"""Parameters that MLflow takes at once, and the length of one that every version of it takes."""
 
 
 class Tracking(Tracker):
@@ -52,24 +52,26 @@ class Tracking(Tracker):
         )
         self.shown = _without_password(self.uri)
         self.secret = self.uri
-        self.id = self.known.get("run_id", "") if self.known.get("uri") == self.shown else ""
+        self.id = ""
+        if self.known.get("uri") == self.shown:
+            self.id = self.known.get("run_id", "")
+
         self._there: set[int] = set()
 
     def _open(self) -> None:
         from mlflow.tracking import MlflowClient  # imports for seconds
 
-        logging.getLogger("mlflow").setLevel(
-            logging.WARNING
-        )  # it tells of each table that it makes
+        # else it tells of each table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
 
         self.note(uri=self.shown, run_id=self.id)
         self._client = MlflowClient(self.uri)
         if self.id:
-            self._there = {
-                metric.step for metric in self._client.get_metric_history(self.id, _MARK)
-            }
+            history = self._client.get_metric_history(self.id, _MARK)
+            self._there = {metric.step for metric in history}
+            # a resumed run: MLflow would show it as ended while its rounds come
             self._client.set_terminated(self.id, "RUNNING")
         else:
             self._begin()
@@ -82,6 +84,7 @@ class Tracking(Tracker):
 
         from mlflow.entities import Metric
 
+        # MLflow's times are milliseconds
         now = int(time.time() * 1000)
         metrics = [Metric(name, float(value), now, round_) for name, value in numbers.items()]
         self._client.log_batch(self.id, metrics=metrics)
@@ -96,34 +99,28 @@ class Tracking(Tracker):
         client = self._client
         run, document = self.folder.read_run()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        there = client.get_experiment_by_name(name)
-
-        if there is None:
-            experiment = client.create_experiment(name)
-        else:
-            experiment = there.experiment_id
-
+        existing = client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else client.create_experiment(name)
         tags = {"run_hash": run.run_hash, "data": run.data.source}
         mlflow_run = client.create_run(
             experiment, tags=tags, run_name=self.folder.path.resolve().name
         )
         self.id = mlflow_run.info.run_id
         self.note(uri=self.shown, run_id=self.id)
-        sites = {"sites": len(run.partition.sites), "runtime": document.get("runtime", "")}
-        params = [
-            Param(key, str(value)[:_LONGEST])
-            for key, value in {**settings_of(run.to_dict()), **sites}.items()
-        ]
+        settings = settings_of(run.to_dict())
+        settings["sites"] = len(run.partition.sites)
+        settings["runtime"] = document.get("runtime", "")
+        params = [Param(key, str(value)[:_LONGEST]) for key, value in settings.items()]
 
         for start in range(0, len(params), _BATCH):
             client.log_batch(self.id, params=params[start : start + _BATCH])
 
 
+# what `--track` names: its class, the module that it needs, and that in words
 _KINDS: Mapping[str, tuple[type[Tracking | Wandb], str, str]] = {
     "mlflow": (Tracking, "mlflow.tracking", "MLflow"),
     "wandb": (Wandb, "wandb", "Weights & Biases"),
 }
-"""What `--track` names: its class, the module that it needs, and that in words."""
 
 
 def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
@@ -157,11 +154,13 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
     if track is not None:
         tracker, target = parse(track)
         return [tracker(folder, target, say)]
-    return [
-        tracker(folder, None, say)
-        for tracker, *_ in _KINDS.values()
-        if (folder.path / tracker.file).is_file()
-    ]
+
+    trackers: list[Tracker] = []
+    for tracker, *_ in _KINDS.values():
+        if (folder.path / tracker.file).is_file():
+            trackers.append(tracker(folder, None, say))
+
+    return trackers
 
 
 def _without_password(uri: str) -> str:

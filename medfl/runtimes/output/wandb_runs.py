@@ -27,11 +27,14 @@ class Wandb(Tracker):
         super().__init__(folder, say)
         self.project = project or self.known.get("project") or PROJECT
         self.shown = f"project {self.project}"
-        self.id = self.known.get("run_id", "") if self.known.get("project") == self.project else ""
+        self.id = ""
+        if self.known.get("project") == self.project:
+            self.id = self.known.get("run_id", "")
 
     def _open(self) -> None:
         import wandb
 
+        # before `init`, which may fail: a resumed run then tries the same project
         self.note(project=self.project, run_id=self.id)
         run, document = self.folder.read_run()
         config = {

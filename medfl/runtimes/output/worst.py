@@ -25,12 +25,12 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
     for site, outcomes in cases.items():
         if not outcomes.is_classification:
             continue
-        for row, (ident, loss) in enumerate(
-            zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)
-        ):
+        rows = zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)
+        for row, (ident, loss) in enumerate(rows):
             losses.setdefault(ident, (loss, site, row))
 
     rows_first = _reads_rows(federation)
+    # ties by id, so that the order does not depend on that of the sites
     order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
         loss, site, row = losses[ident]
@@ -49,24 +49,23 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
         label = int(cases[site].values["label"][row])
         chances = cases[site].values["probabilities"][row]
         predicted = int(chances.argmax())
-        wrong = label != predicted
-        true, taken = (_name(federation, c, len(chances)) for c in (label, predicted))
-        yield image_picture(
-            f"worst-{rank:02d}",
-            plane.image,
-            f"{true}, taken for {taken}" if wrong else f"{true}, rightly",
-            f"confidence {float(chances[predicted]):.3f}{f' ({true}: {float(chances[label]):.2g})' * wrong}; "
-            f"loss {loss:.2f}; {ident}, {site}",
-        )
+        true = _name(federation, label, len(chances))
+        title = f"{true}, rightly"
+        confidence = f"confidence {float(chances[predicted]):.3f}"
+        if label != predicted:
+            title = f"{true}, taken for {_name(federation, predicted, len(chances))}"
+            confidence += f" ({true}: {float(chances[label]):.2g})"
+
+        caption = f"{confidence}; loss {loss:.2f}; {ident}, {site}"
+        yield image_picture(f"worst-{rank:02d}", plane.image, title, caption)
 
 
 def _reads_rows(federation: Federation) -> bool:
     """Tell whether pictures are (H, W): those of our own readers are, MONAI's are (W, H)."""
     root = getattr(federation.bundle, "root", None)
     files = [] if root is None else sorted((root / "configs").glob("train.*"))
-    return not files or any(
-        "medfl.datasets.Read" in file.read_text(errors="replace") for file in files
-    )
+    text = "".join(file.read_text(errors="replace") for file in files)
+    return not files or "medfl.datasets.Read" in text
 
 
 def _upright(shape: tuple[int, ...]) -> Geometry | None:

@@ -1,4 +1,4 @@
-"""What a site says of itself and the server cannot see: how many items it has, how far its training moved the weights.
+"""Claims of a site that the server cannot verify: how many items it has, how far its training moved the weights.
 
 A number of items is a whole one, at least 1 and at most what the site had when it introduced itself (0 if it had none).
 Among three or more replies
@@ -14,6 +14,7 @@ the like), for those rules bear what is refused here.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -23,11 +24,12 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.core.untrusted import printable
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.server.robust import sample_counts
 
 FARTHEST = 1000.0
 """Times the middle norm of a round's changes that a change may have."""
+# replies from which on there is a majority that one of them is compared with
 _SEVERAL = 3
-"""Replies from which on there is a majority that one of them is compared with."""
 _COUNT = "counts"
 
 
@@ -40,16 +42,12 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
     if not federation.aggregation.counts_samples:
         return
     for label, low, values in _counts(message, min(1, most)):
-        are_whole = bool((values == values.round()).all())
-        if values.numel() and not (
-            are_whole and low <= float(values.min()) and float(values.max()) <= most
-        ):
-            wrong = next(
-                v for v in values.flatten().tolist() if v % 1 or not low <= v <= most
-            )  # also NaN
+        # written so that NaN, which is in no order, counts as wrong
+        wrong = values[~((values == values.round()) & (low <= values) & (values <= most))]
+        if wrong.numel():
             raise RunError(
-                f"site {name!r}: {label} gives a number of items that cannot be true: {wrong:.17g}; expected a whole "
-                f"number from {low} to {most:,}, the number of its items"
+                f"site {name!r}: {label} gives a number of items that cannot be true: {float(wrong[0]):.17g}; expected "
+                f"a whole number from {low} to {most:,}, the number of its items"
             )
 
 
@@ -57,6 +55,7 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the name, least value and values of whatever counts items; of a class there may be none."""
     if "samples" in message.scalars:
         yield "its reply", low, torch.tensor(message.scalars["samples"], dtype=torch.float64)
+    # numbers of items by class are a group "counts", or a tensor of that name in a group of the method's
     for group, members in message.tensors.items():
         for name in members if group == _COUNT else members.keys() & {_COUNT}:
             yield f"'{group}/{name}'", 0, members[name].double()
@@ -73,24 +72,23 @@ def far_replies(
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
 
-    for group in sorted({group for message in replies.values() for group in message.tensors}):
-        sent = {
-            name: message.tensors[group]
-            for name, message in replies.items()
-            if group in message.tensors
-        }
-        norms = {name: _change(members, broadcast.get(group, {})) for name, members in sent.items()}
-        reasons = _far(f"its change of {group!r} has the norm", norms) | reasons
+    norms: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    numbers: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, message in replies.items():
+        for group, members in message.tensors.items():
+            norms[group][name] = _change(members, broadcast.get(group, {}))
 
-    for key in sorted(
-        {key for message in replies.values() for key in message.scalars} - {"samples"}
-    ):
-        numbers = {
-            name: abs(message.scalars[key])
-            for name, message in replies.items()
-            if key in message.scalars
-        }
-        reasons = _far(f"its 'scalars/{printable(key, 60)}' has the size", numbers) | reasons
+        for key, number in message.scalars.items():
+            numbers[key][name] = abs(number)
+
+    numbers.pop("samples", None)
+    # of a site that is far off in several, the first by name is told
+    for group in sorted(norms):
+        reasons = _far(f"its change of {group!r} has the norm", norms[group]) | reasons
+
+    for key in sorted(numbers):
+        label = f"its 'scalars/{printable(key, 60)}' has the size"
+        reasons = _far(label, numbers[key]) | reasons
 
     return reasons
 
@@ -98,11 +96,18 @@ def far_replies(
 def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose size is far beyond the middle one, each with why."""
     middle = sorted(sizes.values())[len(sizes) // 2]
-    limit = FARTHEST * middle if len(sizes) >= _SEVERAL and middle > 0 else math.inf
-    limit_text = f"the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
-    return {
-        name: f"{label} {size:.3g}, {limit_text}" for name, size in sizes.items() if size > limit
-    }
+    # where most have not moved at all, any change is infinitely many times the middle one
+    if len(sizes) < _SEVERAL or middle <= 0:
+        return {}
+
+    reasons = {}
+    for name, size in sizes.items():
+        if size > FARTHEST * middle:
+            reasons[name] = (
+                f"{label} {size:.3g}, the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
+            )
+
+    return reasons
 
 
 def _change(members: Weights, before: Weights) -> float:
@@ -110,12 +115,12 @@ def _change(members: Weights, before: Weights) -> float:
     norms: list[float] = []
     for name, tensor in members.items():
         if tensor.is_floating_point():
-            like = before.get(name)
-            if like is None or like.shape != tensor.shape:
-                change = tensor
-            else:
-                change = tensor - like.to(tensor)
+            sent = before.get(name)
+            change = tensor
+            if sent is not None and sent.shape == tensor.shape:
+                change = tensor - sent.to(tensor)
 
+            # half precision overflows at 65,504
             wide = torch.promote_types(change.dtype, torch.float32)
             norms.append(float(torch.linalg.vector_norm(change, dtype=wide)))
 
@@ -132,17 +137,12 @@ def check_shares(
     Raises:
         InputError: one has more; names it.
     """
-    counts = {
-        name: reply.scalars["samples"]
-        for name, reply in replies.items()
-        if "samples" in reply.scalars
-    }
-    if (
-        most is None
-        or federation.run.max_share is not None
-        or federation.equal_weight_flag
-        or len(counts) < _SEVERAL
-    ):
+    if most is None or federation.run.max_share is not None or federation.equal_weight_flag:
+        return
+
+    # one of two always has half or more
+    counts = sample_counts(replies)
+    if len(counts) < _SEVERAL:
         return
 
     name = max(counts, key=lambda site: counts[site])

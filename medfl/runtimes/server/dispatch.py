@@ -15,7 +15,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
+from medfl.runtimes.tasks import Introduce, MakeTask, Results, RoundTask, Train
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
@@ -36,8 +36,7 @@ class Dispatcher:
         self.workers = workers
         self.tolerance = tolerance
         self.say = say
-        self.progress = False
-        """Whether scores show a bar on stderr as they come."""
+        self.progress = False  # whether scores show a bar on stderr as they come
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.
@@ -76,7 +75,6 @@ class Dispatcher:
         results = self.workers.start(
             [partial(self._make, task, round_, server, name) for name in names],
             self._sizes(names, "train"),
-            round_=round_,
             on_result=on_result,
             folder=self.folder.path,
         )
@@ -86,15 +84,14 @@ class Dispatcher:
     def _present(
         self,
         names: Sequence[str],
-        results: Iterator[tuple[int, Any]],
+        results: Results,
         left_out: dict[str, str],
         label: str,
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return Attendance(names, self.tolerance.min_replies, left_out, label, self.say).present(
-            checked
-        )
+        attendance = Attendance(names, self.tolerance.min_replies, left_out, label, self.say)
+        return attendance.present(checked)
 
     def _checked(self, name: str, result: Any) -> Any:
         """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
@@ -103,6 +100,7 @@ class Dispatcher:
 
         message = result if isinstance(result, Message) else result[0].reply
         try:
+            # an introduction has no weights yet
             if message is not result:
                 self.federation.message_rules(name).check_complete(message)
             check_counts(self.federation, name, message, self.workers.item_count(name))
@@ -125,9 +123,9 @@ class Dispatcher:
         longest site is known.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
-        results = self._shown(
-            len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
-        )
+        sizes = self._sizes(names, *sections) if sections else None
+        results = self._shown(len(tasks), self.workers.run(tasks, sizes))
+        # scores change no weights, so one site is enough where failures are tolerated at all
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
@@ -135,12 +133,13 @@ class Dispatcher:
         """Return the results of tasks with the server's model, in order."""
         return self.workers.all(tasks, partial(self._shown, len(tasks)))
 
-    def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def _shown(self, count: int, results: Results) -> Results:
         yield from bar(results, count, desc="scoring", unit="part", shown=self.progress)
 
     def _make(
         self, task: Callable[..., RoundTask], round_: int, server: State, name: str
     ) -> RoundTask:
+        # in a scope: a method may lease a network to make the message
         with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
             broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
         return task(
@@ -148,7 +147,9 @@ class Dispatcher:
         )
 
     def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
-        return [
-            sum(len(self.federation.participant_shard(name, section)) for section in sections)
-            for name in names
-        ]
+        sizes = []
+        for name in names:
+            shards = [self.federation.participant_shard(name, section) for section in sections]
+            sizes.append(sum(map(len, shards)))
+
+        return sizes

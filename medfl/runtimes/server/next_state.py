@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -75,6 +76,7 @@ def next_state(
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
+            # also after a failure: the next attempt starts from the same State
             check_unchanged(method, server, before)
 
     with federation.networks.scope():
@@ -84,7 +86,7 @@ def next_state(
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
-    check_shares(federation, attendance.what, result.replies, tolerance.max_share)
+    check_shares(federation, attendance.label, result.replies, tolerance.max_share)
 
     return result
 
@@ -138,9 +140,8 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         with federation.scope():
             name = federation.cohort(round_)[0]
             down = method.broadcast(federation.host(round_), server, name)
-            weights = Message(
-                {"weights": down.tensors.get("weights", {})}
-            )  # of the forms of a reply's
+            # weights have the same forms down and up
+            weights = Message({"weights": down.tensors.get("weights", {})})
             federation.message_rules(name).check_reply(weights)
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
@@ -168,7 +169,7 @@ def _from_usable(
         except fatal:
             raise
         except Exception as error:  # a message of any form may make it fail in any way
-            reasons = _at_fault(names, attempt, error, attendance.what)
+            reasons = _at_fault(names, attempt, error, attendance.label)
 
         attendance.drop(reasons)
 
@@ -194,18 +195,18 @@ def _checked_state(
         raise _Unusable(f"the server's next State: {why}")
 
     with federation.networks.scope():
+        # what the next round would fail with is the fault of these replies, and later nobody could tell whose
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
 
         weighed = with_effective_counts(replies, federation.run)
         before = server.get("weights")
+        observed: dict[str, float] = {}
         if before:
-            bounded = federation.aggregation.observed(weighed, "weights", before)
-        else:
-            bounded = {}
+            observed |= federation.aggregation.observed(weighed, "weights", before)
 
-        bounded |= shares_under_cap(replies, federation.run)
-        return NextState(after, replies, {**bounded, **federation.method.observed(after, replies)})
+        observed |= shares_under_cap(replies, federation.run)
+        return NextState(after, replies, {**observed, **federation.method.observed(after, replies)})
 
 
 # Whose fault it is
@@ -233,13 +234,15 @@ def _at_fault(
         if failed is None:
             return {}
 
+        if len(some) == 1:
+            return {some[0]: failed}
+
         half = len(some) // 2
-        parts = [some[:half], some[half:]] if half else []
-        if half:
-            return {n: e for part in parts for n, e in alone(part, failure(part)).items()}
+        first = some[:half]
+        second = some[half:]
+        return alone(first, failure(first)) | alone(second, failure(second))
 
-        return {some[0]: failed}
-
+    # if each fails alone, the fault lies with the server's half or with the State, not with a reply
     at_fault = alone(names, error) if names else {}
     if len(at_fault) == len(names) > 1 or not names:
         if isinstance(error, MedflError):
@@ -250,11 +253,13 @@ def _at_fault(
         ) from error
 
     if not at_fault:
-        needed_absent = [
-            name
-            for name in names
-            if failure([present for present in names if present != name]) is None
-        ]
+        # no part fails by itself: two replies contradict each other, or one all others
+        needed_absent = []
+        for name in names:
+            others_fail = failure([present for present in names if present != name])
+            if others_fail is None:
+                needed_absent.append(name)
+
         at_fault = dict.fromkeys(needed_absent or names, error)
 
     unusable = "the server's half can do nothing with its reply"
@@ -265,17 +270,14 @@ def _in_one_line(error: Exception) -> str:
     """Return an error in one line, without what is said to somebody who could do something about it."""
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
+        # a sentence, else the key itself
         if " " in text:
             return printable(text, 200)
 
         return f"'{printable(text)}' is missing"
 
     text = error._parts[0] if isinstance(error, InputError) else str(error)
-    if isinstance(error, MedflError | _Unusable):
-        kind = ""
-    else:
-        kind = f"{type(error).__name__}: "
-
+    kind = "" if isinstance(error, MedflError | _Unusable) else f"{type(error).__name__}: "
     return kind + printable(" ".join(text.split()), 200).replace("\\'", "'")
 
 
@@ -294,28 +296,26 @@ def odd_replies(
     forms = {name: _forms(message.tensors, checked_groups) for name, message in replies.items()}
     expected = _forms(broadcast, checked_groups)
     reasons = dict[str, str]()
-    for key in sorted({key for form in forms.values() for key in form}):
+    for key in sorted(set().union(*forms.values())):
         site_forms = {name: form[key] for name, form in forms.items() if key in form}
-        (most, count), *runners_up = Counter(
-            f for form in site_forms.values() for f in form.values()
-        ).most_common()
-        tied = {form for form, n in runners_up if n == count}
+        counts: Counter[Form] = Counter()
+        for form in site_forms.values():
+            counts.update(form.values())
+
+        (most, count), *_ = counts.most_common(1)
         usual: Form | None = most
+        tied = {form for form, number in counts.items() if number == count}
+        if len(tied) > 1:
+            usual = next(iter(tied & {*expected.get(key, {}).values()}), None)
 
-        if tied:
-            usual = next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
-
+        expectation = (
+            "the other sites' is another" if usual is None else f"expected {_form_text(usual)}"
+        )
         for name, form in site_forms.items():
-            wrong = [tensor for tensor, its_form in form.items() if its_form != usual]
+            wrong = [tensor for tensor, tensor_form in form.items() if tensor_form != usual]
             if wrong and name not in reasons:
-                if usual is None:
-                    others_have = "the other sites' is another"
-                else:
-                    others_have = f"expected {_form_text(usual)}"
-
-                reasons[name] = (
-                    f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
-                )
+                tensor = printable(wrong[0], 80)
+                reasons[name] = f"{tensor!r} is {_form_text(form[wrong[0]])}; {expectation}"
 
     return reasons
 
@@ -326,12 +326,18 @@ def _forms(
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     forms: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
-        for name, tensor in members.items() if group not in checked_groups else ():
-            form = tuple(tensor.shape), str(tensor.dtype)
-            forms.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[
-                f"{group}/{name}"
-            ] = form
+        if group in checked_groups:
+            continue
+
+        for name, tensor in members.items():
+            key = f"{group}/{'#' if _is_class(name) else name}"
+            forms.setdefault(key, {})[f"{group}/{name}"] = _form(tensor)
+
     return forms
+
+
+def _form(tensor: Tensor) -> Form:
+    return tuple(tensor.shape), str(tensor.dtype)
 
 
 def _form_text(form: Form) -> str:
@@ -342,36 +348,31 @@ def _is_class(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: int) -> Iterator[str]:
+def _flaws(
+    after: object, before: object, path: str, sites: Sequence[str], classes: int
+) -> Iterator[str]:
     """Say what is wrong with a part of a State, given what it was before, or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
             yield f"{path!r} has NaN or infinite values"
-        if isinstance(before, Tensor) and (before.shape, before.dtype) != (
-            after.shape,
-            after.dtype,
-        ):
-            form, was = ((tuple(t.shape), str(t.dtype)) for t in (after, before))
-            yield f"{path!r} is {_form_text(form)}; before it was {_form_text(was)}"
+        if isinstance(before, Tensor) and _form(before) != _form(after):
+            yield f"{path!r} is {_form_text(_form(after))}; before it was {_form_text(_form(before))}"
     elif isinstance(after, float) and (after != after or abs(after) == float("inf")):
         yield f"{path!r} is {after}"
     elif isinstance(after, Mapping):
         entries = before if isinstance(before, Mapping) else {}
-        if (
-            path
-            and (after or entries)
-            and all(isinstance(value, Tensor) for value in (*after.values(), *entries.values()))
-        ):
+        values = [*after.values(), *entries.values()]
+        # entries of the State itself are no group: a method may add some at any time
+        if path and values and all(isinstance(value, Tensor) for value in values):
             yield from _naming_flaws(after, entries, path, sites, classes)
 
         for name, value in after.items():
-            yield from _flaws(
-                value, entries.get(name), f"{path}/{name}" if path else str(name), sites, classes
-            )
+            entry_path = f"{path}/{name}".removeprefix("/")
+            yield from _flaws(value, entries.get(name), entry_path, sites, classes)
     elif isinstance(after, list | tuple):
         listed = before if isinstance(before, list | tuple) else ()
-        for index, value in enumerate(after):
-            old = listed[index] if index < len(listed) else None
+        pairs = zip(after, chain(listed, repeat(None)), strict=False)
+        for index, (value, old) in enumerate(pairs):
             yield from _flaws(value, old, f"{path}/{index}", sites, classes)
 
 
@@ -383,6 +384,7 @@ def _naming_flaws(
     classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""
+    # names may be added where they are those of sites or of classes: these come round by round
     lost = was.keys() - after.keys()
     new = after.keys() - was.keys() - set(sites)
     by_class = any(_is_class(name) for name in after) and all(_is_class(name) for name in was)

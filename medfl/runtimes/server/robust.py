@@ -1,24 +1,24 @@
 """Robust aggregation: a bad site among good ones, by fault or by intent, moves the result little or not at all.
 
-n replies, d numbers in each; what each stands, how long it takes, and what it loses when nobody is bad.
+n replies of d numbers; how many bad sites each rule tolerates, its time, and what it costs when all are good.
 
-    mean        FedAvg's own. Stands no bad site: one that sends x1000 moves it as far as it likes. Time n d.
+    mean        FedAvg's own. Tolerates no bad site: one that sends x1000 moves it as far as it likes. Time n d.
     clip:C      FedAvg's mean, by sample counts, of changes whose L2 norm is at most C: a longer one is shortened to
                 w + C (w_k - w) / |w_k - w| (as Sun et al., 2019, "Can you really backdoor federated learning?", bound
                 norms). `auto`: C is the median of the round's norms. One bad site moves the result by at most its
-                share of C, wherever it likes. Time 2 n d. Loses length of the sites that go far.
-    median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Stands fewer than n/2 bad sites. Time
-                n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as a class
-                that few have, is lost.
+                share of C, in any direction. Time 2 n d. Slows sites whose changes are long.
+    median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Tolerates fewer than n/2 bad sites.
+                Time n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as
+                a class that few have, is lost.
     trimmed:B   Coordinate-wise trimmed mean (ibid., option II): without the floor(B n) largest and smallest, B below
-                1/2. Stands floor(B n) bad sites. Time n log n d. Loses less than the median, the less the smaller B.
+                1/2. Tolerates floor(B n) bad sites. Time n log n d. Loses less than the median, the less the smaller B.
     krum:F      Krum (Blanchard et al., 2017): the one reply with the smallest sum of squared distances to its n - F - 2
-                nearest. Stands F bad sites of n >= 2F + 3. Time n^2 d. One site's training is all that a round gains:
-                on sites that differ, and with noise, the slowest to learn.
+                nearest. Tolerates F bad sites of n >= 2F + 3. Time n^2 d. One site's training is all that a round
+                gains: on sites that differ, and with noise, the slowest to learn.
     multikrum:F The mean of the n - F - 2 replies with the smallest of these sums (ibid., section 4; m as in Damaskinos
-                et al., 2019). Stands as many. Time n^2 d. Loses the F + 2 that are furthest out.
+                et al., 2019). Tolerates as many. Time n^2 d. Loses the F + 2 that are furthest out.
 
-In time they cost the mean ten to some tens of times over, more with more replies: `benchmarks/aggregation_cost.py`.
+They take ten to some tens of times as long as the mean, more with more replies: `benchmarks/aggregation_cost.py`.
 
 All but `mean` and `clip` ignore sample counts, which a site could make up: every reply counts the same. Distances and
 norms are over all floating tensors, BatchNorm's statistics among them, for these move a network as well. Integers,
@@ -90,9 +90,10 @@ class Aggregation:
     @property
     def described(self) -> str:
         """The rule, and what a reply counts."""
-        same = "every reply counts the same, whatever its number of images"
-        counted = "replies count by their images, no change is longer than the bound"
-        return f"{self}, {counted if self.counts_samples else same}"
+        if self.counts_samples:
+            return f"{self}, replies count by their images, no change is longer than the bound"
+
+        return f"{self}, every reply counts the same, whatever its number of images"
 
     @property
     def is_mean(self) -> bool:
@@ -130,15 +131,18 @@ class Aggregation:
         if self.kind == "clip":
             return self._clipped(replies, group, before)
 
+        # by name, not by arrival: sums and ties depend on the order
         parts = [replies[name].tensors[group] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
             return weighted_mean(chosen, group, uniform_shares(chosen))
 
         count = len(parts)
-        cut = (
-            (count - 1) // 2 if self.kind == "median" else math.floor(self.fraction * count + 1e-9)
-        )  # 0.29 * 100
+        # 0.29 * 100 is 28.999…
+        cut = math.floor(self.fraction * count + 1e-9)
+        if self.kind == "median":
+            cut = (count - 1) // 2
+
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
     def observed(
@@ -148,11 +152,8 @@ class Aggregation:
         if self.kind != "clip":
             return {}
         norms = change_norms(replies, group, before)
-        shares = sample_shares(replies)
-        metrics = {f"norm/{name}": norm for name, norm in norms.items()} | {
-            f"share/{n}": p for n, p in shares.items()
-        }
-        return {"clip": self._limit(norms), **metrics}
+        metrics = {"clip": self._limit(norms)}
+        return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
     def _limit(self, norms: Mapping[str, float]) -> float:
         if self.bound is None:
@@ -169,20 +170,17 @@ class Aggregation:
         """
         norms = change_norms(replies, group, before)
         limit = self._limit(norms)
-        shares = {
-            name: share if norms[name] <= limit else share * (limit / norms[name])
-            for name, share in sample_shares(replies).items()
-        }
+        shares = dict(sample_shares(replies))
+        for name, norm in norms.items():
+            if norm > limit:
+                shares[name] *= limit / norm
 
         if any(norm > limit for norm in norms.values()):
-            rest = {
-                "": Message(
-                    {group: {name: before[name] for name in next(iter(replies.values()))[group]}}
-                )
-            }
-            mean = weighted_mean(
-                {**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())}
-            )
+            # w + s (w_k - w) is (1 - s) w + s w_k: the weights before are one more reply
+            names = next(iter(replies.values()))[group]
+            rest = Message({group: {name: before[name] for name in names}})
+            shares[""] = 1 - math.fsum(shares.values())
+            mean = weighted_mean({**replies, "": rest}, group, shares)
         else:
             mean = weighted_mean(replies, group, shares)
 
@@ -199,9 +197,11 @@ class Aggregation:
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
-        near = distances.sort(1).values[:, 1 : len(names) - self.bad - 1]  # without the 0 to itself
+        good = len(names) - self.bad - 2
+        near = distances.sort(1).values[:, 1 : good + 1]  # without the 0 to itself
         order = near.sum(1).sort(stable=True).indices.tolist()
-        return [names[i] for i in order[: 1 if self.kind == "krum" else len(names) - self.bad - 2]]
+        count = 1 if self.kind == "krum" else good
+        return [names[i] for i in order[:count]]
 
 
 def change_norms(replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
@@ -212,10 +212,10 @@ def change_norms(replies: Mapping[str, Message], group: str, before: Weights) ->
         weights = replies[site].tensors[group]
         for name, old in before.items():
             if old.is_floating_point():
-                pair = zip(
-                    _blocks([weights], name, old), _blocks([{name: old}], name, old), strict=True
-                )
-                squares += [float((new[0] - was[0]).square().sum()) for (_, new), (_, was) in pair]
+                blocks = _blocks([weights], name, old)
+                old_blocks = _blocks([{name: old}], name, old)
+                for (_, rows), (_, old_rows) in zip(blocks, old_blocks, strict=True):
+                    squares.append(float((rows[0] - old_rows[0]).square().sum()))
 
         norms[site] = math.sqrt(math.fsum(squares))
 
@@ -231,6 +231,7 @@ def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:
     out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     for start, rows in _blocks(parts, name, like):
         ordered = rows.T.contiguous().sort(1).values
+        # the mean of integers may be none
         if like.is_floating_point():
             values = ordered[:, cut : len(parts) - cut].mean(1)
         else:
@@ -248,6 +249,7 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
         if not like.is_floating_point():
             continue
         for _, rows in _blocks(parts, name, like):
+            # the upper triangle: (n, n, coordinates) at once would not fit
             for i in range(len(parts) - 1):
                 distances[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1).cpu()
 
@@ -256,6 +258,7 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
 
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (first coordinate, the replies' values (n, coordinates)) in float64, of integers in int64."""
+    # float64, so that a sum of squares of float32 loses nothing that matters
     size = max(1, _BLOCK // len(parts))
     wide = torch.float64 if like.is_floating_point() else torch.int64
     reads = [slices(weights, name) for weights in parts]
@@ -269,22 +272,28 @@ def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[s
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
 
-    counts = {
-        name: replies[name].scalars["samples"]
-        for name in sorted(replies)
-        if "samples" in replies[name].scalars
-    }
+    counts = sample_counts({name: replies[name] for name in sorted(replies)})
     if run.site_weights == "uniform":
         counts = dict.fromkeys(counts, 1.0)
     else:
         counts = cap_counts(counts, run.max_share or 1)
 
-    return {
-        name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]})
-        if name in counts
-        else reply
-        for name, reply in replies.items()
-    }
+    effective = dict(replies)
+    for name, count in counts.items():
+        reply = replies[name]
+        effective[name] = Message(reply.tensors, {**reply.scalars, "samples": count})
+
+    return effective
+
+
+def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
+    """Return the numbers of items of those replies that say one."""
+    counts = {}
+    for name, reply in replies.items():
+        if "samples" in reply.scalars:
+            counts[name] = reply.scalars["samples"]
+
+    return counts
 
 
 def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
@@ -293,9 +302,9 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     They are all the same where there are too few of them to be below.
     """
     rising = sorted(counts.values())
-    for cut in range(
-        min(len(rising), math.ceil(1 / most))
-    ):  # so many of the largest are shortened to one number
+    # so many of the largest are shortened to one number
+    for cut in range(min(len(rising), math.ceil(1 / most))):
+        # the limit L for which L = most * (sum of the others + cut * L)
         limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
         if rising[-cut - 1] <= limit:
             return {name: min(count, limit) for name, count in counts.items()}
@@ -304,12 +313,13 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
 
 def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, float]:
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
-    if run.max_share is None or any("samples" not in reply.scalars for reply in replies.values()):
+    if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
-    kinds = {
-        "said": sample_shares(replies),
-        "share": sample_shares(with_effective_counts(replies, run)),
-    }
-    return {
-        f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()
-    }
+
+    claimed = sample_shares(replies)
+    capped = sample_shares(with_effective_counts(replies, run))
+    return _under("said", claimed) | _under("share", capped)
+
+
+def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{kind}/{site}": value for site, value in values.items()}

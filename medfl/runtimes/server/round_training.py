@@ -41,5 +41,6 @@ class RoundTraining:
 
         The time before that is this training's (`overlap`), so that none counts twice.
         """
+        # results that are still open: this training goes on, so all of the evaluation lies within it
         self.overlap = (ended if self._open else self._last) - self.started
         return ended - self.started - self.overlap

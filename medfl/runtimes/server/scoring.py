@@ -17,6 +17,7 @@ from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
+from medfl.runtimes.registry import Document
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
@@ -42,7 +43,7 @@ CasesBySite = dict[str, dict[str, Cases]]
 class Final(NamedTuple):
     """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
 
-    summary: dict[str, Any]
+    summary: Document
     cases: dict[str, Cases]
 
 
@@ -53,7 +54,7 @@ class Scoring:
         self,
         federation: Federation,
         folder: RunFolder,
-        record: dict[str, Any],
+        record: Document,
         dispatcher: Dispatcher,
     ) -> None:
         self.federation = federation
@@ -63,15 +64,14 @@ class Scoring:
         self.method = federation.method
         self.run = federation.run
         self.key = federation.bundle.key_metric
-        self.last = self.run.rounds
-        """The round after which the run ends."""
-        self.untested = False
-        """Whether nothing is to be scored on test items."""
+        self.last = self.run.rounds  # the round after which the run ends
+        self.untested = False  # whether nothing is to be scored on test items
 
     @property
     def names(self) -> list[str]:
         """The sites that can be asked: without those that take no part."""
         federation = self.federation
+        # there the one participant is no site, and scores are still of sites
         if self.method.pools_data:
             return federation.names
 
@@ -79,34 +79,29 @@ class Scoring:
 
     # A round
 
-    def evaluate(
-        self, round_: int, server: State, results: Mapping[str, StepResult]
-    ) -> dict[str, Any]:
+    def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> Document:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
         if self.method.judged == "personal":
-            personal = self._personal(round_, server, ("validate",))
+            personal = self._personal(round_, server, ("validate",), self.names)
         else:
-            personal = None
-
-        if personal is None:
             personal = {name: result.cases for name, result in results.items() if result.cases}
 
-        val_global = summarise(global_cases) if global_cases is not None else None
+        val_global = None
+        if global_cases is not None:
+            val_global = summarise(global_cases)
+
+        val_personal = None
         personal_cases = {name: cases["validate"] for name, cases in personal.items()}
         if personal_cases:
             val_personal = summarise(Cases.concat(list(personal_cases.values())))
-        else:
-            val_personal = None
 
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
-        sites: dict[str, dict[str, Any]] = {}
+        sites: dict[str, dict[str, Metrics]] = {}
         for name in self.federation.names:
-            scores = {
-                model: summarise(cases[name]) for model, cases in models.items() if name in cases
-            }
-            if scores:
-                sites[name] = scores
+            for model, cases in models.items():
+                if name in cases:
+                    sites.setdefault(name, {})[model] = summarise(cases[name])
 
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, server, val)
@@ -117,33 +112,29 @@ class Scoring:
         best = self.record["best"]
         if value is None or value != value:
             return
-        if best is not None and not (
-            value > best["value"] if higher_is_better(self.key) else value < best["value"]
-        ):
+
+        sign = 1 if higher_is_better(self.key) else -1
+        if best is not None and sign * value <= sign * best["value"]:
             return
 
+        # written now: the next round replaces the server's State and those of the sites
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
         self.folder.save_best(round_, server)
 
         if self.method.judged == "personal" and not self.untested:
-            tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
+            by_site = self._personal(round_, server, ("test",), self.names)
+            tested = [cases["test"] for cases in by_site.values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
-        if self.federation.task.kind == "classification":
-            chunk = _CHUNK
-        else:
-            chunk = _CHUNK_OF_MAPS
-
-        parts = self.dispatcher.at_server(
-            [
-                partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk)
-                for i in range(0, total, chunk)
-            ]
-        )
+        is_classification = self.federation.task.kind == "classification"
+        chunk = _CHUNK if is_classification else _CHUNK_OF_MAPS
+        task = partial(tasks.ScoreGlobal, round_, server, section)
+        starts = range(0, total, chunk)
+        parts = self.dispatcher.at_server([partial(task, i, i + chunk) for i in starts])
         if parts and parts[0] is not None:
             return Cases.concat(parts)
 
@@ -154,24 +145,23 @@ class Scoring:
         round_: int,
         server: State,
         sections: tuple[str, ...],
-        among: Sequence[str] | None = None,
+        names: Sequence[str],
     ) -> CasesBySite:
-        names = self.names if among is None else among
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
     def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        shards = {
-            name: self.federation.shard(name, section)
-            for name in self.federation.names
-            if cases is not None
-        }
-        return {
-            name: cases.select(shard.indices.tolist())
-            for name, shard in shards.items()
-            if cases and len(shard)
-        }
+        by_site: dict[str, Cases] = {}
+        if not cases:
+            return by_site
+
+        for name in self.federation.names:
+            shard = self.federation.shard(name, section)
+            if len(shard):
+                by_site[name] = cases.select(shard.indices.tolist())
+
+        return by_site
 
     def _judged_weights(self, round_: int, server: State) -> Weights:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
@@ -180,6 +170,7 @@ class Scoring:
             if network is not None:
                 return copied_weights(network)
 
+        # one site's at a time, spilled to disk: those of thousands do not fit in memory
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
@@ -193,17 +184,15 @@ class Scoring:
         last = self.last
         judged = self.method.judged
         global_cases = self._global(last, "test", server)
-        personal_by_site = {
-            name: cases["test"] for name, cases in self._final_personal(last, server).items()
-        }
+        final_personal = self._final_personal(last, server)
+        personal_by_site = {name: cases["test"] for name, cases in final_personal.items()}
         global_by_site = self._by_site(global_cases, "test")
         received = {name: summarise(cases) for name, cases in global_by_site.items()}
         personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
 
+        personal_cases = None
         if personal_by_site:
             personal_cases = Cases.concat(list(personal_by_site.values()))
-        else:
-            personal_cases = None
 
         last_global = self._scored(last, global_cases)
         last_personal = self._scored(last, personal_cases)
@@ -213,62 +202,63 @@ class Scoring:
         best_personal = None
 
         if self.record["best_test"] and personal_cases is not None:
-            classes = self._classes(self.record["best_test"], personal_cases)
+            best_test = self.record["best_test"]
             best_personal = {
                 "round": self.record["best"]["round"],
-                **self.record["best_test"],
-                **classes,
+                **best_test,
+                **self._classes(best_test, personal_cases),
             }
 
-        judged_cases, judged_scores = (
-            (global_by_site, received) if judged == "global" else (personal_by_site, personal)
-        )
+        judged_cases = personal_by_site
+        judged_scores = personal
+        judged_last = last_personal
+        judged_best = best_personal
+        site_models = None
+        if judged == "global":
+            judged_cases = global_by_site
+            judged_scores = received
+            judged_last = last_global
+            judged_best = best_global
+        elif global_cases is None:
+            site_models = self._site_models(last, server)
+
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
             "judged": judged,
-            "last": last_global if judged == "global" else last_personal,
-            "best": best_global if judged == "global" else best_personal,
-            "global": {"last": last_global, "best": best_global} if last_global else None,
-            "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
+            "last": judged_last,
+            "best": judged_best,
+            "global": last_global and {"last": last_global, "best": best_global},
+            "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
-            "site_models": self._site_models(last, server)
-            if judged == "personal" and global_cases is None
-            else None,
+            "site_models": site_models,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
-            **(
-                {"best_sha256": file_sha256(self.folder.path / "best.safetensors")}
-                if self.record["best"]
-                else {}
-            ),
         }
-        columns = {
-            name: _columns(
-                "received",
-                received.get(name),
-                self._classes(received.get(name), global_by_site.get(name)),
-            )
-            | _columns(
-                "personal",
-                personal.get(name),
-                self._classes(personal.get(name), personal_by_site.get(name)),
-            )
-            for name in self.federation.names
-        }
+        if self.record["best"]:
+            summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
+
+        columns: dict[str, Document] = {}
+        models = (("received", received, global_by_site), ("personal", personal, personal_by_site))
+        for name in self.federation.names:
+            columns[name] = {}
+            for model, scores, cases in models:
+                classes = self._classes(scores.get(name), cases.get(name))
+                columns[name] |= _columns(model, scores.get(name), classes)
+
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
 
         return Final(summary, judged_cases)
 
-    def _scored(self, round_: int, cases: Cases | None) -> dict[str, Any] | None:
+    def _scored(self, round_: int, cases: Cases | None) -> Document | None:
         """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
         if cases is None:
             return None
         metrics = summarise(cases)
         return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
-    def _classes(self, scores: Metrics | None, cases: Cases | None) -> dict[str, Any]:
+    def _classes(self, scores: Metrics | None, cases: Cases | None) -> Document:
         """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
         if scores is None or cases is None or self.federation.task.kind != "segmentation":
             return {}
@@ -277,17 +267,15 @@ class Scoring:
         )
         return {"classes": class_metrics} if class_metrics else {}
 
-    def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
-        distances = sorted(
-            {name for scores in scored for name in scores if name.startswith("hd95")}
-        )
+        metrics: set[str] = set().union(*scored)
+        distances = sorted(name for name in metrics if name.startswith("hd95"))
         if not distances:
             return {}
-        units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {
-            unit(None)
-        }
-        return {"units": dict.fromkeys(distances, " or ".join(sorted(units)))}
+        geometry = self.federation.sections["test"].geometry
+        units = sorted(set(map(unit, geometry or (None,))))
+        return {"units": dict.fromkeys(distances, " or ".join(units))}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
@@ -299,13 +287,18 @@ class Scoring:
         """
         last = self.last
         shown = chosen(cases)
-        names = [name for name in cases if shown.get(name) or (save and len(cases[name]))]
+        names = []
+        for name, outcomes in cases.items():
+            if shown.get(name) or (save and len(outcomes)):
+                names.append(name)
+
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
 
-        folders = {
-            name: str(self.folder.predictions_folder(name)) if save else None for name in names
-        }
+        folders: dict[str, str | None] = dict.fromkeys(names)
+        if save:
+            folders = {name: str(self.folder.predictions_folder(name)) for name in names}
+
         ids = {name: list(shown.get(name, {})) for name in names}
         if self.method.judged == "global":
             segment = partial(tasks.SegmentGlobal, last, server)
@@ -330,21 +323,24 @@ class Scoring:
         of 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
-            return self._personal(last, server, ("test",))
+            return self._personal(last, server, ("test",), self.names)
         if self.method.pools_data:
             return {}
 
         among = self.names if self.run.eval_every else self.federation.cohort(last)
-        names = [name for name in among if len(self.federation.shard(name, "test"))]
+        names = []
+        for name in among:
+            if len(self.federation.shard(name, "test")):
+                names.append(name)
+
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
         if not self.run.score_trained:
             return {}
 
         task = partial(tasks.TrainToScore, sections=("test",))
-        by_site = _in_order(
-            names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
-        )
+        answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
+        by_site = _in_order(names, answers)
         return {name: cases for name, cases in by_site.items() if cases}
 
     def _personal_model(self) -> dict[str, str]:
@@ -352,28 +348,25 @@ class Scoring:
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
 
-        trained = self.run.score_trained and not self.method.pools_data
-        if trained:
+        if self.run.score_trained and not self.method.pools_data:
             return {"personal_model": _TRAINED_ONCE_MORE}
 
         return {}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
+        # n models on the items of n sites: the time grows with the square of n
         count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
-        metrics = next(iter(scores.values()))
-        by_metric = {
-            metric: spread({name: s.get(metric) for name, s in scores.items()})
-            for metric in metrics
-        }
+        models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
+        for metric in next(iter(scores.values())):
+            over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
+            models["mean"][metric] = over_sites["mean"]
+            models["sd"][metric] = over_sites["sd"]
 
-        return {
-            statistic: {"round": last, **{m: v[statistic] for m, v in by_metric.items()}}
-            for statistic in ("mean", "sd")
-        }
+        return models
 
     def _best_global(self, last_cases: Cases | None) -> Metrics | None:
         """Score the global model of the best round; `last_cases` are the outcomes of the last one's."""
@@ -381,17 +374,15 @@ class Scoring:
         if best is None:
             return None
 
-        last = best["round"] == self.last
-        if last:
-            tested = last_cases
-        else:
-            tested = self._global(best["round"], "test", self.folder.best_state())
+        cases = last_cases
+        if best["round"] != self.last:
+            cases = self._global(best["round"], "test", self.folder.best_state())
 
-        return self._scored(best["round"], tested)
+        return self._scored(best["round"], cases)
 
     def _write_tables(
         self,
-        columns: Mapping[str, dict[str, Any]],
+        columns: Mapping[str, Document],
         global_cases: Cases | None,
         personal_cases: Cases | None,
     ) -> None:
@@ -399,78 +390,70 @@ class Scoring:
         classes = self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {
-                "site": name,
-                **{s: len(federation.shard(name, s)) for s in SECTIONS},
-            }
+            row: Document = {"site": name}
+            for section in SECTIONS:
+                row[section] = len(federation.shard(name, section))
+
             labels = federation.shard(name, "train").labels
-            row |= (
-                {f"train_{title}": labels.count(index) for index, title in enumerate(classes)}
-                if labels
-                else {}
-            )
+            if labels:
+                for index, title in enumerate(classes):
+                    row[f"train_{title}"] = labels.count(index)
+
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        owner = {
-            ident: name for name in federation.names for ident in federation.shard(name, "test").ids
-        }
+        owner: dict[str, str] = {}
+        for name in federation.names:
+            owner |= dict.fromkeys(federation.shard(name, "test").ids, name)
+
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
 
 
-def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}
 
 
-def _columns(where: str, scores: Metrics | None, classes: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
     """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
-    structures = classes.get("classes", {}).items()
-    counted = {f"dice_{slug(name)}_cases" for name, _ in structures}
-    row = {
-        f"{where}_{metric}": value
-        for metric, value in (scores or {}).items()
-        if metric not in counted
-    }
-    return row | {
-        f"{where}_cases_{slug(name)}": class_metrics["cases"] for name, class_metrics in structures
-    }
+    structures = classes.get("classes", {})
+    row = {f"{model}_{metric}": value for metric, value in (scores or {}).items()}
+    for name in structures:
+        row.pop(f"{model}_dice_{slug(name)}_cases", None)
+    for name, class_metrics in structures.items():
+        row[f"{model}_cases_{slug(name)}"] = class_metrics["cases"]
+
+    return row
 
 
 def _predictions(
     cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]
-) -> list[dict[str, Any]]:
+) -> list[Document]:
     rows = []
     for index, ident in enumerate(cases.ids):
-        row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
+        row: Document = {"id": ident, "site": owner.get(ident, "")}
         if cases.is_classification:
             probabilities = cases.values["probabilities"][index].tolist()
             row |= {
                 "label": int(cases.values["label"][index]),
                 "predicted": probabilities.index(max(probabilities)),
             }
-            if len(classes) == len(probabilities):
-                titles = classes
-            else:
-                titles = tuple(str(i) for i in range(len(probabilities)))
+            titles: Sequence[object] = classes
+            if len(classes) != len(probabilities):
+                titles = range(len(probabilities))
 
-            # nine digits tell float32 numbers apart: a rank metric can be made again from the file
-            row |= {
-                f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)
-            }
+            for title, probability in zip(titles, probabilities, strict=True):
+                # nine digits tell float32 numbers apart: a rank metric can be made again from the file
+                row[f"p_{title}"] = f"{probability:.9g}"
         else:
-            shown = {
-                m: v
-                for m, v in cases.values.items()
-                if m.startswith(_OF_STRUCTURES) or not v.isnan().all()
-            }
-            row |= {
-                m: "" if values[index] != values[index] else float(values[index])
-                for m, values in shown.items()
-            }
+            for metric, values in cases.values.items():
+                # a structure has its columns in every run, other metrics where they are of these cases
+                if metric.startswith(_OF_STRUCTURES) or not values.isnan().all():
+                    value = float(values[index])
+                    row[metric] = "" if value != value else value
 
         rows.append(row)
 
