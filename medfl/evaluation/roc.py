@@ -58,12 +58,8 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
     """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
-    sensitivities: list[Floats] = []
-    for curve in curves:
-        grid, tpr = _at_grid(curve.fpr, curve.tpr)
-        sensitivities.append(tpr)
-
-    return grid, np.mean(sensitivities, axis=0)
+    on_grid = [_at_grid(curve.fpr, curve.tpr) for curve in curves]
+    return on_grid[0][0], np.mean([tpr for _, tpr in on_grid], axis=0)
 
 
 def _at_grid(fpr: Floats, tpr: Floats) -> tuple[Floats, Floats]:
