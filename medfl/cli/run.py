@@ -93,7 +93,8 @@ def add_flags(run: Any) -> None:
     )  # fmt: skip
     output.add_argument(
         "--profile", action="store_true",
-        help="print where the time went, and write profile.json, a trace for Perfetto or chrome://tracing",
+        help="run all sites in one process, print where the time went, and write profile.json, a trace for "
+             "Perfetto or chrome://tracing",
     )  # fmt: skip
     output.add_argument(
         "--track",
