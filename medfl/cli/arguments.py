@@ -63,18 +63,18 @@ def add_config(group: Any, text: str) -> None:
 
 def add_settings(group: Any, *names: str) -> None:
     """Add the flags of settings, as `medfl.core.settings` declares them."""
-    for one in (SETTINGS[name] for name in names):
-        if one.kind is bool:
-            group.add_argument(one.flag, action="store_true", default=None, help=one.help)
-        elif one.kind is str:
-            group.add_argument(one.flag, metavar=one.metavar, help=one.help)
+    for declared in (SETTINGS[name] for name in names):
+        if declared.kind is bool:
+            group.add_argument(declared.flag, action="store_true", default=None, help=declared.help)
+        elif declared.kind is str:
+            group.add_argument(declared.flag, metavar=declared.metavar, help=declared.help)
         else:
-            add_number(group, one.flag, one.metavar, one.help, one.kind)
+            add_number(group, declared.flag, declared.metavar, declared.help, declared.kind)
 
 
 def names_of_group(*groups: str) -> list[str]:
     """Return the names of the settings of some groups."""
-    return [name for name, one in SETTINGS.items() if one.group in groups]
+    return [name for name, declared in SETTINGS.items() if declared.group in groups]
 
 
 def given_settings(args: Any, *more: str) -> dict[str, Any]:

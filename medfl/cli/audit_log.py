@@ -33,9 +33,8 @@ def text(log: VerifiedLog, width: int) -> list[str]:
 
     lines += ["", *(f"note: {note}" for note in log.notes)]
     words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]
-    lines += (
-        terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []
-    )
+    if words:
+        lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width)
     lines.append(f"last line: sha256 {log.last or '-'}")
     count = len(log.problems)
     lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")

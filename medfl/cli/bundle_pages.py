@@ -21,7 +21,7 @@ Document = dict[str, Any]
 def bundles(name: str | None = None) -> Document:
     """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
-        return {"bundles": [_bundle(known) for known in shipped()]}
+        return {"bundles": [_bundle(bundle) for bundle in shipped()]}
     if name not in shipped():
         raise InputError(
             f"bundle {name!r}",
@@ -150,9 +150,10 @@ def _bundle_page(entry: Document, width: int) -> str:
         "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
     }[entry["data"]["status"]]
     concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
-    named = zip(entry["class_names"], concepts, strict=True)
+    words_by_class = zip(entry["class_names"], concepts, strict=True)
     classes = [
-        key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named
+        key if concepts == entry["class_names"] else f"{key} ({words})"
+        for key, words in words_by_class
     ]
     facts = {
         "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "

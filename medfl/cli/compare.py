@@ -32,32 +32,32 @@ def add(verbs: Any) -> None:
     compare.add_argument(
         "bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text
     )
-    what = compare.add_argument_group("what")
-    what.add_argument(
+    group = compare.add_argument_group("what")
+    group.add_argument(
         "--methods",
         default="",
         metavar="A,B,...",
         help=("comma-separated methods, with their default options"),
     )
-    what.add_argument(
+    group.add_argument(
         "--paper", metavar="PAPER/TABLE",
         help=("run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
              "--methods selects some of its methods"),
     )  # fmt: skip
     text = "with --paper: run only this fraction of the rounds (stated in the tables)"
-    arguments.add_number(what, "--scale", "FACTOR", text, float)
-    what.add_argument(
+    arguments.add_number(group, "--scale", "FACTOR", text, float)
+    group.add_argument(
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with its own options; may be repeated, also with the same name",
     )  # fmt: skip
-    what.add_argument(
+    group.add_argument(
         "--tuned", type=Path, metavar="DIR",
         help="folder that medfl tune wrote, or one holding several: use the settings found there; default:"
              " all methods in it, or those of --methods",
     )  # fmt: skip
     text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
-    what.add_argument("--seeds", metavar="0,1,2", help=text)
-    arguments.add_what(what, "set an option of every method that has it; may be repeated")
+    group.add_argument("--seeds", metavar="0,1,2", help=text)
+    arguments.add_what(group, "set an option of every method that has it; may be repeated")
     arguments.add_partition(arguments.add_sites(compare), "append")
     arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
@@ -94,10 +94,10 @@ def _compare(args: Any) -> int:
     from medfl.compare.search import tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}
-    named = list(dict.fromkeys(arguments.parse_names(args.methods))) or (
+    methods = list(dict.fromkeys(arguments.parse_names(args.methods))) or (
         [] if args.entries else [*tuned]
     )
-    entries = [tuned[name] if name in tuned else Entry.read(name) for name in named]
+    entries = [tuned[name] if name in tuned else Entry.read(name) for name in methods]
     entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
 
     if not entries:
@@ -122,7 +122,7 @@ def _compare(args: Any) -> int:
     document: dict[str, Any] = {"folder": str(args.out), "failed": failed}
 
     if tuned:
-        document["trials"] = {one.label: one.trials or 0 for one in entries}
+        document["trials"] = {entry.label: entry.trials or 0 for entry in entries}
 
     if comparison is None:
         show(args, document, lambda: "no run finished")
@@ -141,7 +141,8 @@ def _compare(args: Any) -> int:
         lines += ["", "## Beside the papers' figures", *document["published"]]
 
     counts = (f"{label}: {count}" for label, count in document.get("trials", {}).items())
-    lines += [f"trials of the settings: {', '.join(counts)}"] if tuned else []
+    if tuned:
+        lines += [f"trials of the settings: {', '.join(counts)}"]
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     show(args, document, lambda: "\n".join([*lines, comparison.describe()]))
 

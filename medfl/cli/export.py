@@ -80,29 +80,29 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     from medfl.export.formats import format_difference
 
     lines = []
-    for one in document["bundles"]:
-        whose = f"site {one['site']}" if one["site"] else "global model"
+    for written in document["bundles"]:
+        whose = f"site {written['site']}" if written["site"] else "global model"
         lines += [
-            f"bundle: {one['folder']} (version {one['version']})",
-            f"  {whose}, round {one['round']}",
+            f"bundle: {written['folder']} (version {written['version']})",
+            f"  {whose}, round {written['round']}",
         ]
-        for name, agreement in one["agreement"].items():
+        for name, agreement in written["agreement"].items():
             lines.append(
                 f"  {name}: differs by {format_difference(agreement['probabilities'])} at most "
-                f"(allowed {agreement['limit']:.0e}), on {agreement['images']} {one['measured_on']}"
+                f"(allowed {agreement['limit']:.0e}), on {agreement['images']} {written['measured_on']}"
             )
 
-        if same := one["predictions"]:
+        if predictions := written["predictions"]:
             lines.append(
-                f"  predictions.csv of the run: differs by {format_difference(same['largest_difference'])} at most, "
-                f"on {same['items']} items"
+                "  predictions.csv of the run: differs by "
+                f"{format_difference(predictions['largest_difference'])} at most, on {predictions['items']} items"
             )
 
         lines += [
             f"  {name}: {f['bytes']} bytes, sha256 {f['sha256'][:16]}..."
-            for name, f in one["files"].items()
+            for name, f in written["files"].items()
         ]
-        lines += [f"  note: {note}" for note in one["notes"]]
+        lines += [f"  note: {note}" for note in written["notes"]]
 
     phantom = "PHANTOM data: images drawn by a program; this model says nothing about patients"
     return [*lines, phantom if document["data_source"] == "phantom" else "real data"]

@@ -56,14 +56,14 @@ def add(verbs: Any) -> None:
     text = "write a job for sites that train on their own images"
     export = add_verb(actions, "export", text, _export, _EXPORT)
     arguments.add_bundle(export)
-    what = export.add_argument_group("what", "each site permits which ids --config may set")
-    what.add_argument(
+    group = export.add_argument_group("what", "each site permits which ids --config may set")
+    group.add_argument(
         "--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg"
     )
     arguments.add_what(
-        what, "set an option of the method (medfl methods NAME); may be repeated", data=False
+        group, "set an option of the method (medfl methods NAME); may be repeated", data=False
     )
-    what.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
+    group.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument(
         "--sites",

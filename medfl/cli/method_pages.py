@@ -84,7 +84,8 @@ def travels_text(entry: Document) -> str:
 
     up, down = (" + ".join(facts[way]) or "nothing" for way in ("up", "down"))
     text = up if up == down else f"{up} up, {down} down"
-    text += f" but {', '.join(facts['withheld'])}" if facts["withheld"] else ""
+    if facts["withheld"]:
+        text += f" but {', '.join(facts['withheld'])}"
     return text + (f"; once {' + '.join(facts['start'])}" if facts["start"] else "")
 
 
@@ -170,7 +171,8 @@ def _method_page(entry: Document, width: int) -> str:
     shared = _options(
         "options of prototype sharing, as in FedMR", entry["prototype_options"], width
     )
-    lines += ["", *shared] if shared else []
+    if shared:
+        lines += ["", *shared]
 
     return "\n".join([*lines, "", *terminal.wrap_docstring(entry["docs"], width)])
 

@@ -84,60 +84,65 @@ def _new(args: Any) -> int:
     require_new_bundle(args.bundle.expanduser(), args.size)  # before every image is read
     from medfl.starter import starter
 
-    seen = starter.survey(
+    survey = starter.survey(
         args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
         group_by=args.group_by, progress=sys.stderr.isatty(),
     )  # fmt: skip
-    folder = starter.write(args.bundle, seen, network=args.network, size=args.size)
-    data = Path(seen.folder)
+    folder = starter.write(args.bundle, survey, network=args.network, size=args.size)
+    data = Path(survey.folder)
     data = data.relative_to(Path.cwd()) if data.is_relative_to(Path.cwd()) else data
     command = shlex.join(
         ["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"]
     )
     document = {
-        "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
-        "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
-        "sides": list(seen.sides), "data_source": "phantom" if seen.phantom else "real", "notes": list(seen.notes),
-        "patients": seen.patients or None, "group_by": seen.group_by, "offered_group_by": seen.offer and seen.offer[0],
-        "said": list(seen.said), "tested": seen.tested, "offered_folds": seen.folds or None, "next": command,
+        "bundle": str(folder), "kind": survey.kind, "data": survey.folder,
+        "classes": dict(zip(survey.classes, survey.counts, strict=True)), "channels": survey.channels,
+        "sides": list(survey.sides), "data_source": "phantom" if survey.phantom else "real",
+        "notes": list(survey.notes),
+        "patients": survey.patients or None, "group_by": survey.group_by,
+        "offered_group_by": survey.offer and survey.offer[0],
+        "said": list(survey.said), "tested": survey.tested,
+        "offered_folds": survey.folds or None, "next": command,
     }  # fmt: skip
 
-    return show(args, document, lambda: _text(folder, seen, command, _offer(args, seen)))
+    return show(args, document, lambda: _text(folder, survey, command, _offer(args, survey)))
 
 
-def _offer(args: Any, seen: Survey) -> str:
+def _offer(args: Any, survey: Survey) -> str:
     """Return what to say of patients that are not known, with the command that file names suggest."""
     from medfl.datasets.own import NO_PATIENTS
 
-    if seen.offer is None:
+    if survey.offer is None:
         return NO_PATIENTS
 
     again = [f"{word}-by-patient" if word == str(args.bundle) else word for word in args.given]
-    command = shlex.join(["medfl", *again, "--group-by", seen.offer[0]])
-    return f"{NO_PATIENTS}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
+    command = shlex.join(["medfl", *again, "--group-by", survey.offer[0]])
+    return f"{NO_PATIENTS}, or, if the names of the files begin with them ({survey.offer[1]} patients then): {command}"
 
 
-def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:
+def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
     counts = ", ".join(
-        f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True)
+        f"{name} {count}" for name, count in zip(survey.classes, survey.counts, strict=True)
     )
-    colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
-    unit = "voxels" if seen.kind == "volumes" else "pixels"
+    colour = {1: "grey", 3: "colour"}.get(survey.channels, f"{survey.channels} channels")
+    unit = "voxels" if survey.kind == "volumes" else "pixels"
     lines = [
-        f"{counts}; {colour}, sides of {seen.sides[0]} to {seen.sides[1]} {unit}; each of these was read",
-        *seen.said,
-        f"{seen.patients} patients, each in one section" if seen.patients else f"note: {unknown}",
-        *(f"note: {note}" for note in seen.notes),
+        f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
+        *survey.said,
+        f"{survey.patients} patients, each in one section"
+        if survey.patients
+        else f"note: {unknown}",
+        *(f"note: {note}" for note in survey.notes),
         *(
-            [f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"]
-            if seen.phantom
+            [f"PHANTOM: {survey.phantom} holds drawn images, not real ones; runs on them say so"]
+            if survey.phantom
             else []
         ),
         f"bundle: {folder}",
         f"next: {command}",
         *(
-            [f"or, as {seen.tested} test images are few: {command} --folds {seen.folds}"]
-            if seen.folds
+            [f"or, as {survey.tested} test images are few: {command} --folds {survey.folds}"]
+            if survey.folds
             else []
         ),
     ]

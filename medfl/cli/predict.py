@@ -88,8 +88,8 @@ def _predict(args: Any) -> int:
         thread_count=args.threads, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
 
-    for one in document["failed"]:
-        warn(" ".join(f"error: {one['id']}: {one['problem']}".split()))
+    for failure in document["failed"]:
+        warn(" ".join(f"error: {failure['id']}: {failure['problem']}".split()))
 
     show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
     if failed := len(document["failed"]):

@@ -66,8 +66,8 @@ def _report(args: Any) -> int:
         written = [str(write_page(args.folders, args.out))]
     else:
         written = [
-            str(grid_page.write_grid_page(one) if one in grids else write_report(one))
-            for one in args.folders
+            str(grid_page.write_grid_page(folder) if folder in grids else write_report(folder))
+            for folder in args.folders
         ]
 
     if grids:

@@ -47,13 +47,13 @@ def add_flags(run: Any) -> None:
         help="name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
              "--from needed only if the run's bundle has moved or changed version",
     )  # fmt: skip
-    what = run.add_argument_group("what")
-    what.add_argument(
+    group = run.add_argument_group("what")
+    group.add_argument(
         "--method",
         metavar="NAME",
         help="a method (medfl methods), or the dotted path of your own; default: fedavg",
     )
-    arguments.add_what(what, "set an option of the method (medfl methods NAME); may be repeated")
+    arguments.add_what(group, "set an option of the method (medfl methods NAME); may be repeated")
     arguments.add_partition(arguments.add_sites(run))
     arguments.add_training(run)
     arguments.add_robustness(run)
@@ -229,14 +229,14 @@ def _cross_validate(
     refused |= {
         "--resume and other settings": again and any((args.folds, args.bundle, values, config))
     }
-    if wrong := next((flag for flag, given in refused.items() if given), None):
+    if wrong := next((flag for flag, conflict in refused.items() if conflict), None):
         allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
         if args.folds:
-            given = f"--folds with {wrong}"
+            conflict = f"--folds with {wrong}"
         else:
-            given = f"a cross-validation with {wrong}"
+            conflict = f"a cross-validation with {wrong}"
 
-        raise InputError(given, allowed, "leave it out")
+        raise InputError(conflict, allowed, "leave it out")
 
     if not again:
         from medfl.datasets.readers.splitting import check_folds

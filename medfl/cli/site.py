@@ -200,7 +200,8 @@ def _inspect(args: Any) -> int:
         "jobs": policy.jobs(),
         "changes": changes,
     }
-    document |= {} if anew is None else {"pinned_anew": anew}
+    if anew is not None:
+        document |= {"pinned_anew": anew}
     if target is not None and inspection.accepted:
         from medfl.storage.files import write_atomic
 
@@ -265,12 +266,12 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
             *(f"  {line}" for line in document["pinned_anew"]),
         ]
 
-    for title, what in (
+    for title, parts in (
         ("Components that would be made (_target_)", document["targets"]),
         (f"What its {document['expressions']} expressions and its imports use", document["uses"]),
     ):
         lines += ["", title]
-        counts = ", ".join(f"{printable(name)} {count}" for name, count in what.items())
+        counts = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
         lines += terminal.hanging_indent("  ", counts or "nothing", width)
 
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
@@ -279,7 +280,8 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     for item in document["allowed_by_policy"]:
         lines.append(f"  {item['word']}: {item['what']}, {item['times']} times ({item['meaning']})")
 
-    lines += [] if document["allowed_by_policy"] else ["  none"]
+    if not document["allowed_by_policy"]:
+        lines += ["  none"]
     lines += ["", "Data that would be read"]
     lines += [
         f"  {printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()

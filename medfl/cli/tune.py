@@ -26,21 +26,21 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     tune = add_verb(verbs, "tune", "search for the best settings of a method", _tune, _EXAMPLES)
     arguments.add_bundle(tune)
-    what = tune.add_argument_group("what")
-    what.add_argument(
+    group = tune.add_argument_group("what")
+    group.add_argument(
         "--method", required=True, metavar="NAME", help="a method, or the dotted path of your own"
     )
-    what.add_argument(
+    group.add_argument(
         "--grid", action="append", default=[], metavar="OPTION=A,B,C",
         help="values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
              "rounds or cohort; may be repeated to try all combinations",
     )  # fmt: skip
     arguments.add_number(
-        what, "--trials", "N", "try this many randomly drawn combinations; default: all"
+        group, "--trials", "N", "try this many randomly drawn combinations; default: all"
     )
     text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
-    what.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
-    arguments.add_what(what, "set an option of the method in all trials; may be repeated")
+    group.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
+    arguments.add_what(group, "set an option of the method in all trials; may be repeated")
     arguments.add_partition(arguments.add_sites(tune))
     arguments.add_training(tune, seed=False)
     arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))
@@ -54,8 +54,8 @@ def _tune(args: Any) -> int:
     fixed = arguments.parse_pairs("--set", args.options)
     seeds = arguments.parse_seeds(args.seeds)
 
-    for one in search.trials(args.method, values, args.trials, seeds[0]):
-        check_options(args.method, {**fixed, **one.options})
+    for trial in search.trials(args.method, values, args.trials, seeds[0]):
+        check_options(args.method, {**fixed, **trial.options})
 
     hold(args, Use(bundles=[args.bundle], folder=args.out))
     with without_gc():

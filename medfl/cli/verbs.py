@@ -127,16 +127,16 @@ def _trusting(args: Any) -> AbstractContextManager[None]:
 
 def parser() -> Parser:
     """Return the parser of all verbs."""
-    whole = Parser(
+    top = Parser(
         prog="medfl",
         description="Federated training of MONAI bundles across sites that may not share data.",
         epilog=EXAMPLES,
     )
-    whole.add_argument("--version", action="version", version=f"medfl {VERSION}")
-    whole.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    verbs = whole.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
+    top.add_argument("--version", action="version", version=f"medfl {VERSION}")
+    top.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
 
     for module in VERBS:
         module.add(verbs)
 
-    return whole
+    return top

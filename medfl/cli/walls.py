@@ -75,25 +75,25 @@ def hold(args: Any, use: Use) -> None:
     records = [record for path in use.runs if (record := _record(path))]
     bundles = [*use.bundles, *(run.bundle_path for run in records)]
     foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
-    wanted = getattr(args, "sandbox", False)
-    if not wanted and not (foreign and getattr(args, "own_process", False)):
+    is_asked_for = getattr(args, "sandbox", False)
+    if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
         return
 
     if getattr(args, "no_sandbox", False):
-        if wanted:
+        if is_asked_for:
             raise InputError("--sandbox with --no-sandbox", "one of them", "leave one out")
         log("note: --no-sandbox: what this bundle says is run with your rights")
         return
 
-    about = "--sandbox" if wanted else f"bundle {foreign[0]}, which is not shipped,"
+    about = "--sandbox" if is_asked_for else f"bundle {foreign[0]}, which is not shipped,"
     if use.connects:
-        remedy = "leave it out" if wanted else "leave it out, or add --no-sandbox"
+        remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
 
     if lacking := lacking_here():
-        if wanted or not getattr(args, "trust", False):
+        if is_asked_for or not getattr(args, "trust", False):
             advice = "install it" if "libseccomp" in lacking else "run it there"
-            if not wanted:
+            if not is_asked_for:
                 flag = "--trust" if hasattr(args, "trust") else "--no-sandbox"
                 advice += f", or add {flag}: it then runs with your rights"
             raise InputError(f"{about} on this machine", lacking, advice)

@@ -340,7 +340,8 @@ def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]
             crop = None
 
         if crop is not None:
-            without += [] if uncropped else [crop]
+            if not uncropped:
+                without += [crop]
             continue
 
         if isinstance(transform, mt.RandomizableTransform):

@@ -58,7 +58,8 @@ class PredictionAnalysis:
         )
         if cases.probabilities is not None:
             area = bootstrap.mean_area(self._areas) if self._enough else None
-            ends |= {} if area is None else bootstrap.intervals({"auroc": area})
+            if area is not None:
+                ends |= bootstrap.intervals({"auroc": area})
 
         return ends
 

@@ -71,7 +71,8 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
     for number, record in enumerate([*records, *unlabelled]):
         name = next((name for name in _names(root, record) if name in rows), None)
         if name is None:
-            missing += [record.id] if number < len(records) else []
+            if number < len(records):
+                missing += [record.id]
             continue
 
         # An unlabelled image has no claim to a row that a labelled one has.

@@ -85,7 +85,8 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
 
             memory[f"turn {turn}"] = report.optimizer_state or {}
             # The journal is about the first network alone.
-            reports += [] if turn else [report]
+            if not turn:
+                reports += [report]
 
     site.journal.append(summed(reports))
 
