@@ -63,11 +63,11 @@ class Use:
 def hold(args: Any, use: Use) -> None:
     """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
 
-    Only the program `medfl` holds foreign bundles: in a process of somebody else's, which calls `main`, `--sandbox` is
-    needed, and makes the caller the keeper.
+    Only the program `medfl` divides itself: a process of somebody else's, which calls `main`, works as it is.
 
     Raises:
-        InputError: there are no walls on this machine and no `--trust`, or the verb needs what they refuse.
+        InputError: there are no walls on this machine and no `--trust`, the verb needs what they refuse, or
+            `--sandbox` is asked of a process of somebody else's.
     """
     if use.file:
         args.shown_file = getattr(args, use.file)
@@ -99,6 +99,11 @@ def hold(args: Any, use: Use) -> None:
             raise InputError(f"{about} on this machine", lacking, advice)
         log(f"note: --trust: no walls around this bundle, as they need {lacking}")
         return
+
+    if not getattr(args, "own_process", False):
+        raise InputError(
+            "--sandbox in Python's own process", "the program medfl", "call it by its name"
+        )
 
     _divide(args, use, [*map(Path, bundles), *_named(args, records)])
 

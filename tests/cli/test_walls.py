@@ -53,7 +53,7 @@ def medfl(place: Path, *arguments: str) -> tuple[int, list[str]]:
 
     def program() -> int:
         os.chdir(place)
-        return cli.main(arguments)
+        return cli.main(arguments, own_process=True)
 
     process = forked.start(program, output=place / "said.txt")
     process.join(300)

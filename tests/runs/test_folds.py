@@ -205,7 +205,7 @@ def test_all_folds_are_gone_on_with_and_uneven_ones_are_told(
         (["--folds", "1"], "--folds 1; a whole number from 2 to 100"),
         (["--folds", "7"], "7 folds of 6 patients"),
         (["--folds", "3", "--resume"], "holds no run"),
-        (["--folds", "3", "--sandbox"], "--folds with --sandbox"),
+        (["--folds", "3", "--sandbox"], "--sandbox in Python's own process"),
     ],
 )
 def test_wrong_wishes_are_refused_and_nothing_is_written(
