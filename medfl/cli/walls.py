@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from medfl.bundle.files import shipped_folders
 from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
 from medfl.core.run import Run
@@ -110,6 +109,8 @@ def hold(args: Any, use: Use) -> None:
 
 def is_shipped(bundle: str | Path) -> bool:
     """Tell whether a name or folder is that of a shipped bundle."""
+    from medfl.bundle.files import shipped_folders  # imports NumPy, which a plain refusal needs not
+
     folders = shipped_folders()
     if str(bundle) in folders:
         return True
@@ -201,8 +202,8 @@ def _take_over(inside: Path, target: Path) -> None:
     """Put a file or folder that the worker wrote where the user wants it, of links and special files nothing."""
     if inside.is_dir() and not inside.is_symlink():
         target.mkdir(parents=True, exist_ok=True)
-        for entry in os.scandir(inside):
-            _take_over(Path(entry.path), target / entry.name)
+        for entry in inside.iterdir():
+            _take_over(entry, target / entry.name)
         return
 
     handle = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -59,7 +59,7 @@ class SampleMaker:
     """Index -> the sample after all transforms; a failure names the item.
 
     Attributes:
-        random: whether anything after the deterministic transforms is left to do for each sample.
+        has_steps_left: whether anything after the deterministic transforms is left to do for each sample.
         cached: the samples after the deterministic transforms, None where entries are read anew each time.
     """
 

@@ -64,7 +64,7 @@ def test_a_command_ends_without_freeing_what_it_has_imported(
         "class Held:\n"
         "    def __del__(self): print('freed')\n"
         "held = Held()\n"
-        "def main():\n"
+        "def main(own_process):\n"
         "    atexit.register(print, 'asked to be called')\n"
         "    threading.Thread(target=lambda: (time.sleep(0.2), print('waited for'))).start()\n"
         f"    {ends}\n"

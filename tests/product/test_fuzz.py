@@ -37,7 +37,7 @@ from medfl.data.partition.rules import _by_file
 from medfl.flare import wire
 from medfl.flare.files import read_kit_file
 from medfl.partner import heterogeneity
-from medfl.partner.connection import _named
+from medfl.partner.connection import _server_of
 from medfl.policy import audit, privacy
 from medfl.policy.policy import Policy
 from medfl.problem.prompts import Text
@@ -423,7 +423,7 @@ def a_startup_kit(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]
     }  # fmt: skip
 
     def decode(path: Path) -> None:
-        _named(path)
+        _server_of(path)
         read_kit_file(path)
 
     return json_files(kit), written(recorded.place / "fed_client.json", decode)
