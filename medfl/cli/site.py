@@ -229,15 +229,12 @@ def _run_file(job: Path) -> Path:
 def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     from medfl.core.untrusted import printable
 
-    if document["pinned"]:
+    if document.get("pinned_anew"):
+        pinned = "judged without the pins of --policy"
+    elif document["pinned"]:
         pinned = "every file is as the policy says"
     else:
         pinned = "not pinned: --policy names no files"
-
-    if document.get("pinned_anew"):
-        pinned = "judged without the pins of --policy"
-    else:
-        pinned = pinned
 
     lines = [
         f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}",

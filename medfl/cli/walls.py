@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -33,6 +34,8 @@ _PARENT_DIED = 1
 """PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
 _LARGEST = 1 << 30
 """Bytes of a file that the keeper takes over from a worker."""
+_DOTTED = re.compile(r"([A-Za-z_]\w*)(\.\w+)+(:\w+)?")
+"""The dotted path of a method of the user's own; group 1 is the module or package."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [record for path in use.runs if (record := _record(path))]
-    bundles = [*use.bundles, *(run.bundle_path for run in records)]
+    bundles = [bundle for bundle in (*use.bundles, *(run.bundle_path for run in records)) if bundle]
     foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
     is_asked_for = getattr(args, "sandbox", False)
     if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
@@ -104,7 +107,7 @@ def hold(args: Any, use: Use) -> None:
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, bundles), *_named(args, records)])
+    _divide(args, use, [*map(Path, bundles), *_named(args, records)], is_foreign=bool(foreign))
 
 
 def is_shipped(bundle: str | Path) -> bool:
@@ -119,7 +122,7 @@ def is_shipped(bundle: str | Path) -> bool:
     return any(path == folder.resolve() for folder in folders.values())
 
 
-def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
+def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) -> None:
     """Return in the worker; the keeper stays in here until it ends."""
     folder = use.folder
     scratch = None
@@ -140,7 +143,7 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
     private = cache_folder("sandbox") / key
     variables = private_folders(private)
     written = [folder, private, *devices()]
-    if all(map(is_shipped, use.bundles)) and not use.runs:
+    if not is_foreign:
         phantoms = cache_folder("phantom")  # drawn by medfl, for all runs of its own bundles
         phantoms.mkdir(parents=True, exist_ok=True)
         written.append(phantoms)
@@ -168,13 +171,15 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
 
     sandbox.close()
     code = _kept(worker)
-    if target is not None and code == 0:
-        _take_over(inside, target)
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-    elif not was_there:
-        with suppress(OSError):  # a run that was refused has written nothing, and leaves no folder
-            folder.rmdir()
+    try:
+        if target is not None and code == 0:
+            _take_over(inside, target)
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        elif not was_there:
+            with suppress(OSError):  # a refused run has written nothing, and leaves no folder
+                folder.rmdir()
 
     _leave(code)
 
@@ -189,6 +194,10 @@ def _kept(worker: int) -> int:
         signal.signal(number, pass_on)
 
     _, status = os.waitpid(worker, 0)
+    # None of its own children, which cannot leave its group, may change what is taken over
+    with suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         name = signal.Signals(-code).name
@@ -241,17 +250,12 @@ def _named(args: Any, records: Sequence[Run]) -> Iterator[Path]:
     paths = (text for text in _texts(recorded) if "/" in text)
     for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *paths):
         value = text.partition("=")[2]
-        package = text.partition(".")[0]  # a method of the user's own is named by its module
-        parts = (
-            text,
-            value,
-            text.partition(":")[2],
-            value.partition(":")[2],
-            package,
-            f"{package}.py",
-        )
+        parts = [text, value, text.partition(":")[2], value.partition(":")[2]]
+        if dotted := _DOTTED.fullmatch(text):
+            parts += [dotted[1], f"{dotted[1]}.py"]
+
         for part in parts:
-            if part.strip(".") and os.path.exists(path := os.path.expanduser(part)):
+            if part and os.path.exists(path := os.path.expanduser(part)):
                 yield Path(path)
 
 

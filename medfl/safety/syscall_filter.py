@@ -1,7 +1,8 @@
 """An allow list of system calls (seccomp, by libseccomp): what training needs, and nothing else.
 
-Measured by `strace -f` over runs, predictions and exports of shipped and zoo bundles, with and without worker
-processes; calls of the same kind are listed together, as C libraries differ in which of them they take.
+It began with the calls that `strace -f` shows of a run with two worker processes; calls of the same kind stand with
+them, as C libraries differ in which they take. Programs may also begin a session (`setsid`); without programs nobody
+leaves the worker's process group, which its keeper ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ THREADS_AND_CHILDREN = """
     getcpu getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getresgid getresuid getrlimit
     getrusage getsid gettid getuid kill restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo
     rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity
-    sched_getattr sched_getparam sched_getscheduler sched_yield set_robust_list set_tid_address setrlimit setsid
+    sched_getattr sched_getparam sched_getscheduler sched_yield set_robust_list set_tid_address setrlimit
     sigaltstack tgkill tkill vfork wait4 waitid pause
 """
 WAITING_AND_TIME = """
@@ -44,8 +45,8 @@ ENDS = "getpeername getsockname getsockopt recvfrom recvmmsg recvmsg setsockopt 
 """Of sockets that are there: pairs between a process and its children."""
 NETWORK = "bind connect"
 LISTENING = "accept accept4 listen"
-PROGRAMS = "execve execveat"
-_RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "openat2", "setxattrat")
+PROGRAMS = "execve execveat setsid"
+_RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "setxattrat")
 """Calls that C libraries try first: told not to be there, they take an older one, which can be looked into."""
 
 _UNIX = 1

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -307,3 +308,52 @@ def test_the_keeper_takes_no_link_from_a_worker(tmp_path: Path) -> None:
     (written / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic links"):
         walls._take_over(written, tmp_path / "refused")
+
+
+def test_only_what_is_named_is_readable_not_what_lies_above_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of /home/me/.cache/x the part before the dot is a home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEDFL_DATA", "")
+    for name in ("home/.cache/data", "data.v2"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("mine.py", "data"):
+        (tmp_path / name).touch()
+    given = [f"{tmp_path}/home/.cache/data", f"--data={tmp_path}/data.v2", "mine.methods:Mine", "."]
+    readable = {*walls._named(SimpleNamespace(given=given), [])}
+    assert readable == {
+        tmp_path / "home/.cache/data",
+        tmp_path / "data.v2",
+        Path("mine.py"),
+        Path("."),
+    }
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Otherwise it could change what the keeper takes over."""
+
+    def program() -> int:
+        end, begin = os.pipe()
+        worker = os.fork()
+        if not worker:
+            os.setpgid(0, 0)
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+            os.write(begin, str(child).encode())
+            os._exit(3)
+
+        assert walls._kept(worker) == 3
+        child = os.read(end, 20).decode()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            stat = Path(f"/proc/{child}/stat")
+            if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return 0
+            time.sleep(0.01)
+        return 1
+
+    process = forked.start(program, output=tmp_path / "said.txt")
+    process.join(60)
+    assert process.exitcode == 0, (tmp_path / "said.txt").read_text()

@@ -152,6 +152,8 @@ tries = {
     "user": lambda: os.setuid(1),
     "groups": lambda: os.setgroups([]),
     "host name": lambda: socket.sethostname("x"),
+    "leave the group": os.setsid,
+    "another group": lambda: os.setpgid(0, 0),
     "clock": lambda: call("clock_settime", 0, empty),
     "typing": lambda: fcntl.ioctl(0, termios.TIOCSTI, b"x"),
     "signal": lambda: os.kill(os.getppid(), 0),
