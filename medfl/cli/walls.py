@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
 from medfl.core.run import Run
+from medfl.safety import sandbox as walls
 from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
-from medfl.safety.sandbox import lacking as lacking_here
 from medfl.storage.places import cache_folder, record_of
 from medfl.storage.run_documents import read_run
 
@@ -74,8 +74,8 @@ def hold(args: Any, use: Use) -> None:
     if use.file:
         args.shown_file = getattr(args, use.file)
 
-    records = [record for path in use.runs if (record := _record(path))]
-    bundles = [bundle for bundle in (*use.bundles, *(run.bundle_path for run in records)) if bundle]
+    records = [*filter(None, map(_record, use.runs))]
+    bundles = [*filter(None, use.bundles), *(run.bundle_path for run in records)]
     foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
     is_asked_for = getattr(args, "sandbox", False)
     if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
@@ -92,7 +92,7 @@ def hold(args: Any, use: Use) -> None:
         remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
 
-    if lacking := lacking_here():
+    if lacking := walls.lacking():
         if is_asked_for or not getattr(args, "trust", False):
             advice = "install it" if "libseccomp" in lacking else "run it there"
             if not is_asked_for:
@@ -181,7 +181,7 @@ def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) 
             with suppress(OSError):  # a refused run has written nothing, and leaves no folder
                 folder.rmdir()
 
-    _leave(code)
+    os._exit(code)  # it has printed nothing since the worker began
 
 
 def _kept(worker: int) -> int:
@@ -224,12 +224,6 @@ def _take_over(inside: Path, target: Path) -> None:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
-
-
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _record(path: Path) -> Run | None:
