@@ -75,7 +75,8 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles = [*filter(None, use.bundles), *(run.bundle_path for run in records)]
+    bundles: list[str | Path] = [*filter(None, use.bundles)]
+    bundles += [run.bundle_path for run in records]
     foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
     is_asked_for = getattr(args, "sandbox", False)
     if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
