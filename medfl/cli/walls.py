@@ -75,9 +75,9 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles: list[str | Path] = [*filter(None, use.bundles)]
+    bundles: list[str | Path] = [*use.bundles]
     bundles += [run.bundle_path for run in records]
-    foreign = [bundle for bundle in bundles if not is_shipped(bundle)]
+    foreign = [bundle for bundle in bundles if bundle and not is_shipped(bundle)]
     is_asked_for = getattr(args, "sandbox", False)
     if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
         return
@@ -108,7 +108,7 @@ def hold(args: Any, use: Use) -> None:
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, bundles), *_named(args, records)], is_foreign=bool(foreign))
+    _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(foreign))
 
 
 def is_shipped(bundle: str | Path) -> bool:
