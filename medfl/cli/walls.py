@@ -32,8 +32,6 @@ from medfl.storage.run_documents import read_run
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 _PARENT_DIED = 1
 """PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
-_LARGEST = 1 << 30
-"""Bytes of a file that the keeper takes over from a worker."""
 _DOTTED = re.compile(r"([A-Za-z_]\w*)(\.\w+)+(:\w+)?")
 """The dotted path of a method of the user's own; group 1 is the module or package."""
 
@@ -217,14 +215,8 @@ def _take_over(inside: Path, target: Path) -> None:
         return
 
     handle = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        content = file.read(_LARGEST + 1)
-
-    if len(content) > _LARGEST:
-        raise InputError(f"a file of more than {_LARGEST} bytes", "at most so many", "ask for less")
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content)
+    with os.fdopen(handle, "rb") as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _record(path: Path) -> Run | None:

@@ -42,7 +42,6 @@ from medfl.storage.files import write_atomic
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
-from medfl.training.accelerate.precision import threads
 
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -195,8 +194,7 @@ def run_missing(
             "begin it in a new process, as medfl compare does",
         )
 
-    # One thread: a pool of OpenMP's, once it has worked here, would hang the processes that are forked
-    with _without_cuda_init(), threads(1):
+    with _without_cuda_init():
         device = device_named(device)
         # One run of each row is planned, so that what is refused is refused before any run
         row_cells = {(cell.entry.label, cell.partition): cell for cell in missing}

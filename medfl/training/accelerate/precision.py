@@ -5,14 +5,26 @@ TF32 rounds the factors of float32 products to ten bits. PyTorch lets convolutio
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _end_openmp_threads() -> None:
+    for library in Path(torch.__file__).parent.glob("lib/lib[gi]omp*"):
+        ctypes.CDLL(str(library)).omp_pause_resource_all(2)  # hard: ended, until they are needed
+
+
+# A forked process has no threads but believes in OpenMP's, and would wait for them for ever
+os.register_at_fork(before=_end_openmp_threads)
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from medfl.storage.files import load_weights
 from medfl.storage.run_documents import read_run
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, with_channels_last
+from tests.support.programs import python_path
 from tests.support.toy import ToyBundle, run_record
 
 
@@ -202,3 +206,31 @@ def test_kernels_of_volumes_too() -> None:
     assert with_channels_last(network)[0].weight.stride() == (16, 1, 8, 4, 2)
     assert network[1].weight.stride() == (8, 1, 4, 2)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_a_forked_process_computes_with_threads_after_its_parent_has() -> None:
+    """Without ending OpenMP's threads first it waits for ever: the runs of a comparison, and workers with --threads."""
+    program = """
+import os, signal
+import torch
+import medfl.training.accelerate.precision
+torch.set_num_threads(2)
+square = torch.ones(600, 600)
+expected = (square @ square).relu().sum()
+worker = os.fork()
+if not worker:
+    signal.alarm(60)
+    torch.set_num_threads(2)
+    os._exit(0 if (square @ square).relu().sum() == expected else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+assert (square @ square).relu().sum() == expected
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
