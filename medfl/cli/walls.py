@@ -73,8 +73,7 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles: list[str | Path] = [*use.bundles]
-    bundles += [run.bundle_path for run in records]
+    bundles = [*use.bundles, *(run.bundle_path for run in records)]
     foreign = [bundle for bundle in bundles if bundle and not is_shipped(bundle)]
     is_asked_for = getattr(args, "sandbox", False)
     if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
