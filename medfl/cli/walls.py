@@ -25,6 +25,7 @@ from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.safety import sandbox as walls
+from medfl.safety.bounds import wait
 from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
 from medfl.storage.places import cache_folder, record_of
 from medfl.storage.run_documents import read_run
@@ -191,15 +192,10 @@ def _kept(worker: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
 
-    _, status = os.waitpid(worker, 0)
-    # None of its own children, which cannot leave its group, may change what is taken over
-    with suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)
-
-    code = os.waitstatus_to_exitcode(status)
+    code, reason = wait(worker)
     if code < 0:
-        name = signal.Signals(-code).name
-        warn(f"error: the worker was ended by {name}; what was saved is intact")
+        reason = reason or f"by {signal.Signals(-code).name}"
+        warn(f"error: the worker was ended: {reason}; what was saved is intact")
         return 1
 
     return code

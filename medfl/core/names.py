@@ -20,6 +20,8 @@ from medfl.core.untrusted import printable
 
 PRIVATE_CACHE = "MEDFL_PRIVATE_CACHE"
 """Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
+NO_WALLS = "MEDFL_NO_WALLS"
+"""Variable of a site's process that was started without a sandbox: no worker of its own opens the bundle."""
 
 _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""

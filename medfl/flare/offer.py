@@ -35,8 +35,9 @@ def offer(
     config: Mapping[str, Any] | None = None,
     requested: Mapping[str, Any] | None = None,
     rehearsal: bool = False,
+    data: str | None = None,
 ) -> Run:
-    """Return the run, planned on the bundle's phantom, of which it keeps nothing.
+    """Return the run, planned on the bundle's phantom or on `data`, of which it keeps nothing.
 
     In a rehearsal the sites take drawn images.
 
@@ -48,7 +49,9 @@ def offer(
             allowed = "letters, digits, - and _, at most 63, and not server, admin or relay"
             raise InputError(f"site {site!r}", allowed, "rename it")
 
-    data = PHANTOM if bundle in shipped() else None
+    if data is None and bundle in shipped():
+        data = PHANTOM
+
     # the phantom has neither these sites nor what they lack: both are set on the finished run
     settings = dict(requested or {})
     settings |= {"sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}

@@ -32,6 +32,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl.core.errors import InputError, MedflError, errors_safe_to_send
+from medfl.core.names import NO_WALLS
 from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
 from medfl.flare import tensors as flare_tensors
@@ -54,6 +55,7 @@ from medfl.storage.run_folder import SITES, RunFolder
 
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite
+    from medfl.runtimes.monai_fl.held import HeldSite
 
 _SHARE = 0.5
 """Of the weight that one of three or more sites with images of their own may have, unless the run says."""
@@ -396,13 +398,22 @@ class RemoteExecutor(_Executor):
 
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
         from medfl.flare.site import FlareSite
+        from medfl.flare.site_sandbox import held_site
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         self._config = config = SiteConfig.read(Path(workspace.get_site_config_dir()) / CONFIG_FILE)
         policy = config.checked_policy()
-        accepted_run(run, flare_name, config)
+        accepted = accepted_run(run, flare_name, config)
+
+        def opened() -> Federation | HeldSite:
+            if config.is_shipped or os.environ.get(NO_WALLS):
+                return open_site(run, flare_name, config, self._carried, self._say)
+
+            assert self._carried is not None
+            return held_site(accepted, flare_name, config, self._carried, policy, self._say)
+
         algo = MedflClientAlgo(
-            lambda: open_site(run, flare_name, config, self._carried, self._say), flare_name,
+            opened, flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.names import NO_WALLS
 
 if TYPE_CHECKING:
     from medfl.flare.site_sandbox import SiteSandbox
@@ -89,7 +90,7 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
     from medfl.flare.site_sandbox import SiteSandbox
-    from medfl.safety.sandbox import abi
+    from medfl.safety.sandbox import abi, lacking
 
     if kind != "site":
         return None, "none at a server, which runs the bundle of its own operator"
@@ -97,8 +98,16 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     reason = ""
     if args.no_sandbox:
         reason = "--no-sandbox"
-    elif not abi():
-        reason = "this kernel has no Landlock, or it is switched off"
+    elif missing := lacking():
+        reason = f"this machine lacks {missing}"
+
+    config = SiteConfig.read(kit / "local" / CONFIG_FILE)
+    if reason and not (args.no_sandbox or config.is_shipped):
+        raise InputError(
+            f"bundle {config.bundle}, which is not shipped: {reason}",
+            "a Linux kernel of at least 5.13 with Landlock",
+            "serve there, or add --no-sandbox: it then runs with your rights",
+        )
 
     if reason:
         return None, f"WARNING: NOT IN FORCE ({reason}): the bundle may do what this user may"
@@ -106,7 +115,7 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     if args.check:
         return None, f"Landlock ABI {abi()}"
 
-    sandbox = SiteSandbox(kit, SiteConfig.read(kit / "local" / CONFIG_FILE))
+    sandbox = SiteSandbox(kit, config)
     return sandbox, sandbox.line
 
 
@@ -134,8 +143,10 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
             "give it with --data",
         )
 
-    bundle = Bundle(config.bundle, policy=policy)
-    check_declared_data(config, bundle, kit.name)
+    root, _, sha256 = config.files()
+    if config.is_shipped:  # of another one its worker finds out: this process makes nothing of it
+        check_declared_data(config, Bundle(config.bundle, policy=policy), kit.name)
+
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     if config.audit:
         Path(config.audit).parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +156,7 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     classes = [*ALLOWED, *listed]
     secure(kit, kind, classes)
     return {
-        "kit": str(kit), "as": kind, "bundle": bundle.name, "bundle_sha256": bundle.sha256, "data": config.data,
+        "kit": str(kit), "as": kind, "bundle": root.name, "bundle_sha256": sha256, "data": config.data,
         "folder": config.folder, "policy": config.policy or "none: nothing extra, nothing pinned",
         "a run may set": ", ".join(config.permits) or "nothing of the bundle", "may be made": ", ".join(classes),
         "jobs may bring": "no code, and nobody gets a shell or logs" if kind == "site" else "no code",
@@ -167,7 +178,9 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     environment = {**os.environ, "PATH": path}
     folder = kit
     enter = None
-    if sandbox is not None:
+    if sandbox is None:
+        environment[NO_WALLS] = "1"
+    else:
         folder = sandbox.workspace
         enter = sandbox.enter
         environment |= sandbox.variables

@@ -33,8 +33,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.files import shipped_folders
+from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
@@ -54,6 +53,7 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config
 from medfl.problem.problem import Problem
 from medfl.runs import text_record
 from medfl.runtimes import incomplete_data, site_channels, site_labels, site_settings
@@ -165,6 +165,17 @@ class SiteConfig:
 
         return cls(**settings)
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the bundle is one that ships with medfl."""
+        return self.bundle in shipped_folders()
+
+    def files(self) -> tuple[Path, Config, str]:
+        """Return the bundle's folder, its federated.yaml and its hash; nothing of it is evaluated."""
+        root = find(self.bundle)
+        protocol = read_protocol(self.bundle)
+        return root, protocol, sha256_of(root, protocol)
+
     def checked_policy(self) -> Policy:
         """Return the policy, after an inspection of the bundle by it.
 
@@ -268,11 +279,12 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     with errors_safe_to_send():
         portable.enable_if_requested(vars(run))
 
+    # By its files alone: this may be the keeper, which makes nothing of a bundle
     policy = config.checked_policy()
-    bundle = Bundle(config.bundle, policy=policy)
-    if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
+    root, protocol, sha256 = config.files()
+    if (run.bundle, run.bundle_sha256) != (root.name, sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
-        raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
+        raise refuse(offered, f"{root.name!r} ({sha256[:12]})")
 
     if odd := odd_option(run.options):
         raise refuse(odd, PLAIN)
@@ -288,7 +300,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     if name is None and not permits:  # a server without a list runs its own operator's jobs
         permits = tuple(run.config)
 
-    _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
+    _check_config(run, resolved(config.bundle, protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
     if not re.fullmatch("cpu|(cuda|mps|xpu)(:[0-9]{1,2})?", run.device):
@@ -398,7 +410,7 @@ def open_site(
         accepted_run(offered, name, config), name, config.declared_data, say
     )
     method = methods.load(run.method, run.options)
-    preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
+    preferred = resolved(config.bundle, config.files()[1], ())["split"]
     opened = with_data(
         open_problem(config.bundle, run.config, run.device, policy),
         config.data or None,

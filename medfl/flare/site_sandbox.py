@@ -1,4 +1,4 @@
-"""The sandbox of a site's FLARE: it writes the site's folder, and connects to the server's port."""
+"""The sandbox of a site's FLARE, which connects to the server's port, and in it that of the worker, which does not."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import shutil
 import socket
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 
-from medfl.bundle.files import shipped_folders
+from medfl.bundle.files import find
+from medfl.core.run import Run
+from medfl.core.terminal import Print
 from medfl.flare.files import read_kit_file
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+from medfl.policy.policy import Policy
+from medfl.runtimes.monai_fl.held import HeldSite, Worker
 from medfl.safety.sandbox import (
     Allowed,
     Sandbox,
@@ -24,6 +28,7 @@ from medfl.safety.sandbox import (
     python_and_system,
 )
 from medfl.storage.files import write_atomic
+from medfl.storage.places import cache_folder
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
 """What the kit's script runs, besides Python."""
@@ -59,8 +64,7 @@ class SiteSandbox:
         outside = _server_ports(kit)
         self.workspace = _workspace(kit, folder, config)
         self.variables = private_folders(folder / "sandbox")
-        bundle = shipped_folders().get(config.bundle, Path(config.bundle))
-        read = [bundle, *(Path(path) for path in (config.data, config.policy) if path)]
+        read = [find(config.bundle), *(Path(path) for path in (config.data, config.policy) if path)]
         programs = [sys.executable, *_PROGRAMS, *(["nvidia-smi"] if config.device != "cpu" else [])]
         allowed = Allowed(
             read=(*python_and_system(), *_NETWORK, *read),
@@ -72,6 +76,36 @@ class SiteSandbox:
         sandbox = Sandbox(allowed)
         self.enter = sandbox.enter
         self.line = sandbox.line(folder)
+
+
+def held_site(
+    offered: Run, name: str, config: SiteConfig, carried: Path, policy: Policy, say: Print
+) -> HeldSite:
+    """Return a site whose bundle is opened by a worker: without a network, it writes one folder.
+
+    Args:
+        offered: the run, already accepted.
+        name: the site.
+        config: its file.
+        carried: the folder of the job's configuration.
+        policy: the site's.
+        say: gets what the worker prints.
+    """
+    private = Path(config.folder) / "worker"
+    variables = private_folders(private)
+    paths = [find(config.bundle), carried, cache_folder("")]
+    paths += [Path(path) for path in (config.data, config.policy) if path]
+    allowed = Allowed(read=(*python_and_system(), *paths), write=(private, *devices()))
+    job = {
+        "run": offered.to_dict(),
+        "config": asdict(config),
+        "carried": str(carried),
+        "name": name,
+    }
+    # The account is that of the images that the site's own file names, whatever the worker says
+    run = replace(offered, data=replace(offered.data, folder=config.data))
+    worker = Worker("medfl.flare.site_worker", job, allowed, variables, say)
+    return HeldSite(name, run, worker, is_reviewed=policy.files is not None)
 
 
 def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:

@@ -57,6 +57,11 @@ class _Architecture:
     stays: int
 
 
+def site_seed(run: Run, round_: int, name: str) -> int:
+    """Return the seed of what a site draws in a round."""
+    return derive(run.seed, "round", round_, name)
+
+
 class Federation:
     """Sites and server of one run.
 
@@ -334,7 +339,7 @@ class Federation:
         optimizer_states = dict[str, State]() if run.keep_optimizer else None
 
         return Site(
-            name, derive(run.seed, "round", round_, name), train, validate, test,
+            name, site_seed(run, round_, name), train, validate, test,
             site_labels.loss_at(self.bundle, run, classes), settings, arch.networks, round_, self.task, known=classes,
             common=self.networks, public=self.public, method=run.method, optimizer_states=optimizer_states,
         )  # fmt: skip

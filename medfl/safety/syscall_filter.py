@@ -46,6 +46,8 @@ ENDS = "getpeername getsockname getsockopt recvfrom recvmmsg recvmsg setsockopt 
 NETWORK = "bind connect"
 LISTENING = "accept accept4 listen"
 PROGRAMS = "execve execveat setsid"
+RESTRICTING = "capset landlock_add_rule landlock_create_ruleset landlock_restrict_self seccomp"
+"""With which a program that is started puts walls around itself: they take rights away and give none."""
 _RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "setxattrat")
 """Calls that C libraries try first: told not to be there, they take an older one, which can be looked into."""
 
@@ -145,5 +147,6 @@ def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter
         allow(LISTENING)
     if programs:
         allow(PROGRAMS)
+        allow(RESTRICTING)
 
     return calls

@@ -103,6 +103,42 @@ def _reason(error: Exception) -> str:
 
 def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) -> None:
     """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
+    tree, numbered = _separated(state)
+    if round_ is not None:
+        numbered[_ROUND] = torch.tensor(round_)
+
+    _write_tensors(path, numbered, {"tree": tree})
+
+
+def load_state(path: Path) -> State:
+    """Invert `save_state`; RunError if the file is missing, damaged, or a link."""
+    try:
+        _require_plain(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            tree = (file.metadata() or {})["tree"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+        return _joined(tree, tensors)
+    except Exception as error:  # the Rust reader raises its own type for each kind of damage
+        raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
+
+
+def encode_state(state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Return a State for a pipe, in two documents: its shape and numbers as JSON, its tensors as safetensors."""
+    tree, numbered = _separated(state)
+    return tree.encode(), safetensors.torch.save(numbered)
+
+
+def decode_state(tree: bytes, tensors: bytes) -> State:
+    """Invert `encode_state`; RunError if it is something else."""
+    try:
+        return _joined(tree.decode(), safetensors.torch.load(tensors))
+    except Exception as error:  # likewise
+        raise RunError(f"cannot read what came through a pipe: {printable(error, 200)}") from error
+
+
+def _separated(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Return a State's shape and numbers as JSON, and its tensors by their numbers in it."""
     tensors: list[Tensor] = []
 
     def strip(node: Any) -> Any:
@@ -125,27 +161,15 @@ def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) 
         )
 
     tree = json.dumps(strip(state))
-    numbered = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
-    if round_ is not None:
-        numbered[_ROUND] = torch.tensor(round_)
-
-    _write_tensors(path, numbered, {"tree": tree})
+    return tree, {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
 
 
-def load_state(path: Path) -> State:
-    """Invert `save_state`; RunError if the file is missing, damaged, or a link."""
-    try:
-        _require_plain(path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            tree = (file.metadata() or {})["tree"]
-            shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-
-        state: State = _filled(shape, tensors)
-        if not isinstance(state, dict):
-            raise ValueError("it holds no names and values")
-    except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
+def _joined(tree: str, tensors: Mapping[str, Tensor]) -> State:
+    """Invert `_separated`; an error of any type if it is something else."""
+    shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
+    state: State = _filled(shape, tensors)
+    if not isinstance(state, dict):
+        raise ValueError("it holds no names and values")
 
     return state
 

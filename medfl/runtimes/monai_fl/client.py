@@ -37,18 +37,17 @@ from torch import Tensor
 from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
-from medfl.core.run import without_round_limit
-from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.data_stats import Bins, statistics
+from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
+from medfl.runtimes.monai_fl.held import HeldSite
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
-from medfl.runtimes.monai_fl.view import Aborted, SiteView
-from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
+from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
+from medfl.runtimes.step import UNSENT, StepResult, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
@@ -64,7 +63,6 @@ of its newest reply that the server took, 0 for none; not said: the newest State
 SCORED_SECTIONS = "judge"
 SECTION = "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
-_PARTS = {"train": "train", "eval": "validate"}
 # of each phase its kind in the audit log, and its name in error messages
 _PHASES = {
     FlPhase.TRAIN: ("train", "training"),
@@ -81,7 +79,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     with, or with a plain averaging host the run's initial weights; then the reply of its last training.
 
     Args:
-        federation: the run with this site's images in it, or what makes it when the site is initialized.
+        federation: the run with this site's images in it, or what makes it when the site is initialized, or a site
+            whose work is done elsewhere (`HeldSite`).
         name: the site's name in it; "" takes the host's `ExtraItems.CLIENT_NAME`.
         folder: where the State lasts; without one, in memory.
         host: "medfl", or "averaging" for a host that averages weights and knows of no method.
@@ -101,7 +100,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def __init__(
         self,
-        federation: Federation | Callable[[], Federation],
+        federation: Federation | Callable[[], Federation | HeldSite],
         name: str = "",
         *,
         folder: Path | str | None = None,
@@ -123,7 +122,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._federation = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
-        self._view: SiteView | None = None
+        self._view: SiteEnd | None = None
         self._reply: ExchangeObject | None = None
 
     def initialize(self, extra: Extra = None, states: States | None = None) -> None:
@@ -134,30 +133,33 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
         """
-        federation = (
-            self._federation if isinstance(self._federation, Federation) else self._federation()
-        )
+        made = self._federation if isinstance(self._federation, Federation) else self._federation()
         name = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
-        if name not in federation.participants or self.name not in ("", name):
-            allowed = self.name or ", ".join(federation.participants)
+        if name not in made.participants or self.name not in ("", name):
+            allowed = self.name or ", ".join(made.participants)
             raise InputError(f"site {name!r}", f"its name here is {allowed}", "use that name")
 
-        if self.host == "averaging":
-            refuse_other_servers(federation)
+        view: SiteEnd
+        if isinstance(made, Federation):
+            if self.host == "averaging":
+                refuse_other_servers(made)
+            view = SiteView(made, name, self._stop)
+        else:
+            self._stop = made.stop
+            view = made
 
         self.name = name
         self._training_begun = False
-        self._view = SiteView(federation, name, self._stop)
+        self._view = view
         if self.folder is not None:
-            run = without_round_limit(federation.run)
-            path = Path(self.folder) / run.run_hash[:16] / safe_file_name(name)
-            self.states = StatesInFolder(path, federation.networks.device)
+            path = Path(self.folder) / view.run_hash[:16] / safe_file_name(name)
+            self.states = StatesInFolder(path, view.device)
 
         # a simulation keeps them in the run folder
         if states is not None:
             self.states = states
 
-        self._guard.open_account(name, federation.run.data.folder)
+        self._guard.open_account(name, view.run.data.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -223,7 +225,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     f"site {self.name!r} has nothing to send: its last training did not end"
                 )
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
-                self._reply = self._outgoing(view, self._introduction(view), {}, activity)
+                message = view.introduction(self.host == "averaging")
+                self._reply = self._outgoing(view, message, {}, activity)
 
         return self._reply
 
@@ -284,17 +287,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         bins = Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
-            if bins is not None and self._guard.min_count:
-                allowed = Bins.own(view.bundle.metadata)
-                if bins != allowed:
-                    raise InputError(
-                        f"site {self.name!r}: {bins}",
-                        f"with min_count {allowed or 'none'}",
-                        "ask for these, or none",
-                    )
-
-            parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
-            answer = statistics(parts, view.task, bins, self._guard.min_count)
+            answer = view.statistics(bins, self._guard.min_count)
             self._guard.check_statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
@@ -310,12 +303,15 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def finalize(self, extra: Extra = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
         self.abort()
+        if self._view is not None:
+            self._view.close()
+
         self._view = None
         self._reply = None
         self.cases = {}
         self.states = States()
 
-    def _ready(self) -> SiteView:
+    def _ready(self) -> SiteEnd:
         if self._view is None:
             raise RunError(f"site {self.name!r} is not initialized; call initialize first")
         return self._view
@@ -342,7 +338,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         try:
             with profiling.during(part):
-                result = function(view, round_, self.name, *rest)
+                result = view.call(function, round_, *rest)
         except MedflError:
             raise
         except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
@@ -366,7 +362,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             raise named_error from error
 
     def _decoded(
-        self, view: SiteView, data: ExchangeObject, activity: Activity
+        self, view: SiteEnd, data: ExchangeObject, activity: Activity
     ) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
@@ -420,12 +416,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return Message.from_flat(tensors)
 
     def _reply_of(
-        self, view: SiteView, round_: int, step: StepResult, received: Message
+        self, view: SiteEnd, round_: int, step: StepResult, received: Message
     ) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
-        seed = derive(view.site(self.name, round_).seed, "messages")
+        seed = view.message_seed(round_)
         activity = Activity("train", round_)
-        samples = view.training_items()
+        samples = view.training_items
         reply = step.reply
         if self.host == "averaging":
             reply = Message({"weights": reply["weights"]})
@@ -450,17 +446,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._guard.charge_reply(activity, reply, wire, samples)
         return self._outgoing(view, wire, numbers, activity), state
 
-    def _introduction(self, view: SiteView) -> Message:
-        if self.host == "averaging":
-            initial = view.networks.initial
-            return Message({"weights": {name: initial[name] for name in view.rules.leaves}})
-        return introduce(view, self.name)
-
     def _outgoing(
-        self, view: SiteView, message: Message, numbers: Mapping[str, object], activity: Activity
+        self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        samples = view.training_items()
+        samples = view.training_items
         values = {**numbers, FlStatistics.DATA_COUNT: samples}
         if self.host == "averaging":
             self._guard.admit_sent(activity, message, values, from_images=False)

@@ -1,26 +1,35 @@
-"""One site's view of a federation, and a way to stop its work."""
+"""What a client of MONAI FL needs of its site; here is the one that works in this process (`SiteView`)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from medfl.core.compression import Compression
-from medfl.core.errors import RunError
+from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
+from medfl.core.run import Run, without_round_limit
+from medfl.core.seeding import derive
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
-from medfl.runtimes.federation import Federation
+from medfl.runtimes.federation import Federation, site_seed
 from medfl.runtimes.message_rules import MessageRules, Wire
-from medfl.storage.files import to_device
+from medfl.runtimes.monai_fl.data_stats import Bins, statistics
+from medfl.runtimes.registry import Document
+from medfl.runtimes.step import introduce
+from medfl.storage.files import State, to_device
 from medfl.training import Site
+
+_PARTS = {"train": "train", "eval": "validate"}
 
 
 class Aborted(RunError):
@@ -29,17 +38,86 @@ class Aborted(RunError):
     safe_to_send = True
 
 
-class SiteView:
+class SiteEnd(ABC):
+    """A site as its client knows it: what it may be asked, and the rules for its messages.
+
+    Attributes:
+        name: the site.
+        run: the federation's.
+        run_hash: of the run without its number of rounds.
+        rules: for what the site sends and receives.
+        wire_compression: how messages are made smaller on their way.
+        facts: what the run says of this site's data: positions of the `labels` that its masks show, of its `channels`.
+        training_items: how many it trains on.
+        device: where what it gets is put.
+    """
+
+    name: str
+    run: Run
+    run_hash: str
+    rules: MessageRules
+    wire_compression: Compression
+    facts: Mapping[str, list[int]]
+    training_items: int
+    device: torch.device
+
+    @abstractmethod
+    def call(
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+    ) -> Any:
+        """Return what a function of `step` makes of (this site, round, name, State, ...)."""
+
+    @abstractmethod
+    def introduction(self, initial: bool) -> Message:
+        """Return what the site says before its first training: the method's, or the initial weights."""
+
+    @abstractmethod
+    def statistics(self, bins: Bins | None, min_count: int) -> Document:
+        """Return statistics of the site's images (`data_stats`).
+
+        Raises:
+            InputError: with a least count there is one choice of bins, the bundle's own.
+        """
+
+    @abstractmethod
+    def is_held_out(self, section: str) -> bool:
+        """Tell whether this site's items of a section are shown to be none of its training images, nor of its patients.
+
+        They are where each item's files and its patient are known, and both sections have none in common.
+        """
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Raise `Aborted` if the site has been told to stop."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the site holds beside memory."""
+
+    def message_seed(self, round_: int) -> int:
+        """Return the seed of what is random in a message's compression."""
+        return derive(site_seed(self.run, round_, self.name), "messages")
+
+    def received(self, arrived: Wire) -> Message:
+        """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
+        return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
+
+    def averaged(self, arrived: Wire) -> Message:
+        """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
+        return self._on_device(self.rules.decode_average(arrived))
+
+    def _on_device(self, message: Message) -> Message:
+        return Message(to_device(dict(message.tensors), self.device), message.scalars)
+
+
+class SiteView(SiteEnd):
     """A federation for the steps of one site: broadcasts are opened already, and batches end when the site is to stop.
 
     Prepared images and networks are those of the given federation.
 
     Attributes:
-        name: the site.
-        rules: for what it sends and receives.
         compression: none, as steps are given opened messages and return replies that are still whole.
-        wire_compression: how messages are made smaller on their way.
-        run, bundle, method, task, networks, surface_metrics: as `Federation`.
+        bundle, method, task, networks, surface_metrics: as `Federation`.
     """
 
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
@@ -57,10 +135,21 @@ class SiteView:
         self.task = federation.task
         self.networks = federation.networks
         self.surface_metrics = federation.surface_metrics
+        self.device = federation.networks.device
 
     @cached_property
-    def facts(self) -> dict[str, list[int]]:
-        """What the run says of this site's data: positions of the `labels` that its masks show, of its `channels`."""
+    def run_hash(self) -> str:  # type: ignore[override]
+        """Hash of the run without its number of rounds."""
+        return without_round_limit(self.run).run_hash
+
+    @cached_property
+    def training_items(self) -> int:  # type: ignore[override]
+        """How many items it trains on."""
+        return len(self._federation.participant_shard(self.name, "train"))
+
+    @cached_property
+    def facts(self) -> dict[str, list[int]]:  # type: ignore[override]
+        """What the run says of its data."""
         run = self.run
         bundle = self.bundle
         sites = self._federation.names
@@ -78,11 +167,36 @@ class SiteView:
 
         return facts
 
-    def is_held_out(self, section: str) -> bool:
-        """Tell whether this site's items of a section are shown to be none of its training images, nor of its patients.
+    def call(
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+    ) -> Any:
+        """Call a function of `step` here."""
+        return function(self, round_, self.name, state, *rest)
 
-        They are where each item's files and its patient are known, and both sections have none in common.
-        """
+    def introduction(self, initial: bool) -> Message:
+        """Return what the site says before its first training."""
+        if initial:
+            weights = self.networks.initial
+            return Message({"weights": {name: weights[name] for name in self.rules.leaves}})
+
+        return introduce(self, self.name)
+
+    def statistics(self, bins: Bins | None, min_count: int) -> Document:
+        """Return statistics of the site's images."""
+        if bins is not None and min_count:
+            allowed = Bins.own(self.bundle.metadata)
+            if bins != allowed:
+                raise InputError(
+                    f"site {self.name!r}: {bins}",
+                    f"with min_count {allowed or 'none'}",
+                    "ask for these, or none",
+                )
+
+        parts = {part: self.shard(self.name, section) for part, section in _PARTS.items()}
+        return statistics(parts, self.task, bins, min_count)
+
+    def is_held_out(self, section: str) -> bool:
+        """Compare the items' files and patients with those of the training images."""
         if section not in self._held_out:
             files, patients = self._files_and_patients(section)
             training_files, training_patients = self._files_and_patients("train")
@@ -146,30 +260,16 @@ class SiteView:
         """Return all held-out items of a section."""
         return self._stoppable(self._federation.pooled(section))
 
-    def training_items(self) -> int:
-        """Return how many items the site trains on."""
-        return len(self._federation.participant_shard(self.name, "train"))
-
     def go_on(self) -> None:
         """Raise `Aborted` if the site has been told to stop."""
         _go_on(self._stop)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def _stoppable(self, shard: Shard) -> Shard:
         values = {entry.name: getattr(shard, entry.name) for entry in fields(Shard)}
         return _StoppableShard(**values, stop=self._stop)
-
-    # What arrives
-
-    def received(self, arrived: Wire) -> Message:
-        """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
-        return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
-
-    def averaged(self, arrived: Wire) -> Message:
-        """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
-        return self._on_device(self.rules.decode_average(arrived))
-
-    def _on_device(self, message: Message) -> Message:
-        return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
 
 @dataclass(frozen=True)

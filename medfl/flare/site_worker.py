@@ -1,0 +1,36 @@
+"""The worker of a site of a FLARE job, which `RemoteExecutor` starts: `python -m medfl.flare.site_worker`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medfl.runtimes.monai_fl.worker import begin
+
+if TYPE_CHECKING:
+    from medfl.runtimes.federation import Federation
+
+
+def open_job(job: Any) -> tuple[Federation, str]:
+    """Return the federation as the site of a job sees it, and the site's name."""
+    import torch
+
+    from medfl.core.run import Run
+    from medfl.flare.site_config import SiteConfig, open_site
+
+    run = Run.from_dict(job["run"])
+    settings: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in job["config"].items()}
+    torch.set_num_threads(run.threads)
+    carried = Path(job["carried"])
+    name = job["name"]
+    # What it says is a line of the site's log, which the keeper writes
+    return open_site(run, name, SiteConfig(**settings), carried, _say), name
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    begin(open_job)

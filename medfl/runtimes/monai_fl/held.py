@@ -1,0 +1,378 @@
+"""A site whose work is done by a worker inside walls: its keeper's end, which never makes an object of the bundle.
+
+The keeper has the connection, the policy, the account, the audit log and the site's States. It opens what comes from
+the server, sends it to the worker with the State, and checks what comes back before the site's rules see it. The
+worker (`worker.serve`) keeps nothing: ended, it is begun anew with the next question.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfl import methods
+from medfl.core.compression import Compression
+from medfl.core.errors import RunError
+from medfl.core.message import Message
+from medfl.core.message_limits import MessageLimits
+from medfl.core.run import Run
+from medfl.core.terminal import Print
+from medfl.core.type_checks import matches_type
+from medfl.core.untrusted import printable
+from medfl.evaluation.metrics import Cases
+from medfl.runtimes.message_rules import Form, MessageRules
+from medfl.runtimes.monai_fl.data_stats import Bins
+from medfl.runtimes.monai_fl.pipe import Pipe
+from medfl.runtimes.monai_fl.view import Aborted, SiteEnd
+from medfl.runtimes.registry import Document
+from medfl.runtimes.step import StepResult, score_site, site_step
+from medfl.safety.bounds import beyond
+from medfl.safety.sandbox import Allowed
+from medfl.storage.files import State
+
+_PATIENCE = 60.0
+"""Seconds from an abort until a worker that goes on is ended."""
+_STATED = {
+    "run_hash": str,
+    "training_items": int,
+    "leaves": list[list[Any]],
+    "network": list[list[Any]],
+    "personal": list[str],
+    "like_weights": list[str],
+    "exact": list[str],
+    "held_out": list[str],
+    "facts": dict[str, list[int]],
+}
+"""What a worker says of itself at its start, and the type of each."""
+_TRAINED = {"state": dict[str, Any], "loss": float, "steps": int}
+_HASH = 64
+_LINE = 500
+
+
+class Worker:
+    """A worker's process.
+
+    Args:
+        module: what Python runs (`python -m`); it calls `worker.begin`.
+        job: what the module is told, in plain values.
+        allowed: what the process may still do.
+        variables: for its environment.
+        say: gets the lines that it prints.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        job: Document,
+        allowed: Allowed,
+        variables: Mapping[str, str],
+        say: Print,
+    ) -> None:
+        """Start nothing yet."""
+        self._module = module
+        self._job = {"job": job, "allowed": _as_texts(allowed)}
+        self._variables = dict(variables)
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Pipe | None = None
+        self._stopped = 0.0
+        self.stop = threading.Event()
+
+    def ask(self, question: str, **values: object) -> State:
+        """Return the answer to a question, asked of a new process where there is none.
+
+        Raises:
+            Aborted: it was told to stop.
+            RunError: it has failed, or ended.
+        """
+        if self._pipe is None:
+            self._begin()
+
+        assert self._pipe is not None
+        self._stopped = 0.0
+        try:
+            self._pipe.send({"question": question, **values})
+            answer = self._pipe.receive()
+        except (EOFError, OSError) as error:
+            raise RunError(f"the worker has ended: {self._end()}") from error
+        except RunError:
+            self._end()
+            raise
+
+        if "aborted" in answer:
+            raise Aborted("aborted")
+        if "error" in answer:
+            raise RunError(printable(answer["error"], _LINE))
+
+        return answer
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process."""
+        return self._pipe is not None
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        self._end()
+
+    def _begin(self) -> None:
+        here, there = socket.socketpair()
+        begun = threading.Event()
+        # A process is ended by the kernel with the thread that began it: this one lasts as long
+        keeper = threading.Thread(
+            target=self._keep, args=(there, begun), name="medfl-worker", daemon=True
+        )
+        keeper.start()
+        begun.wait()
+        there.close()
+        self._pipe = Pipe(here, self._wait)
+
+    def _keep(self, there: socket.socket, begun: threading.Event) -> None:
+        """Start the process, and pass on what it prints."""
+        document = {**self._job, "pipe": there.fileno()}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[there.fileno()],
+                env={**os.environ, **self._variables},
+                start_new_session=True,
+            )
+            self._process = process
+        finally:
+            begun.set()
+
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):
+            process.stdin.write(json.dumps(document).encode())
+            process.stdin.close()
+
+        while line := process.stdout.readline(_LINE):
+            self._say(f"worker: {printable(line.decode(errors='replace').rstrip(), _LINE)}")
+
+    def _wait(self) -> None:
+        """Pass a stop on, and end a worker that goes beyond its bounds or does not stop."""
+        process = self._process
+        if process is None:
+            raise EOFError
+
+        if reason := beyond(process.pid):
+            self._end()
+            raise RunError(f"the worker was ended: {reason}")
+
+        if self.stop.is_set():
+            self._stopped = self._stopped or time.monotonic()
+            if time.monotonic() - self._stopped > _PATIENCE:
+                self._end()
+                raise Aborted("aborted")
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+
+    def _end(self) -> str:
+        """End the process, and say how it ended before."""
+        if self._pipe is not None:
+            self._pipe.close()
+
+        process = self._process
+        self._pipe = None
+        self._process = None
+        if process is None:
+            return "it could not be started"
+
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+        code = process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class HeldSite(SiteEnd):
+    """A site whose work a worker does.
+
+    Args:
+        name: the site.
+        run: as it was accepted, with the folder of the site's images: on whose account it is.
+        worker: not started yet.
+        is_reviewed: the site's policy pins the bundle's files. The bundle is then believed when it says that images of
+            a section are none of those that it trains on; of others, scores count as told of the training images.
+
+    Attributes:
+        stop: set by another thread, it stops what is going on.
+
+    Raises:
+        RunError: the worker fails, or says something else of itself than workers do.
+    """
+
+    def __init__(self, name: str, run: Run, worker: Worker, *, is_reviewed: bool) -> None:
+        """Start the worker, which prepares the site's images."""
+        self.name = name
+        self.run = run
+        self.participants = [name]
+        self.device = torch.device("cpu")
+        self.stop = worker.stop
+        self._worker = worker
+        self._is_reviewed = is_reviewed
+        self._stated = stated = worker.ask("begin")
+        odd = [key for key, kind in _STATED.items() if not matches_type(stated.get(key), kind)]
+        if odd or not (len(stated["run_hash"]) == _HASH and stated["run_hash"].isalnum()):
+            raise RunError(f"site {name!r}: its worker says something odd of {odd or 'the run'}")
+
+        method = methods.load(run.method, run.options)
+        network = _forms(stated["network"])
+        self.run_hash = stated["run_hash"]
+        self.training_items = stated["training_items"]
+        self.facts = stated["facts"]
+        self.rules = MessageRules(
+            name,
+            _forms(stated["leaves"]),
+            network,
+            personal=frozenset(stated["personal"]),
+            uploads=frozenset(["weights", *(group.name for group in method.groups() if group.up)]),
+            like_weights=frozenset(stated["like_weights"]),
+            fedavg=methods.has_fedavg_server(method),
+            limits=MessageLimits.for_networks(
+                {
+                    key: torch.empty(form[0], dtype=form[1], device="meta")
+                    for key, form in network.items()
+                }
+            ),
+        )
+        messages = Compression.parse(run.messages)
+        if not messages.lossless:
+            lossy = [group.name for group in method.groups() if group.smaller]
+            exact = frozenset(stated["exact"])
+            messages = Compression(
+                messages.kind, messages.fraction, exact, frozenset(["weights", *lossy])
+            )
+
+        self.wire_compression = messages
+
+    def call(
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+    ) -> Any:
+        """Return what a function of `step` makes of (this site, round, name, State, ...); only what sites may tell."""
+        if function not in (site_step, score_site):
+            raise RunError(f"site {self.name!r} is not asked for {function.__name__}")
+
+        message, *arguments = rest
+        answer = self._ask(
+            function.__name__,
+            round=round_,
+            has_state=state is not None,
+            state=state or {},
+            message=message_state(message),
+            arguments=arguments,
+        )
+        cases = {section: _cases(value) for section, value in answer.get("cases", {}).items()}
+        if function is score_site:
+            return cases
+
+        if not all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items()):
+            raise RunError(f"site {self.name!r}: its worker's answer is no result of a training")
+
+        reply = self._message(answer)
+        return StepResult(answer["state"], reply, answer["loss"], answer["steps"], cases, 0, 0)
+
+    def introduction(self, initial: bool) -> Message:
+        """Return what the site says before its first training."""
+        return self._message(self._ask("introduction", initial=initial))
+
+    def statistics(self, bins: Bins | None, min_count: int) -> Document:
+        """Return statistics of the site's images."""
+        asked = None if bins is None else asdict(bins)
+        return dict(self._ask("statistics", bins=asked, min_count=min_count)["statistics"])
+
+    def is_held_out(self, section: str) -> bool:
+        """Tell whether a bundle that was reviewed says so."""
+        return self._is_reviewed and section in self._stated["held_out"]
+
+    def go_on(self) -> None:
+        """Raise `Aborted` if the site has been told to stop."""
+        if self.stop.is_set():
+            raise Aborted("aborted")
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()
+
+    def _ask(self, question: str, **values: object) -> State:
+        """Ask the worker, after one that was begun anew has said the same of itself."""
+        if not self._worker.is_running and self._worker.ask("begin") != self._stated:
+            raise RunError(f"site {self.name!r}: its worker says something else than before")
+
+        return self._worker.ask(question, **values)
+
+    def _message(self, answer: State) -> Message:
+        """Return the message in an answer, checked as at the server."""
+        flat = answer.get("message")
+        if not isinstance(flat, dict):
+            raise RunError(f"site {self.name!r}: its worker's answer has no message")
+
+        message = self.rules.decode_reply(flat)
+        self.rules.check_reply(message)
+        return message
+
+
+def message_state(message: Message) -> State:
+    """Return a message as it crosses the pipe."""
+    return message.flat()
+
+
+def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
+    """Return names, shapes and types as they cross the pipe."""
+    return [[name, list(shape), str(dtype)] for name, (shape, dtype) in forms.items()]
+
+
+def _forms(values: list[list[Any]]) -> dict[str, Form]:
+    forms = {}
+    for value in values:
+        if len(value) != 3 or not (isinstance(value[0], str) and matches_type(value[1], list[int])):
+            raise RunError("a worker's network has tensors without names and shapes")
+        name, shape, kind = value
+        dtype = getattr(torch, str(kind).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
+            raise RunError(f"a worker's network has a tensor of the type {printable(kind, 40)}")
+        forms[name] = (torch.Size(shape), dtype)
+
+    return forms
+
+
+def cases_state(cases: Mapping[str, Cases]) -> State:
+    """Return outcomes as they cross the pipe."""
+    return {
+        section: {"ids": list(outcome.ids), "values": dict(outcome.values)}
+        for section, outcome in cases.items()
+    }
+
+
+def _cases(value: Any) -> Cases:
+    try:
+        return Cases(tuple(map(str, value["ids"])), dict(value["values"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError("a worker's scores are no outcomes of cases") from error
+
+
+def _as_texts(allowed: Allowed) -> Document:
+    document = {}
+    for name, values in asdict(allowed).items():
+        document[name] = [str(value) if isinstance(value, Path) else value for value in values]
+
+    return document

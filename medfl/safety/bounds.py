@@ -1,0 +1,81 @@
+"""Bounds of a process group that its keeper holds: memory and number of processes, for any user."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+MOST_PROCESSES = 256
+_SHARE = 0.95
+"""Of the machine's memory, or of the control group's."""
+_EVERY = 1.0
+"""Seconds between two looks."""
+_GROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def wait(leader: int) -> tuple[int, str]:
+    """Wait for a child that leads a process group; return its exit code, and the bound that it was ended for.
+
+    With it ends all that it has started, which cannot leave its group.
+    """
+    ended = os.pidfd_open(leader)
+    reason = ""
+    try:
+        while not (reason or select.select([ended], [], [], _EVERY)[0]):
+            reason = beyond(leader)
+    finally:
+        os.close(ended)
+
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+    _, status = os.waitpid(leader, 0)
+    return os.waitstatus_to_exitcode(status), reason
+
+
+def beyond(group: int) -> str:
+    """Say which bound a process group is beyond, "" for none; /proc is read, which Linux alone has."""
+    members = [*_members(group)]
+    if len(members) > MOST_PROCESSES:
+        return f"it had {len(members)} processes; at most {MOST_PROCESSES}"
+
+    most = most_memory()
+    # Pages that processes share are counted for each; to divide them takes the kernel longer
+    for name, key in (("status", "RssAnon"), ("smaps_rollup", "Pss")):
+        used = sum(_bytes(process / name, key) for process in members)
+        if used <= most:
+            return ""
+
+    return f"it used {used >> 20:,} MiB of memory; at most {int(most) >> 20:,}"
+
+
+def _members(group: int) -> Iterator[Path]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            # After the name, which may have any characters: state, parent, group, ...
+            fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                yield process
+
+
+def _bytes(file: Path, key: str) -> int:
+    """Return a size that one of the kernel's files has, 0 where it has none."""
+    with suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) << 10
+
+    return 0
+
+
+def most_memory() -> float:
+    """Return the bytes that a worker and its children may use together."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # there is none, or it says "max"
+        total = min(total, int(_GROUP.read_text()))
+
+    return _SHARE * total
