@@ -10,9 +10,10 @@ from medfl.runtimes.monai_fl.worker import begin
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
+    from medfl.storage.files import State
 
 
-def open_job(job: Any) -> tuple[Federation, str]:
+def open_job(job: State) -> tuple[Federation, str]:
     """Return the federation as the site of a job sees it, and the site's name."""
     import torch
 

@@ -101,7 +101,7 @@ def _reason(error: Exception) -> str:
     return os.strerror(number) if number else str(error)
 
 
-def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) -> None:
+def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:
     """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
     tree, numbered = _separated(state)
     if round_ is not None:
@@ -123,7 +123,7 @@ def load_state(path: Path) -> State:
         raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
 
 
-def encode_state(state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def encode_state(state: Mapping[str, object]) -> tuple[bytes, bytes]:
     """Return a State for a pipe, in two documents: its shape and numbers as JSON, its tensors as safetensors."""
     tree, numbered = _separated(state)
     return tree.encode(), safetensors.torch.save(numbered)
@@ -137,11 +137,11 @@ def decode_state(tree: bytes, tensors: bytes) -> State:
         raise RunError(f"cannot read what came through a pipe: {printable(error, 200)}") from error
 
 
-def _separated(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+def _separated(state: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
     """Return a State's shape and numbers as JSON, and its tensors by their numbers in it."""
     tensors: list[Tensor] = []
 
-    def strip(node: Any) -> Any:
+    def strip(node: object) -> object:
         if isinstance(node, Tensor):
             tensors.append(node.detach().cpu().contiguous())
             return {"tensor": len(tensors) - 1}

@@ -47,7 +47,7 @@ from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.held import HeldSite
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
-from medfl.runtimes.step import UNSENT, StepResult, score_site, site_step
+from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
@@ -225,7 +225,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     f"site {self.name!r} has nothing to send: its last training did not end"
                 )
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
-                message = view.introduction(self.host == "averaging")
+                message = view.introduction(None if self.host == "averaging" else introduce)
                 self._reply = self._outgoing(view, message, {}, activity)
 
         return self._reply

@@ -48,8 +48,8 @@ _PATIENCE = 60.0
 _STATED = {
     "run_hash": str,
     "training_items": int,
-    "leaves": list[list[Any]],
-    "network": list[list[Any]],
+    "leaves": list[list[object]],
+    "network": list[list[object]],
     "personal": list[str],
     "like_weights": list[str],
     "exact": list[str],
@@ -57,7 +57,7 @@ _STATED = {
     "facts": dict[str, list[int]],
 }
 """What a worker says of itself at its start, and the type of each."""
-_TRAINED = {"state": dict[str, Any], "loss": float, "steps": int}
+_TRAINED = {"state": State, "loss": float, "steps": int}
 _HASH = 64
 _LINE = 500
 
@@ -107,7 +107,10 @@ class Worker:
             self._pipe.send({"question": question, **values})
             answer = self._pipe.receive()
         except (EOFError, OSError) as error:
-            raise RunError(f"the worker has ended: {self._end()}") from error
+            how = self._end()
+            if self.stop.is_set():  # one that was not ready for the signal ends by it
+                raise Aborted("aborted") from error
+            raise RunError(f"the worker has ended: {how}") from error
         except RunError:
             self._end()
             raise
@@ -163,8 +166,9 @@ class Worker:
             process.stdin.write(json.dumps(document).encode())
             process.stdin.close()
 
-        while line := process.stdout.readline(_LINE):
-            self._say(f"worker: {printable(line.decode(errors='replace').rstrip(), _LINE)}")
+        with process.stdout as output:
+            while line := output.readline(_LINE):
+                self._say(f"worker: {printable(line.decode(errors='replace').rstrip(), _LINE)}")
 
     def _wait(self) -> None:
         """Pass a stop on, and end a worker that goes beyond its bounds or does not stop."""
@@ -266,34 +270,36 @@ class HeldSite(SiteEnd):
         self.wire_compression = messages
 
     def call(
-        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
         """Return what a function of `step` makes of (this site, round, name, State, ...); only what sites may tell."""
         if function not in (site_step, score_site):
             raise RunError(f"site {self.name!r} is not asked for {function.__name__}")
 
         message, *arguments = rest
+        assert isinstance(message, Message)
         answer = self._ask(
             function.__name__,
             round=round_,
             has_state=state is not None,
             state=state or {},
-            message=message_state(message),
+            message=message.flat(),
             arguments=arguments,
         )
         cases = {section: _cases(value) for section, value in answer.get("cases", {}).items()}
         if function is score_site:
             return cases
 
-        if not all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items()):
+        typed = all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items())
+        if not (typed and answer["steps"] >= 0):
             raise RunError(f"site {self.name!r}: its worker's answer is no result of a training")
 
         reply = self._message(answer)
         return StepResult(answer["state"], reply, answer["loss"], answer["steps"], cases, 0, 0)
 
-    def introduction(self, initial: bool) -> Message:
+    def introduction(self, introduce: Callable[..., Message] | None) -> Message:
         """Return what the site says before its first training."""
-        return self._message(self._ask("introduction", initial=initial))
+        return self._message(self._ask("introduction", initial=introduce is None))
 
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
         """Return statistics of the site's images."""
@@ -329,11 +335,6 @@ class HeldSite(SiteEnd):
         message = self.rules.decode_reply(flat)
         self.rules.check_reply(message)
         return message
-
-
-def message_state(message: Message) -> State:
-    """Return a message as it crosses the pipe."""
-    return message.flat()
 
 
 def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:

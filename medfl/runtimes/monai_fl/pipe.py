@@ -6,7 +6,6 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from medfl.core.errors import RunError
 from medfl.storage.files import State, decode_state, encode_state
@@ -30,7 +29,7 @@ class Pipe:
         self._end = end
         self._wait = wait
 
-    def send(self, state: Mapping[str, Any]) -> None:
+    def send(self, state: Mapping[str, object]) -> None:
         """Send a State; OSError if nobody is there."""
         documents = encode_state(state)
         self._end.sendall(_HEAD.pack(*map(len, documents)))

@@ -25,7 +25,6 @@ from medfl.runtimes.federation import Federation, site_seed
 from medfl.runtimes.message_rules import MessageRules, Wire
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.registry import Document
-from medfl.runtimes.step import introduce
 from medfl.storage.files import State, to_device
 from medfl.training import Site
 
@@ -63,13 +62,13 @@ class SiteEnd(ABC):
 
     @abstractmethod
     def call(
-        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
         """Return what a function of `step` makes of (this site, round, name, State, ...)."""
 
     @abstractmethod
-    def introduction(self, initial: bool) -> Message:
-        """Return what the site says before its first training: the method's, or the initial weights."""
+    def introduction(self, introduce: Callable[..., Message] | None) -> Message:
+        """Return what the site says before its first training: by `step.introduce`, or None: the initial weights."""
 
     @abstractmethod
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
@@ -168,14 +167,14 @@ class SiteView(SiteEnd):
         return facts
 
     def call(
-        self, function: Callable[..., Any], round_: int, state: State | None, *rest: Any
+        self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
         """Call a function of `step` here."""
         return function(self, round_, self.name, state, *rest)
 
-    def introduction(self, initial: bool) -> Message:
+    def introduction(self, introduce: Callable[..., Message] | None) -> Message:
         """Return what the site says before its first training."""
-        if initial:
+        if introduce is None:
             weights = self.networks.initial
             return Message({"weights": {name: weights[name] for name in self.rules.leaves}})
 

@@ -23,7 +23,7 @@ _PARENT_DIED = 1
 """PR_SET_PDEATHSIG: the signal that a process gets when the thread that began it ends."""
 
 
-def begin(opened: Callable[[Any], tuple[Federation, str]]) -> None:
+def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
     """Enter the walls that the keeper names on the standard input, and answer its questions until it closes the pipe.
 
     Args:
@@ -118,7 +118,9 @@ def _called(view: SiteView, function: Callable[..., Any], question: State) -> An
 
 
 def _introduced(view: SiteView, question: State) -> State:
-    return {"message": view.introduction(question["initial"]).flat()}
+    from medfl.runtimes.step import introduce
+
+    return {"message": view.introduction(None if question["initial"] else introduce).flat()}
 
 
 def _described(view: SiteView, question: State) -> State:
@@ -129,7 +131,7 @@ def _described(view: SiteView, question: State) -> State:
     return {"statistics": view.statistics(asked, question["min_count"])}
 
 
-_ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
+_ANSWERS: dict[str, Callable[[SiteView, State], State]] = {
     "begin": _stated,
     "site_step": _trained,
     "score_site": _scored,
