@@ -7,13 +7,16 @@ leaves the worker's process group, which its keeper ends.
 
 from __future__ import annotations
 
+import ctypes.util
 import errno
+import importlib
 import platform
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyseccomp import SyscallFilter
+    from pyseccomp import Arg, SyscallFilter
 
 FILES = """
     access chdir close close_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate fchdir fdatasync flock
@@ -51,6 +54,7 @@ RESTRICTING = "capset landlock_add_rule landlock_create_ruleset landlock_restric
 _RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "setxattrat")
 """Calls that C libraries try first: told not to be there, they take an older one, which can be looked into."""
 
+_SONAMES = {"seccomp": "libseccomp.so.2"}
 _UNIX = 1
 _INTERNET = (2, 10)
 _TRANSPORT = (0, 6, 17)
@@ -70,11 +74,21 @@ _PROCESS_SETTINGS = (1, 2, 3, 15, 16, 21, 23, 25, 30, 38, 39, 40, 41, 42, 47, 0x
 def supported() -> bool:
     """Return whether libseccomp is here; without it there is no filter."""
     try:
-        import pyseccomp  # noqa: F401 (it looks for the library when it is imported)
+        _seccomp()
     except (ImportError, OSError, RuntimeError):
         return False
 
     return platform.system() == "Linux"
+
+
+def _seccomp() -> ModuleType:
+    """Import pyseccomp, which finds its library by programs that a sandbox around this one does not let it start."""
+    find = ctypes.util.find_library
+    ctypes.util.find_library = lambda name: find(name) or _SONAMES.get(name)
+    try:
+        return importlib.import_module("pyseccomp")
+    finally:
+        ctypes.util.find_library = find
 
 
 def enter(sockets: bool, listening: bool, programs: bool) -> None:
@@ -95,8 +109,7 @@ def enter(sockets: bool, listening: bool, programs: bool) -> None:
 
 def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter:
     """Return the filter of `enter`, not loaded."""
-    import pyseccomp as seccomp
-
+    seccomp = _seccomp()
     calls = seccomp.SyscallFilter(seccomp.ERRNO(errno.EPERM))
 
     machine = seccomp.system_arch()
@@ -107,7 +120,7 @@ def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter
             if seccomp.resolve_syscall(machine, name) >= 0:
                 yield name
 
-    def allow(names: str, *conditions: seccomp.Arg) -> None:
+    def allow(names: str, *conditions: Arg) -> None:
         for name in known(names.split()):
             calls.add_rule(seccomp.ALLOW, name, *conditions)
 

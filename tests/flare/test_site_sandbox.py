@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("nvflare")
 
 from medfl import datasets
+from medfl.bundle.files import shipped_folders
 from medfl.cli import verbs as cli
 from medfl.flare import offer as flare_offer
 from medfl.flare import serve
@@ -253,8 +255,10 @@ def test_a_job_of_two_sites_runs_in_it_over_tls(tmp_path: Path) -> None:
                 str(federation.kit(name)),
             ]
             if name == "north":  # the others have their files written by the command
+                # not shipped, though it has the same files: a worker opens it
+                copy = shutil.copytree(shipped_folders()["ham10000"], tmp_path / "ham10000")
                 document = {
-                    "bundle": "ham10000",
+                    "bundle": str(copy),
                     "folder": own[1],
                     "data": str(data),
                     "permits": [*CONFIG],
@@ -289,5 +293,7 @@ def test_a_job_of_two_sites_runs_in_it_over_tls(tmp_path: Path) -> None:
     assert "the others being zero there: north red, blue." in (run / "report.html").read_text()
     for name in ("north", "south"):
         assert "sandbox: Landlock ABI" in federation.log(name)
+        begun = (tmp_path / f"state-{name}" / "worker").is_dir()
+        assert begun == (name == "north")
         assert (tmp_path / f"log-{name}" / "audit.jsonl").read_text().count("\n") > 3
         assert "require_signed_jobs" not in federation.log(name)
