@@ -63,6 +63,11 @@ def add(verbs: Any) -> None:
     arguments.add_what(
         group, "set an option of the method (medfl methods NAME); may be repeated", data=False
     )
+    group.add_argument(
+        "--data",
+        metavar="DIR",
+        help="images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
+    )
     group.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument(
@@ -104,7 +109,7 @@ def _export(args: Any) -> int:
 
     document = export(
         args.bundle, sites, args.out, options=values, config=config, requested=requested,
-        rehearsal=args.rehearsal, resume=args.resume, min_replies=args.min_replies,
+        rehearsal=args.rehearsal, data=args.data, resume=args.resume, min_replies=args.min_replies,
         deadline=args.deadline,
     )  # fmt: skip
 

@@ -179,6 +179,9 @@ class Gate:
             part[name] = weights[name].double() - base[name].double()
 
         norm = _norm(changes)
+        if not math.isfinite(norm):
+            raise self._refusal("its change has NaN or infinite numbers, which cannot be limited")
+
         clip = self.rules.clip
         noise = self.rules.noise
         # Counters count for the norm, but cannot be scaled: where both are short all leaves as it is.

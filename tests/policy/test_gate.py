@@ -156,6 +156,13 @@ def test_weights_without_a_counterpart_cannot_be_limited(rules: Outbound) -> Non
         gate(rules).reply(moved(), Message(), 5)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rules", [Outbound(clip=1.0), Outbound(clip=1.0, noise=1.0)])
+def test_a_change_without_a_length_cannot_be_limited(rules: Outbound, value: float) -> None:
+    with pytest.raises(RunError, match="NaN or infinite numbers"):
+        gate(rules).reply(moved(b=torch.tensor([value])), DOWN, 5)
+
+
 def test_the_number_of_training_images_is_covered_and_other_numbers_are_not() -> None:
     rules = Outbound(clip=1.0, noise=4.0)
     for scalars, named in (
