@@ -52,7 +52,8 @@ def guarded_parser(
             if "paths" not in policy.allow:
                 check_place(path, roots)
 
-        parser.ref_resolver = _Resolver(ExpressionFilter(names, policy.allow, own_modules), check)
+        expressions = ExpressionFilter(names, policy.allow, own_modules, policy.limits.expression)
+        parser.ref_resolver = _Resolver(expressions, check)
 
     return parser
 
@@ -74,8 +75,9 @@ class _Resolver(ReferenceResolver):
 
     def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
         # A placeholder would find no image, and say nothing.
-        if id == "dataset_dir" and type(self.items.get(id)) is ConfigItem:
-            self._check_path(self.items[id].config)
+        folder = self.items[id].config if id == "dataset_dir" and id in self.items else None
+        if isinstance(folder, str) and folder[:1] not in ("$", "@"):
+            self._check_path(folder)
         return super()._resolve_one_item(id, *args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from medfl.core.untrusted import Refused, printable
@@ -31,12 +32,18 @@ _BUILTINS = name_set(
 _SCOPE = (*_BUILTINS, "open", "print", "setattr", "__import__")
 """What else is there where an expression is evaluated; the check of the text is stricter."""
 _MODULES = name_set(
-    "collections copy csv datetime functools glob itertools json logging math operator os.path pathlib random re "
-    "statistics string numpy pandas scipy skimage torch torchvision ignite.engine ignite.metrics monai.apps "
+    "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
+    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft scipy.interpolate scipy.ndimage "
+    "scipy.signal scipy.spatial scipy.special scipy.stats skimage.color skimage.exposure skimage.feature "
+    "skimage.filters skimage.measure skimage.morphology skimage.segmentation skimage.transform skimage.util torch "
+    "torch.amp torch.cuda torch.cuda.amp torch.distributed torch.fft torch.linalg torch.nn torch.nn.functional "
+    "torch.nn.init torch.nn.utils torch.optim torch.optim.lr_scheduler torch.random torch.special torch.utils.data "
+    "torchvision.models torchvision.transforms ignite.engine ignite.metrics monai.apps.deepedit monai.apps.deepgrow "
+    "monai.apps.detection monai.apps.generation monai.apps.nuclick monai.apps.pathology monai.apps.vista3d "
     "monai.auto3dseg.utils monai.data monai.engines monai.handlers monai.inferers monai.losses monai.metrics "
     "monai.networks monai.optimizers monai.transforms monai.utils"
 )
-"""Modules whose members compute, look at files or are components, unless their name acts."""
+"""Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
 _MEMBERS = {
     "json.load", "json.loads", "os.getcwd", "os.listdir", "os.sep", "monai.data.load_decathlon_datalist",
     "medfl.datasets.datalist", "medfl.datasets.locate", "medfl.datasets.unlabelled", "medfl.datasets.own.above",
@@ -138,7 +145,8 @@ class ExpressionFilter:
         }
         for name, path in self.check(text, Uses()):
             with suppress(AttributeError):  # which is told if it is evaluated
-                _located(path)  # imports its module
+                if isinstance(_located(path), ModuleType):
+                    raise Refused(f"{path}, a module as a value")
             values[name] = _located(self.names[name])
         return values
 
@@ -216,10 +224,12 @@ class ExpressionFilter:
 
         if permission:
             uses.permit(permission, path, self.permissions)
-        elif path not in _MEMBERS and not module:
-            raise Refused(f"{printable(path)}, of no module that a bundle uses here")
         elif path not in _MEMBERS:
-            for part in path.removeprefix(f"{module}.").split("."):
+            *classes, name = path.removeprefix(f"{module}.").split(".")
+            is_below = "".join(classes)[:1].islower() and not path.startswith("monai.")
+            if not module or is_below:
+                raise Refused(f"{printable(path)}, of no module that a bundle uses here")
+            for part in (*classes, name):
                 _check_name(part, path)
 
         uses.counts[path] += 1

@@ -495,7 +495,7 @@ HOSTILE: dict[str, Hostile] = {
     "import_and_more": _imports("import glob; import subprocess", says="exactly one"),
     "import_under_another_module_s_name": _imports("import os as torch", says=""),
     "import_under_a_builtin_s_name": _imports("import os as len", says=""),
-    "import_under_two_names": _imports("import json as os", says=""),
+    "import_under_two_names": _imports("import json as os", says="json.path.join"),
     "import_of_own_code_that_is_not_there": _imports("import scripts", "scripts.x()"),
     # paths
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),

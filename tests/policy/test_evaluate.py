@@ -19,7 +19,7 @@ from medfl.policy.policy import Policy
 
 IMPORTS = [
     "$import os", "$import glob", "$import json", "$import pathlib", "$from pathlib import Path",
-    "$from functools import partial", "$import math", "$import operator", "$import datetime",
+    "$from functools import partial", "$import math", "$import logging", "$import operator", "$import datetime",
 ]  # fmt: skip
 
 
@@ -115,7 +115,10 @@ ACT = (
     "monai.utils.run_cmd(['true'])", "monai.apps.download_url('x')", "operator.attrgetter('a')(@text)",
     "operator.methodcaller('unlink')(@text)", "pathlib.Path.unlink(@text)", "torch.jit.load('x')",
     "[exec('1'), (lambda exec: 1)]", "eval('1')", "vars(os)", "open", "@text._private", "torch._C",
-    "monai.transforms.LoadImage('os.system')", "torch.distributed.TCPStore('a', 1)", "subprocess.run(['true'])",
+    "monai.transforms.LoadImage('os.system')",
+    "logging.config.dictConfig(@text)", "np.testing.measure('1')", "[np.testing][0].measure('1')",
+    "torch.utils.benchmark.Timer('1')", "monai.apps.auto3dseg.BundleAlgo(@text)", "[monai.utils.misc][0].x",
+    "torch.distributed.TCPStore('a', 1)", "subprocess.run(['true'])",
 )  # fmt: skip
 """Reaches files, programs, the network, pickles or the interpreter by a name that says so."""
 
