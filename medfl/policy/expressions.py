@@ -33,9 +33,9 @@ _SCOPE = (*_BUILTINS, "open", "print", "setattr", "__import__")
 """What else is there where an expression is evaluated; the check of the text is stricter."""
 _MODULES = name_set(
     "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
-    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft scipy.interpolate scipy.ndimage "
-    "scipy.signal scipy.spatial scipy.special scipy.stats skimage.color skimage.exposure skimage.feature "
-    "skimage.filters skimage.measure skimage.morphology skimage.segmentation skimage.transform skimage.util torch "
+    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft scipy.interpolate "
+    "scipy.ndimage scipy.signal scipy.spatial scipy.special scipy.stats skimage.color skimage.exposure "
+    "skimage.feature skimage.filters skimage.measure skimage.morphology skimage.segmentation skimage.transform skimage.util torch "
     "torch.amp torch.cuda torch.cuda.amp torch.distributed torch.fft torch.linalg torch.nn torch.nn.functional "
     "torch.nn.init torch.nn.utils torch.optim torch.optim.lr_scheduler torch.random torch.special torch.utils.data "
     "torchvision.models torchvision.transforms ignite.engine ignite.metrics monai.apps.deepedit monai.apps.deepgrow "
