@@ -74,18 +74,18 @@ def hold(args: Any, use: Use) -> None:
 
     records = [*filter(None, map(_record, use.runs))]
     bundles: list[str | Path] = [*use.bundles, *(run.bundle_path for run in records)]
-    named: list[str | Path] = []
-    foreign = []
+    foreign: list[str | Path] = []
+    reasons = []
     for bundle in bundles:
         if bundle and not is_shipped(bundle):
-            named.append(bundle)
-            foreign.append(f"bundle {bundle}, which is not shipped,")
+            foreign.append(bundle)
+            reasons.append(f"bundle {bundle}, which is not shipped,")
 
     for run in filter(_brings_code, records):
-        foreign.append(f"the record of run {run.run_hash}")
+        reasons.append(f"the record of run {run.run_hash}")
 
     is_asked_for = getattr(args, "sandbox", False)
-    if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
+    if not is_asked_for and not (reasons and getattr(args, "own_process", False)):
         return
 
     if getattr(args, "no_sandbox", False):
@@ -94,7 +94,7 @@ def hold(args: Any, use: Use) -> None:
         log("note: --no-sandbox: what this bundle says is run with your rights")
         return
 
-    about = "--sandbox" if is_asked_for else foreign[0]
+    about = "--sandbox" if is_asked_for else reasons[0]
     if use.connects:
         remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
@@ -114,7 +114,7 @@ def hold(args: Any, use: Use) -> None:
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, named), *_named(args, records)], is_foreign=bool(foreign))
+    _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(reasons))
 
 
 def is_shipped(bundle: str | Path) -> bool:

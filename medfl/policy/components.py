@@ -83,9 +83,9 @@ def component(target: str) -> Callable[..., Any]:
         Refused: it is none that may be made; nothing was imported by this name to find out.
     """
     if len(target) <= _LONGEST and _TARGET.fullmatch(target) and "__" not in target:
-        known = _known()  # which loads the modules of others
-        if target in known:
-            return known[target]  # type: ignore[no-any-return]
+        components = _components()  # which loads the modules of others
+        if target in components:
+            return components[target]  # type: ignore[no-any-return]
         module, _, name = target.rpartition(".")
         member = vars(sys.modules[module]).get(name) if module in sys.modules else None
         if _is_component(member):
@@ -100,26 +100,26 @@ def component(target: str) -> Callable[..., Any]:
 
 
 @cache
-def _known() -> dict[str, Any]:
+def _components() -> dict[str, Any]:
     """Return MONAI's components by their short names, the first of two as MONAI does, and medfl's by their paths."""
     for name in _LOADED:
         if importlib.util.find_spec(name.partition(".")[0]):  # torchvision is optional
             importlib.import_module(name)
 
-    known: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     for home, module in list(sys.modules.items()):
         # Its Affine is no transform.
         if not home.startswith("monai.") or home == "monai.transforms.lazy.utils":
             continue
         for name, entry in vars(module).items():
             if _is_component(entry) and entry.__module__ == home:
-                known.setdefault(name, entry)
+                components.setdefault(name, entry)
 
     for path in _OTHERS:
         home, _, name = path.rpartition(".")
-        known[path] = getattr(importlib.import_module(home), name)
+        components[path] = getattr(importlib.import_module(home), name)
 
-    return known
+    return components
 
 
 def _is_component(member: Any) -> TypeGuard[Callable[..., Any]]:

@@ -33,15 +33,16 @@ _SCOPE = (*_BUILTINS, "open", "print", "setattr", "__import__")
 """What else is there where an expression is evaluated; the check of the text is stricter."""
 _MODULES = name_set(
     "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
-    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft scipy.interpolate "
-    "scipy.ndimage scipy.signal scipy.spatial scipy.special scipy.stats skimage.color skimage.exposure "
-    "skimage.feature skimage.filters skimage.measure skimage.morphology skimage.segmentation skimage.transform skimage.util torch "
-    "torch.amp torch.cuda torch.cuda.amp torch.distributed torch.fft torch.linalg torch.nn torch.nn.functional "
-    "torch.nn.init torch.nn.utils torch.optim torch.optim.lr_scheduler torch.random torch.special torch.utils.data "
-    "torchvision.models torchvision.transforms ignite.engine ignite.metrics monai.apps.deepedit monai.apps.deepgrow "
-    "monai.apps.detection monai.apps.generation monai.apps.nuclick monai.apps.pathology monai.apps.vista3d "
-    "monai.auto3dseg.utils monai.data monai.engines monai.handlers monai.inferers monai.losses monai.metrics "
-    "monai.networks monai.optimizers monai.transforms monai.utils"
+    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft "
+    "scipy.interpolate scipy.ndimage scipy.signal scipy.spatial scipy.special scipy.stats skimage.color "
+    "skimage.exposure skimage.feature skimage.filters skimage.measure skimage.morphology skimage.segmentation "
+    "skimage.transform skimage.util torch torch.amp torch.cuda torch.cuda.amp torch.distributed torch.fft "
+    "torch.linalg torch.nn torch.nn.functional torch.nn.init torch.nn.utils torch.optim torch.optim.lr_scheduler "
+    "torch.random torch.special torch.utils.data torchvision.models torchvision.transforms ignite.engine "
+    "ignite.metrics monai.apps.deepedit monai.apps.deepgrow monai.apps.detection monai.apps.generation "
+    "monai.apps.nuclick monai.apps.pathology monai.apps.vista3d monai.auto3dseg.utils monai.data monai.engines "
+    "monai.handlers monai.inferers monai.losses monai.metrics monai.networks monai.optimizers monai.transforms "
+    "monai.utils"
 )
 """Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
 _MEMBERS = {
@@ -175,9 +176,9 @@ class ExpressionFilter:
         if not isinstance(statement, ast.Expr):
             raise Refused("a statement where an expression is expected")
 
-        known = {*_BUILTINS, f"{_PLACEHOLDER}0", *_bound(statement)}
+        nameable = {*_BUILTINS, f"{_PLACEHOLDER}0", *_bound(statement)}
         if prints:
-            known.add("print")
+            nameable.add("print")
 
         paths = []
         passed: set[ast.AST] = set()
@@ -193,7 +194,7 @@ class ExpressionFilter:
                 self._attribute(node, uses)
             elif isinstance(node, ast.Call):
                 passed.update(self._call(node, uses))
-            elif isinstance(node, ast.Name) and node.id not in known:
+            elif isinstance(node, ast.Name) and node.id not in nameable:
                 raise Refused(f"the name {printable(node.id)}")
             elif isinstance(node, ast.Name) and node.id in _BUILTINS:
                 uses.counts[node.id] += 1

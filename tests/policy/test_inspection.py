@@ -335,7 +335,7 @@ def test_references_where_monai_s_replacement_changes_the_text_are_refused(text:
 def test_a_short_name_is_what_monai_takes_it_for() -> None:
     """MONAI takes the first of several modules."""
     locator = ConfigParser({}).locator
-    names = [name for name in components._known() if re.fullmatch(r"[A-Za-z]\w*", name)]
+    names = [name for name in components._components() if re.fullmatch(r"[A-Za-z]\w*", name)]
     assert len(names) > 1000
     for name in names:
         homes = locator.get_component_module_name(name)
@@ -345,7 +345,7 @@ def test_a_short_name_is_what_monai_takes_it_for() -> None:
 
 def test_networks_that_fetch_weights_unless_told_otherwise_have_to_be_told() -> None:
     fetching = []
-    for name, found in components._known().items():
+    for name, found in components._components().items():
         if not found.__module__.startswith("monai.networks."):
             continue
         arguments = introspection.signature(found).parameters
