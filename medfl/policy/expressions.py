@@ -29,7 +29,8 @@ _BUILTINS = name_set(
     "min next ord pow range repr reversed round set slice sorted str sum tuple zip"
 )
 """Built-in functions that make values of values."""
-_SCOPE = (*_BUILTINS, "open", "print", "setattr", "__import__")
+_CALLED = ("open", "print", "setattr")
+_SCOPE = (*_BUILTINS, *_CALLED, "__import__")
 """What else is there where an expression is evaluated; the check of the text is stricter."""
 _MODULES = name_set(
     "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
@@ -176,7 +177,11 @@ class ExpressionFilter:
         if not isinstance(statement, ast.Expr):
             raise Refused("a statement where an expression is expected")
 
-        nameable = {*_BUILTINS, f"{_PLACEHOLDER}0", *_bound(statement)}
+        bound = set(_bound(statement))
+        if not bound.isdisjoint(_CALLED):
+            raise Refused("an argument that takes the name of a function")
+
+        nameable = {*_BUILTINS, f"{_PLACEHOLDER}0", *bound}
         if prints:
             nameable.add("print")
 
