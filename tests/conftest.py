@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LONGEST = (
-    "flare/test_faults.py", "zoo/test_published.py", "benchmarks/test_gpu_day.py", "flare/", "policy/test_reach.py",
+    "flare/test_faults.py", "zoo/test_published.py", "benchmarks/test_gpu_day.py", "flare/",
     "product/test_docs_commands.py", "product/",
 )  # fmt: skip
 """Files and folders that are begun first, so that no worker is left alone with them at the end."""

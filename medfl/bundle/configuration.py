@@ -30,7 +30,7 @@ from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
-from medfl.policy.allowed import replace_removed
+from medfl.policy.components import replace_removed
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config, Document
 

@@ -1,15 +1,14 @@
-"""MONAI's parser under guard: components are the listed objects themselves, expressions are evaluated by `policy`.
+"""MONAI's parser behind the filter of `policy`: what is made and evaluated was checked where it stands.
 
-MONAI's own parser calls what a name leads to and evaluates expressions with `eval`. Here the same items of a
-configuration are made of what was checked: a `_target_` becomes the object that `policy.components` found, and each `$`
-expression goes through `policy.evaluate`. A bundle that the user trusts (`--trust`) is parsed by MONAI alone.
+Components are the objects that `policy.components` finds, and each `$` expression passes `policy.expressions` before
+MONAI evaluates it, also where a setting changed it after an inspection. A bundle that the user trusts (`--trust`) is
+parsed by MONAI alone.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from monai.bundle import (
@@ -20,12 +19,11 @@ from monai.bundle import (
     ReferenceResolver,
 )
 
-from medfl.bundle.guarded_readers import guard_readers
+from medfl.bundle.guarded_readers import Check, guard_readers
 from medfl.core.untrusted import Refused
-from medfl.datasets.readers.reading import files_of
 from medfl.policy.components import check_arguments, component, is_never_made
-from medfl.policy.evaluate import ExpressionEvaluator, values_inside
-from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
+from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
+from medfl.policy.paths import check_place
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config
 
@@ -33,25 +31,29 @@ from medfl.problem.described import Config
 def guarded_parser(
     content: Config, policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
 ) -> ConfigParser:
-    """Return a parser of a configuration that makes and evaluates only what is listed.
+    """Return a parser of a configuration that makes and evaluates only what is let through.
 
     Args:
         content: the configuration, which the parser takes over.
-        policy: its words widen what is listed; a trusted bundle is parsed by MONAI alone.
+        policy: its words widen what is let through; a trusted bundle is parsed by MONAI alone.
         own_modules: top-level modules of the bundle's own Python.
-        roots: files and folders that may be looked into; what is added to them later counts.
+        roots: files and folders whose images may be read; what is added to them later counts.
 
     Raises:
-        Refused: an import that is not listed.
+        Refused: an import that is none.
     """
     parser = ConfigParser(content)
     if not policy.trusted:
         names = dict(DEFAULT_NAMES)
         for text in filter(None, content.get("imports", [])):
             names |= imported(str(text)[1:], Uses())
-        parser.ref_resolver = _Resolver(
-            ExpressionEvaluator(names, policy.allow, own_modules, roots)
-        )
+
+        def check(path: Any) -> None:
+            if "paths" not in policy.allow:
+                check_place(path, roots)
+
+        expressions = ExpressionFilter(names, policy.allow, own_modules, policy.limits.expression)
+        parser.ref_resolver = _Resolver(expressions, check)
 
     return parser
 
@@ -59,91 +61,82 @@ def guarded_parser(
 class _Resolver(ReferenceResolver):
     """Takes guarded items in the place of MONAI's own."""
 
-    def __init__(self, evaluator: ExpressionEvaluator) -> None:
+    def __init__(self, expressions: ExpressionFilter, check_path: Check) -> None:
         super().__init__()
-        self._evaluator = evaluator
+        self._expressions = expressions
+        self._check_path = check_path
 
     def add_item(self, item: ConfigItem) -> None:
         if isinstance(item, ConfigExpression):
-            item = _Expression(item.config, item.id, self._evaluator)
+            item = _Expression(item.config, item.id, self._expressions)
         elif isinstance(item, ConfigComponent):
-            item = _Component(item.config, item.id, self._evaluator)
+            item = _Component(item.config, item.id, self._expressions, self._check_path)
         super().add_item(item)
+
+    def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
+        # A placeholder would find no image, and say nothing.
+        folder = self.items[id].config if id == "dataset_dir" and id in self.items else None
+        if isinstance(folder, str) and folder[:1] not in ("$", "@"):
+            self._check_path(folder)
+        return super()._resolve_one_item(id, *args, **kwargs)
 
 
 class _Expression(ConfigExpression):
-    def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
+    def __init__(self, config: Any, id_: str, expressions: ExpressionFilter) -> None:
         super().__init__(config, id_)
         self._text = str(config)[len(self.prefix) :]
-        self._evaluator = evaluator
+        self._expressions = expressions
 
     def evaluate(
         self, globals: dict[str, Any] | None = None, locals: dict[str, Any] | None = None
     ) -> Any:
         if globals is None:  # an import: the parser has read its name
             return self._text
-        return self._evaluator.evaluate(self._text, globals[ReferenceResolver._vars])
+        return super().evaluate({**self._expressions.modules(self._text), **globals}, locals)
 
 
 class _Component(ConfigComponent):
-    def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
+    def __init__(
+        self, config: Any, id_: str, expressions: ExpressionFilter, check_path: Check
+    ) -> None:
         super().__init__(config, id_)
-        self._target = config["_target_"]
-        self._evaluator = evaluator
+        self._target = str(config["_target_"])
+        self._expressions = expressions
+        self._check_path = check_path
 
     def instantiate(self, **extra: Any) -> object:
         if self.is_disabled():
             return None
 
-        target = str(self._target)
-        config = self.config
-        is_own = target.partition(".")[0] in self._evaluator.own_modules
-        factory = self._evaluator.member(target) if is_own else component(target)
-        name = factory.__name__
+        if self._target.partition(".")[0] in self._expressions.own_modules:
+            self._expressions.member(self._target, Uses())
+            return super().instantiate(**extra)
 
-        if not is_own and is_never_made(factory):
+        factory = component(self._target)
+        name = factory.__name__
+        arguments = {**self.resolve_args(), **extra}  # type: ignore[no-untyped-call]
+        if is_never_made(factory):
             raise Refused(
                 f"{name} writes files or handles a trainer's events, and is never made here"
             )
-        if config.get("_mode_", "default") != "default":
+        if self.config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
 
-        arguments = {key: value for key, value in config.items() if key not in self.non_arg_keys}
-        arguments |= extra
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
             arguments.pop("persistent_workers", None)
             arguments.pop("prefetch_factor", None)
 
-        if not is_own:
-            # of an engine: they would start a compiler
-            arguments.pop("compile", None)
-            arguments.pop("compile_kwargs", None)
-            self._evaluator.check_handed([arguments.get("func")], objects=False)
-            self._evaluator.check_handed(arguments.values(), objects=True)
-
-        self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
-        if not is_own and (name.endswith("Dataset") or name == "Subset"):
-            self._check_items(arguments)
-
+        # of an engine: they would start a compiler
+        arguments.pop("compile", None)
+        arguments.pop("compile_kwargs", None)
+        check_arguments(factory, arguments)
         try:
             instance = factory(**arguments)
         except Exception as error:
             words = ", ".join(arguments) or "nothing"
             raise RuntimeError(f"{name} cannot be made with {words}") from error
 
-        if not is_own:
-            guard_readers(instance, self._evaluator.check_path)
+        guard_readers(instance, self._check_path)
 
         return instance
-
-    def _check_items(self, arguments: Config) -> None:
-        """Refuse items of a data set that name files elsewhere: they are hashed, or opened while it is made."""
-        for value in values_inside(list(arguments.values())):
-            if isinstance(value, PurePath) or (isinstance(value, str) and _is_place(value)):
-                for path in files_of([str(value)]):
-                    self._evaluator.check_path(path)
-
-
-def _is_place(text: str) -> bool:
-    return text.startswith(os.sep) or os.path.isfile(text)

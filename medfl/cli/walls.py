@@ -74,10 +74,19 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles = [*use.bundles, *(run.bundle_path for run in records)]
-    foreign = [bundle for bundle in bundles if bundle and not is_shipped(bundle)]
+    bundles: list[str | Path] = [*use.bundles, *(run.bundle_path for run in records)]
+    foreign: list[str | Path] = []
+    reasons = []
+    for bundle in bundles:
+        if bundle and not is_shipped(bundle):
+            foreign.append(bundle)
+            reasons.append(f"bundle {bundle}, which is not shipped,")
+
+    for run in filter(_brings_code, records):
+        reasons.append(f"the record of run {run.run_hash}")
+
     is_asked_for = getattr(args, "sandbox", False)
-    if not is_asked_for and not (foreign and getattr(args, "own_process", False)):
+    if not is_asked_for and not (reasons and getattr(args, "own_process", False)):
         return
 
     if getattr(args, "no_sandbox", False):
@@ -86,7 +95,7 @@ def hold(args: Any, use: Use) -> None:
         log("note: --no-sandbox: what this bundle says is run with your rights")
         return
 
-    about = "--sandbox" if is_asked_for else f"bundle {foreign[0]}, which is not shipped,"
+    about = "--sandbox" if is_asked_for else reasons[0]
     if use.connects:
         remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
@@ -106,7 +115,7 @@ def hold(args: Any, use: Use) -> None:
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(foreign))
+    _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(reasons))
 
 
 def is_shipped(bundle: str | Path) -> bool:
@@ -119,6 +128,13 @@ def is_shipped(bundle: str | Path) -> bool:
 
     path = Path(bundle).expanduser().resolve()
     return any(path == folder.resolve() for folder in folders.values())
+
+
+def _brings_code(run: Run) -> bool:
+    """Tell whether a record has expressions that its bundle, a shipped one, does not have."""
+    file = Path(run.bundle_path) / "configs" / "federated.yaml"
+    shipped = file.read_text() if file.is_file() else ""
+    return any(text.startswith("$") and text not in shipped for text in _texts(run.config))
 
 
 def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) -> None:

@@ -233,7 +233,7 @@ class VerifiedLog:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "last": self.last,
-            "entries": [dict(entry) for entry in self.entries],
+            "entries": list(map(dict, self.entries)),
         }
 
     def require(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import stat
-import sys
 from pathlib import Path, PurePosixPath
 
 from medfl.core.untrusted import (
@@ -16,7 +15,6 @@ from medfl.core.untrusted import (
     printable,
     read_plain,
 )
-from medfl.policy.allowed_in_expressions import MODULES
 from medfl.policy.findings import READ, File, Inspection
 from medfl.policy.policy import Policy
 
@@ -47,9 +45,9 @@ class BundleFiles:
         self.policy = policy
         self.root = inspection.folder
         self.contents: dict[str, Plain] = {}
+        self.own_modules: set[str] = set()
         self._read()
         self._compare_pins()
-        self.own_modules = self._own_modules()
 
     def _read(self) -> None:
         for count, path in enumerate(sorted(self._paths())):
@@ -140,6 +138,8 @@ class BundleFiles:
                 if kind == "configuration" and len(content) <= limits.config_bytes:
                     content += chunk
 
+        if name.endswith(".py"):
+            self.own_modules.add(PurePosixPath(name).parts[0].removesuffix(".py"))
         # Noted before it may be refused: a pin covers every file.
         self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
         # Read from the bytes that were hashed: the file may change meanwhile.
@@ -174,16 +174,3 @@ class BundleFiles:
             self.inspection.refuse(name, "", "it is in the policy but not here")
 
         self.inspection.pin_refusals += refusals[before:]
-
-    def _own_modules(self) -> frozenset[str]:
-        modules: set[str] = set()
-        for file in self.inspection.files:
-            path = PurePosixPath(file.path)
-            if file.path.endswith(".py"):
-                modules.add(path.parts[0] if len(path.parts) > 1 else path.stem)
-
-        # It would be imported in the place of theirs.
-        taken = MODULES | sys.stdlib_module_names
-        for name in sorted(modules & taken):
-            self.inspection.refuse(name, "", "Python of the bundle with the name of another module")
-        return frozenset(modules - taken)

@@ -1,7 +1,8 @@
-"""The components that a configuration may name: each `_target_` is a listed object of MONAI, PyTorch, ignite or medfl.
+"""What a configuration may make: classes of MONAI, PyTorch and ignite by their kind, and what medfl offers bundles.
 
-A dotted name is looked up in the namespace of one module, never by walking through attributes, and what is found has to
-be a listed object, compared by identity however it was spelled. That object, not its name, is what is called later.
+A `_target_` is looked up in the namespace of one loaded module, never by walking through attributes. What is found has
+to be defined where such components are; that object, not its name, is what is called later. This is a filter: what a
+component then does is bounded by the walls (`medfl.safety`).
 """
 
 from __future__ import annotations
@@ -10,292 +11,190 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from enum import EnumMeta
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
-import numpy as np
-import torch
-from torch import nn, optim
-from torch.optim import lr_scheduler
-
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import (
-    COMPONENTS,
-    LOADS_WEIGHTS,
-    MONAI_COMPONENTS,
-    TRANSFORMS,
-    TRUST_INDICES,
-    WRITERS,
-    why_argument_refused,
-    why_component_refused,
-    without_ending,
-)
-from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
 
-_HOMES = (
-    "monai.transforms", "monai.losses", "monai.networks.nets", "monai.networks.schedulers", "monai.data",
-    "monai.handlers", "monai.inferers", "monai.metrics", "monai.engines", "monai.optimizers", "monai.apps",
-    "monai.apps.vista3d.transforms", "monai.apps.detection.utils.anchor_utils",
-    "monai.apps.detection.transforms.array", "monai.apps.detection.transforms.dictionary",
-    "monai.apps.detection.networks.retinanet_network", "monai.apps.detection.metrics.coco",
-    "monai.apps.deepedit.interaction", "monai.apps.deepgrow.interaction",
-    "monai.apps.generation.maisi.networks.autoencoderkl_maisi",
-    "monai.apps.generation.maisi.networks.diffusion_model_unet_maisi",
-    "monai.apps.generation.maisi.networks.controlnet_maisi",
+
+def name_set(text: str) -> frozenset[str]:
+    """Return the names in a text of them."""
+    return frozenset(text.split())
+
+
+_LOADED = (
+    "monai.handlers", "torch.nn.parallel", "torch.utils.data.distributed", "torch.amp", "torch.cuda.amp",
+    "torchvision.models", "ignite.metrics", "ignite.handlers",
 )  # fmt: skip
-"""Where MONAI hands out its components, in the order in which a short name is looked for."""
-_APPS = (
-    "monai.apps.deepedit.", "monai.apps.deepgrow.", "monai.apps.detection.", "monai.apps.nuclick.",
-    "monai.apps.pathology.", "monai.apps.vista3d.", "monai.networks.blocks.",
+"""Modules that are loaded to find components in; `import monai` loads its other ones."""
+_CLASSES = (
+    "monai.apps.datasets.", "monai.apps.deepedit.", "monai.apps.deepgrow.", "monai.apps.detection.",
+    "monai.apps.generation.", "monai.apps.nuclick.", "monai.apps.pathology.", "monai.apps.vista3d.", "monai.data.",
+    "monai.engines.", "monai.handlers.", "monai.inferers.", "monai.losses.", "monai.metrics.", "monai.networks.",
+    "monai.optimizers.", "monai.transforms.", "torch.nn.", "torch.optim.", "torch.utils.data.", "torch.amp.",
+    "torch.cuda.amp.", "ignite.metrics.", "ignite.handlers.",
 )  # fmt: skip
-"""Applications and blocks of MONAI of which every transform, network and inferer is listed."""
-_IN_EXPRESSIONS = (
-    "torch.", "ignite.", "monai.networks.", "monai.losses.", "monai.metrics.", "monai.inferers.", "monai.transforms.",
-    "monai.apps.",
+"""Where a class is defined that may be made."""
+_FUNCTIONS = (
+    "monai.networks.nets.", "monai.apps.detection.networks.", "torchvision.models.", "ignite.metrics.",
 )  # fmt: skip
-"""Where components lie that expressions may make too."""
-_LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
-"""They start processes."""
-_PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
-UNFILLED = ("Tensor", "FloatTensor", "LongTensor")
-"""What PyTorch makes of values, or of a size in memory that it does not fill."""
-_TYPED = (
-    "arange",
-    "array",
-    "asarray",
-    "astype",
-    "full",
-    "linspace",
-    "ones",
-    "type",
-    "view",
-    "zeros",
+"""Where a function is defined that makes a network or a metric."""
+_OTHERS = {
+    "torch.device", "medfl.datasets.CheckPatchd", "medfl.datasets.ReadPaird", "medfl.datasets.ReadPixelsd",
+    "medfl.datasets.ReadVolumed", "medfl.datasets.WriteClassesd", "medfl.datasets.WriteMaskd", "medfl.networks.build",
+    "medfl.exported.network", "medfl.medsam.BoxOfMaskd", "medfl.medsam.load",
+}  # fmt: skip
+_NEVER = re.compile(
+    r"clearml|mlflow|perceptual|tcia|\.trt|gaussianmixture|lltm|transchex", re.IGNORECASE
 )
-"""What takes a dtype at any place: each of its arguments could be one."""
+"""Parts of the paths of what talks to a server, fetches weights or a network's code, or compiles."""
+_WRITERS = re.compile(
+    r"Save|Write|Logfile|TensorBoard|ProbMapProducer|(CacheNTrans|GDS|LMDB|Persistent)Dataset"
+)
+"""Parts of the names of what writes files."""
+READERS = name_set(
+    "ITKReader NibabelReader NrrdReader NumpyReader PILReader PydicomReader WSIReader itkreader nibabelreader "
+    "nrrdreader numpyreader pilreader pydicomreader wsireader cucim cuCIM openslide OpenSlide tifffile TiffFile "
+    "ITKWriter NibabelWriter PILWriter itkwriter nibabelwriter pilwriter AvgMerger"
+)
+"""What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
+_NAMED = ("reader", "writer", "merger_cls")
+_SWITCHES = (
+    "download", "pretrained", "allow_pickle", "trust_remote_code", "pickle_module", "model_url", "pretrained_url",
+    "pretrained_path",
+)  # fmt: skip
+"""Arguments by which something is fetched or unpickled."""
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
+_REMOVED: dict[str, tuple[str, dict[str, object]]] = {
+    "AddChannel": ("EnsureChannelFirst", {"channel_dim": "no_channel"}),
+    "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
+    "SplitChannel": ("SplitDim", {"dim": 0}),
+    "IgniteMetric": ("IgniteMetricHandler", {}),
+}
+"""Components that MONAI has removed: what does the same now, and what it is told for that."""
 
 
 def component(target: str) -> Callable[..., Any]:
     """Return the class or function that a `_target_` names.
 
     Raises:
-        Refused: it is not on the list; nothing but the listed modules was imported to find out.
+        Refused: it is none that may be made; nothing was imported by this name to find out.
     """
-    refused = Refused(f"_target_ {printable(target)!r}, which is not on the list")
-    if len(target) > _LONGEST or not _TARGET.fullmatch(target) or "__" in target:
-        raise refused
+    if len(target) <= _LONGEST and _TARGET.fullmatch(target) and "__" not in target:
+        components = _components()  # which loads the modules of others
+        if target in components:
+            return components[target]  # type: ignore[no-any-return]
+        module, _, name = target.rpartition(".")
+        member = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if _is_component(member):
+            return member
 
-    short, listed = _listed()
-    if "." not in target:
-        if target not in short:
-            raise refused
-        return short[target]
-
-    module, _, name = target.rpartition(".")
-    member = listed.get(id(_in_module(module, name)))
-    if member is None:
-        package = module.partition(".")[0]
-        if package in _PACKAGES and importlib.util.find_spec(package) is None:
-            raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed")
-        raise refused
-
-    return member
+    package = target.partition(".")[0]
+    if package == "torchvision" and importlib.util.find_spec(package) is None:
+        raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed")
+    raise Refused(
+        f"_target_ {printable(target)!r}, which is no component of MONAI, PyTorch, ignite or medfl"
+    )
 
 
-def for_expressions(path: str) -> object:
-    """Return the listed component, or the member of one of MONAI's enumerations, at a path; None if it is none."""
-    module, _, name = path.rpartition(".")
-    # Of `a.b.C.D` the enumeration is `C`, in the module `a.b`.
-    enumeration = _in_module(*module.rpartition(".")[::2])
-    if isinstance(enumeration, EnumMeta) and enumeration.__module__.startswith("monai.utils."):
-        return enumeration.__members__.get(name)
-    if _is_plain_function(module, name):
-        return _in_module(module, name)
+@cache
+def _components() -> dict[str, Any]:
+    """Return MONAI's components by their short names, the first of two as MONAI does, and medfl's by their paths."""
+    for name in _LOADED:
+        if importlib.util.find_spec(name.partition(".")[0]):  # torchvision is optional
+            importlib.import_module(name)
 
-    try:
-        member = component(path)
-    except Refused:
-        return None
+    components: dict[str, Any] = {}
+    for home, module in list(sys.modules.items()):
+        # Its Affine is no transform.
+        if not home.startswith("monai.") or home == "monai.transforms.lazy.utils":
+            continue
+        for name, entry in vars(module).items():
+            if _is_component(entry) and entry.__module__ == home:
+                components.setdefault(name, entry)
 
-    listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in LOADS_WEIGHTS | _LOADERS
-    if listed and not is_never_made(member):
-        return member
+    for path in _OTHERS:
+        home, _, name = path.rpartition(".")
+        components[path] = getattr(importlib.import_module(home), name)
 
-    return None
+    return components
 
 
-def is_listed(member: object) -> bool:
-    """Tell whether a class or function is a listed component, by its identity."""
-    return id(member) in _listed()[1]
+def _is_component(member: Any) -> TypeGuard[Callable[..., Any]]:
+    if not inspect.isclass(member) and not inspect.isfunction(member):
+        return False
+    path = f"{member.__module__}.{member.__name__}"
+    kinds = _CLASSES if inspect.isclass(member) else _FUNCTIONS
+    return path.startswith(kinds) and not _NEVER.search(path)
 
 
 def is_never_made(member: Callable[..., Any]) -> bool:
     """Tell whether a component writes files, or is a handler of a trainer's events: they load, save and set others."""
     from ignite.metrics import Metric
 
-    if without_ending(member.__name__) in WRITERS:
+    if _WRITERS.search(member.__name__):
         return True
     is_metric = inspect.isclass(member) and issubclass(member, Metric)
     return member.__module__.startswith(("monai.handlers.", "ignite.handlers.")) and not is_metric
 
 
-def _is_plain_function(module: str, name: str) -> bool:
-    """Tell whether this is a listed function of PyTorch, or one of NumPy's for each element, in C."""
-    if module == "numpy":
-        return isinstance(_in_module(module, name), np.ufunc)
-    # PyTorch's own of this name, and nothing that was put in its place.
-    listed = module == "torch" and name in TORCH_FUNCTIONS
-    return listed and _in_module(module, name) is getattr(torch._C._VariableFunctions, name, module)
-
-
-def _makes_objects(value: object) -> bool:
-    """Tell whether an array of this type, however it is spelled, would hold Python's objects, or unfilled memory."""
-    if value is None or value is ...:
-        return False
-    try:
-        kind = np.dtype(value)  # type: ignore[call-overload]
-        # g and G are long doubles, with bytes that nothing fills.
-        return bool(kind.hasobject or kind.names or kind.char in "gG")
-    except (TypeError, ValueError, SyntaxError):
-        return False
-
-
-def _are_numbers(arguments: Sequence[Any], named: Mapping[str, object]) -> bool:
-    """Tell whether a tensor is made of numbers in a row, or of what is not known yet, and not of sizes."""
-    if named or len(arguments) != 1 or isinstance(arguments[0], torch.Size):
-        return False
-    return arguments[0] is ... or np.ndim(arguments[0]) > 0
-
-
-def check_arguments(
-    function: Any,
-    arguments: Sequence[object],
-    named: Mapping[str, object],
-    *,
-    unpickles: bool = False,
-) -> dict[str, object]:
-    """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
-
-    `unpickles` is for `torch.load`, which is reached with its permission only.
+def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, object]) -> None:
+    """Check what a component is made with; a text that begins with `$`, `@` or `%` is not known yet.
 
     Raises:
-        Refused: an argument has a meaning of its own and may not have this value.
+        Refused: something would be fetched, unpickled, or called by its name.
     """
-    called = getattr(function, "__name__", "")
-    try:
-        signature = inspect.signature(function)
-        by_name = {**signature.bind_partial(*arguments).arguments, **named}
-        parameters = signature.parameters.values()
-        further = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    except (TypeError, ValueError):
-        # Of C: it tells no names of its positional arguments.
-        by_name = dict(named)
-        further = []
+    for name, value in arguments.items():
+        check_argument(name, value)
 
-    # These two take a device at any place; the first argument of the method `to` is its tensor.
-    if called in ("device", "to") and arguments:
-        by_name["device"] = [str(value) for value in arguments[called == "to" :]]
-
-    # MONAI hands them on to where nobody checks them.
-    of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
-    if of_monai and any(by_name.get(name) for name in further):
-        raise Refused(f"{called or 'a call'} with more arguments than it has names for")
-
-    values = (*arguments, *by_name.values())
-    if any(map(_makes_objects, values if called in _TYPED else [by_name.get("dtype")])):
-        raise Refused("an array of objects, or of memory that is not filled")
-    if called in UNFILLED and not _are_numbers(arguments, named):
-        raise Refused("a tensor of a size, in memory that others have used")
-    if "where" in named:
-        raise Refused("'where', which leaves memory that others have used")
-    for value in values:
-        if isinstance(value, Mapping) and any(str(key).startswith("__") for key in value):
-            raise Refused("a key with two underscores, which would become an attribute")
-
-    for name, value in by_name.items():
-        # Who has the permission to unpickle may unpickle more than weights.
-        if unpickles and name == "weights_only":
-            continue
-        if why := why_argument_refused(name, value):
-            raise Refused(why)
-
-    if why := why_component_refused(called, by_name):
-        raise Refused(why)
-
-    return by_name
+    fetches = "torchvision" in factory.__module__ and arguments.get("weights")
+    if factory.__module__.startswith("monai.networks.") and "pretrained" not in arguments:
+        pretrained = inspect.signature(factory).parameters.get("pretrained")
+        fetches = fetches or (pretrained is not None and pretrained.default is not False)
+    if fetches:
+        raise Refused(
+            f"{factory.__name__}, which would fetch weights: say 'pretrained: false', no 'weights'"
+        )
 
 
-def _in_module(module: str, name: str) -> object:
-    """Return what a loaded module of the listed packages calls by a name, None if there is none; imports nothing."""
-    if module not in sys.modules or module.partition(".")[0] not in _PACKAGES:
-        return None
-    return vars(sys.modules[module]).get(name)
+def check_argument(name: str, value: object) -> None:
+    """Check an argument with a meaning of its own, whoever takes it.
+
+    Raises:
+        Refused: it may not have this value.
+    """
+    if isinstance(value, str) and value[:1] in ("$", "@", "%"):
+        return
+    if name in _NAMED and not all(
+        map(_is_reader, value if isinstance(value, list | tuple) else [value])
+    ):
+        raise Refused(
+            f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
+        )
+    if (name in _SWITCHES and value) or (name == "weights_only" and value is not True):
+        raise Refused(f"argument {name!r}, by which something is fetched or unpickled")
 
 
-@cache
-def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """Return the components of MONAI by their short names, and all listed ones by identity."""
-    from monai.engines import PrepareBatch
-    from monai.inferers import Inferer
-    from monai.transforms import Transform
+def _is_reader(value: object) -> bool:
+    from monai.data import ImageReader, ImageWriter
 
-    short: dict[str, Callable[..., Any]] = {}
-    identities: dict[int, Callable[..., Any]] = {}
-
-    for home in _HOMES:
-        module = importlib.import_module(home)
-        for name in (*MONAI_COMPONENTS, *TRANSFORMS, *(f"{name}d" for name in TRANSFORMS)):
-            entry = getattr(module, name, None)
-            if _of_package(entry, "monai"):
-                short.setdefault(name, entry)
-                identities[id(entry)] = entry
-
-        # MONAI's other names of the same: `Unet`, `LoadImageD`.
-        for name, entry in vars(module).items():
-            if id(entry) in identities:
-                short.setdefault(name, entry)
-
-    for path in COMPONENTS:
-        module_name, _, name = path.rpartition(".")
-        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
-            continue  # torchvision is optional
-
-        entry = getattr(importlib.import_module(module_name), name, None)
-        if _of_package(entry, path.partition(".")[0]):
-            identities[id(entry)] = entry
-
-    bases = (Transform, nn.Module, PrepareBatch, Inferer)
-    for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
-        for name, entry in vars(sys.modules[module_name]).items():
-            # Where it is defined counts: a module's names hold what it imports, too.
-            is_kind = inspect.isclass(entry) and issubclass(entry, bases)
-            if is_kind and entry.__module__.startswith(_APPS) and not _fetches(entry):
-                short.setdefault(name, entry)
-                identities[id(entry)] = entry
-
-    # Every class of PyTorch with these bases.
-    bases_of = {nn: nn.Module, optim: optim.Optimizer, lr_scheduler: lr_scheduler.LRScheduler}
-    for module, base in bases_of.items():
-        for entry in vars(module).values():
-            is_kind = inspect.isclass(entry) and issubclass(entry, base)
-            if not is_kind or not _of_package(entry, "torch"):
-                continue
-            # A ParameterDict sets attributes of any name.
-            if entry is not nn.ParameterDict and entry.__name__ not in TRUST_INDICES:
-                identities[id(entry)] = entry
-
-    return short, identities
+    if value is None or isinstance(value, str):
+        return value is None or value in READERS
+    return isinstance(value, ImageReader | ImageWriter)
 
 
-def _fetches(factory: Callable[..., Any]) -> bool:
-    """Tell whether a network fetches weights unless told otherwise."""
-    pretrained = inspect.signature(factory).parameters.get("pretrained")
-    return pretrained is not None and pretrained.default is not False
-
-
-def _of_package(value: object, package: str) -> TypeGuard[Callable[..., Any]]:
-    kind = inspect.isclass(value) or inspect.isfunction(value)
-    return kind and str(getattr(value, "__module__", "")).partition(".")[0] == package
+def replace_removed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
+    match = re.fullmatch(
+        rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII
+    )
+    if match is None:
+        return node
+    new, arguments = _REMOVED[match[1]]
+    renamed = {}
+    for key, value in node.items():
+        name = "dim" if (new, key) == ("SplitDim", "channel_dim") else key
+        renamed[name] = value
+    return {**arguments, **renamed, "_target_": new + (match[2] or "")}

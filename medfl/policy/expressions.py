@@ -1,417 +1,355 @@
-"""The grammar of `$` expressions that a site accepts: Python's own parser reads them, nothing evaluates them.
+"""Which `$` expressions and imports of a configuration are let through, by what their text says; nothing is run here.
 
-An expression is read as MONAI would read it (`#` is `::`, then references are replaced), and every node of its tree has
-to be one that is known here: literals, references, listed names and members of listed modules, listed methods of
-values, calls of these, comprehensions, lambdas and conditions. Everything else is refused.
+A filter, and a report of what is used: it reads names, and a name that acts (it writes, starts, fetches, unpickles or
+leads to the interpreter) is refused. No list of names is complete, so what an expression may do is bounded by the walls
+(`medfl.safety`) and not here. MONAI evaluates what was let through.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
 import re
-import string
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, PERMISSION_OF
-from medfl.policy.components import check_arguments, for_expressions
-from medfl.policy.imports import Uses, need_permission, only_statement
-from medfl.policy.paths import check_id, check_path
+from medfl.policy.components import check_argument, name_set
+from medfl.policy.paths import check_path
 
-REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
+DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
+"""The modules that MONAI offers every expression without an import."""
+_BUILTINS = name_set(
+    "abs all any bool bytes complex dict divmod enumerate filter float frozenset int isinstance iter len list map max "
+    "min next ord pow range repr reversed round set slice sorted str sum tuple zip"
+)
+"""Built-in functions that make values of values."""
+_CALLED = ("open", "print", "setattr")
+_SCOPE = (*_BUILTINS, *_CALLED, "__import__")
+"""What else is there where an expression is evaluated; the check of the text is stricter."""
+_MODULES = name_set(
+    "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
+    "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft "
+    "scipy.interpolate scipy.ndimage scipy.signal scipy.spatial scipy.special scipy.stats skimage.color "
+    "skimage.exposure skimage.feature skimage.filters skimage.measure skimage.morphology skimage.segmentation "
+    "skimage.transform skimage.util torch torch.amp torch.cuda torch.cuda.amp torch.distributed torch.fft "
+    "torch.linalg torch.nn torch.nn.functional torch.nn.init torch.nn.utils torch.optim torch.optim.lr_scheduler "
+    "torch.random torch.special torch.utils.data torchvision.models torchvision.transforms ignite.engine "
+    "ignite.metrics monai.apps.deepedit monai.apps.deepgrow monai.apps.detection monai.apps.generation "
+    "monai.apps.nuclick monai.apps.pathology monai.apps.vista3d monai.auto3dseg.utils monai.data monai.engines "
+    "monai.handlers monai.inferers monai.losses monai.metrics monai.networks monai.optimizers monai.transforms "
+    "monai.utils"
+)
+"""Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
+_MEMBERS = {
+    "json.load", "json.loads", "os.getcwd", "os.listdir", "os.sep", "monai.data.load_decathlon_datalist",
+    "medfl.datasets.datalist", "medfl.datasets.locate", "medfl.datasets.unlabelled", "medfl.datasets.own.above",
+    "medfl.datasets.own.labelled", "medfl.datasets.own.listed", "medfl.datasets.own.paired",
+}  # fmt: skip
+"""Further members, whatever their name says."""
+_ATTRIBUTES = {"eval", "load_state_dict", "load_old_state_dict", "removeprefix", "removesuffix"}
+_ACTS = re.compile(
+    r"_|(.*_)?(attrgetter|chmod|compile|connect|delattr|download|dump|eval|exec|fetch|fork|getattr|hub|import|"
+    r"instantiate|kill|link|load|locate|memmap|methodcaller|mkdir|open(?!ing)|pickle|popen|register|"
+    r"remove(?!_small)|rename|replace$|rmdir|run(?!ning)|save|send|setattr|socket|spawn|symlink|system|touch|unlink|url|write)"
+    r"|(os|sys|io|builtins|ctypes|importlib|multiprocessing|shutil|subprocess)$"
+    r"|from_?file|tofile|to_(csv|excel|hdf|json|parquet|pickle|sql)|read_(?!csv|text)|(f|gi|cr|tb)_|func_",
+    re.IGNORECASE,
+)
+"""A name that acts, leads to a module that does, or to the interpreter; also `LoadImage` and the like."""
+_PERMISSIONS = {
+    "torch.load": "pickle", "torch.jit.load": "pickle", "sys.path.append": "sys.path", "sys.path.insert": "sys.path",
+    "torch.cuda.set_device": "distributed",
+}  # fmt: skip
+"""Members that need a permission of the site's policy, and which."""
+_READING = ("r", "rb", "rt")
+_REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
-_LARGEST = 10**9
-_LONGEST_RANGE = 10**7
-_DEEPEST = 50  # levels: Python's parser and this check recurse
-_CONTAINERS = (ast.List, ast.Tuple, ast.Set)
-_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
-_OPERATORS = (
-    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.And, ast.Or, ast.Not, ast.USub, ast.UAdd,
-    ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.BitAnd, ast.BitOr,
-    ast.Invert,
-)  # fmt: skip
 
 
-def check_expression(
-    text: str,
-    names: Mapping[str, str],
-    permissions: Collection[str],
-    own_modules: Collection[str],
-    uses: Uses,
-    *,
-    prints: bool = False,
-    length: int = 1000,
-) -> None:
-    """Check an expression.
+@dataclass
+class Uses:
+    """What expressions and imports use, with counts, and the policy's permissions that this needs."""
 
-    Args:
-        text: the expression without its `$`.
-        names: what imports bind, and the paths that they stand for.
-        permissions: of the policy.
-        own_modules: top-level modules of the bundle's own Python.
-        uses: takes what is used.
-        prints: it belongs to a handler, which medfl never makes: it may print.
-        length: at most so many characters.
+    counts: Counter[str] = field(default_factory=Counter)
+    permissions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(permission, what needs it)"""
+
+    def permit(self, permission: str, what: str, granted: Collection[str]) -> None:
+        """Count that a permission of the policy allows something.
+
+        Raises:
+            Refused: the policy does not grant it.
+        """
+        if permission not in granted:
+            raise Refused(f"{what}, for which the policy has to allow {permission!r}")
+        self.permissions[permission, what] += 1
+
+
+def imported(text: str, uses: Uses) -> dict[str, str]:
+    """Return the names that an import statement (without its `$`) binds, and the paths that they stand for.
+
+    Nothing is imported. Whether what a path leads to may be used is checked where an expression uses the name.
 
     Raises:
-        Refused: something in it is not known here.
+        Refused: it is no import, or a relative one.
     """
-    if len(text) > length:
-        raise Refused(f"an expression of more than {length} characters")
-    # `lambda batch, *_, **__:` takes what it does not use.
-    if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):
-        raise Refused("a name with two underscores")
+    node = _only_statement(text)
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        raise Refused("something else than an import")
 
-    text = text.replace("#", "::")
-    if "%::" in text or _PLACEHOLDER in text:
-        raise Refused("a macro inside an expression")
+    bound = {}
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            if node.level or not node.module or alias.name == "*":
+                raise Refused("a relative import or one of everything")
+            path = f"{node.module}.{alias.name}"
+            bound[alias.asname or alias.name] = path
+        else:
+            path = alias.name
+            name = alias.asname or path.partition(".")[0]
+            bound[name] = path if alias.asname else name
+        uses.counts[f"import {path}"] += 1
 
-    for reference in REFERENCE.findall(text):
-        check_id(reference[1:])
-
-    node = only_statement(REFERENCE.sub(f"{_PLACEHOLDER}0", text))
-    if not isinstance(node, ast.Expr):
-        raise Refused("a statement where an expression is expected")
-    if _levels(node) > _DEEPEST:
-        raise Refused(f"an expression of more than {_DEEPEST} levels")
-
-    _Checker(names, permissions, own_modules, uses, prints).value(node.value, frozenset())
+    return bound
 
 
-def module_path(node: ast.AST, names: Mapping[str, str]) -> str:
-    """Return the path that a name, or a chain of attributes of one, spells if an import binds it, else ""."""
+@dataclass(frozen=True)
+class ExpressionFilter:
+    """What the expressions of one bundle may name.
+
+    Attributes:
+        names: what its imports bind, and the paths that they stand for.
+        permissions: of the policy.
+        own_modules: top-level modules of the bundle's own Python.
+        length: of an expression, at most.
+    """
+
+    names: Mapping[str, str]
+    permissions: Collection[str] = ()
+    own_modules: Collection[str] = ()
+    length: int = 1000
+
+    def modules(self, text: str) -> dict[str, Any]:
+        """Check an expression, given without its `$`, and return what the names of imports in it stand for.
+
+        Raises:
+            Refused: it names something that is not let through.
+        """
+        # What C imports looks for __import__ here, which no expression can spell.
+        values: dict[str, Any] = {
+            "__builtins__": {name: getattr(builtins, name) for name in _SCOPE}
+        }
+        for name, path in self.check(text, Uses()):
+            with suppress(AttributeError):  # which is told if it is evaluated
+                if isinstance(_located(path), ModuleType):
+                    raise Refused(f"{path}, a module as a value")
+            values[name] = _located(self.names[name])
+        return values
+
+    def check(self, text: str, uses: Uses, *, prints: bool = False) -> list[tuple[str, str]]:
+        """Check an expression, and return the imports' names in it, with the path that each leads to.
+
+        Args:
+            text: the expression without its `$`.
+            uses: takes what is used.
+            prints: it belongs to a handler, which medfl never makes: it may print.
+
+        Raises:
+            Refused: it names something that is not let through.
+        """
+        if len(text) > self.length:
+            raise Refused(f"an expression of more than {self.length} characters")
+        # `lambda batch, *_, **__:` takes what it does not use.
+        if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):
+            raise Refused("a name with two underscores")
+
+        text = text.replace("#", "::")
+        if "%::" in text or _PLACEHOLDER in text:
+            raise Refused("a macro inside an expression")
+
+        statement = _only_statement(_REFERENCE.sub(f"{_PLACEHOLDER}0", text))
+        if not isinstance(statement, ast.Expr):
+            raise Refused("a statement where an expression is expected")
+
+        bound = set(_bound(statement))
+        if not bound.isdisjoint(_CALLED):
+            raise Refused("an argument that takes the name of a function")
+
+        nameable = {*_BUILTINS, f"{_PLACEHOLDER}0", *bound}
+        if prints:
+            nameable.add("print")
+
+        paths = []
+        passed: set[ast.AST] = set()
+        for node in ast.walk(statement):  # a chain of attributes before its parts
+            name, path = _module_path(node, self.names)
+            if node in passed:
+                continue
+            if path:
+                passed.update(ast.walk(node))
+                self.member(path, uses)
+                paths.append((name, path))
+            elif isinstance(node, ast.Attribute):
+                self._attribute(node, uses)
+            elif isinstance(node, ast.Call):
+                passed.update(self._call(node, uses))
+            elif isinstance(node, ast.Name) and node.id not in nameable:
+                raise Refused(f"the name {printable(node.id)}")
+            elif isinstance(node, ast.Name) and node.id in _BUILTINS:
+                uses.counts[node.id] += 1
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                raise Refused("an assignment")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if _PLACEHOLDER in node.value:
+                    raise Refused("a reference inside a text")
+                check_path(node.value, absolute=True)
+
+        return paths
+
+    def member(self, path: str, uses: Uses) -> None:
+        """Check what a module's name and attributes lead to.
+
+        Raises:
+            Refused: it is not let through.
+        """
+        module = path.rpartition(".")[0]
+        while module and module not in _MODULES:
+            module = module.rpartition(".")[0]
+
+        permission = _PERMISSIONS.get(path)
+        if path.startswith("torch.distributed.") and not re.search(r"\.(get|is)_\w+$", path):
+            permission = "distributed"
+        if path.partition(".")[0] in self.own_modules:
+            permission = "scripts"
+
+        if permission:
+            uses.permit(permission, path, self.permissions)
+        elif path not in _MEMBERS:
+            *classes, name = path.removeprefix(f"{module}.").split(".")
+            is_below = "".join(classes)[:1].islower() and not path.startswith("monai.")
+            if not module or is_below:
+                raise Refused(f"{printable(path)}, of no module that a bundle uses here")
+            for part in (*classes, name):
+                _check_name(part, path)
+
+        uses.counts[path] += 1
+
+    def _attribute(self, node: ast.Attribute, uses: Uses) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            raise Refused("an assignment")
+        # Objects of the bundle's own Python have attributes of any name.
+        of_scripts = self.own_modules and "scripts" in self.permissions
+        if node.attr not in _ATTRIBUTES and not (of_scripts and node.attr[:1] != "_"):
+            _check_name(node.attr, f"the attribute .{node.attr}")
+        uses.counts[f".{node.attr}"] += 1
+
+    def _call(self, node: ast.Call, uses: Uses) -> Iterator[ast.AST]:
+        """Check a call; yield the name that is called where it is one that may only be called."""
+        called = node.func
+        keywords: dict[str, object] = {}
+        for keyword in node.keywords:
+            name = keyword.arg or ""
+            keywords[name] = _literal(keyword.value)
+            if name != "weights_only" or "pickle" not in self.permissions:
+                check_argument(name, keywords[name])
+
+        if isinstance(called, ast.Name) and called.id == "open":
+            mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+            plain = len(node.args) <= 2 and keywords.keys() <= {"mode", "encoding", "newline"}
+            if not plain or mode not in _READING:
+                uses.permit("open", "open() for writing", self.permissions)
+            uses.counts["open, to read" if mode in _READING else "open"] += 1
+            yield called
+        elif isinstance(called, ast.Name) and called.id == "setattr":
+            uses.permit("setattr", "setattr()", self.permissions)
+            uses.counts["setattr"] += 1
+            yield called
+        # A text's has two arguments; a path's, with one, moves a file.
+        elif isinstance(called, ast.Attribute) and called.attr == "replace" and len(node.args) > 1:
+            yield from [called] * (not _module_path(called, self.names)[0])
+
+
+def _check_name(name: str, whole: str) -> None:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    if _ACTS.match(words):
+        raise Refused(
+            f"{printable(whole)}, a name of what writes, starts, fetches or leads elsewhere"
+        )
+
+
+def _only_statement(text: str) -> ast.stmt:
+    """Return the one statement of a text.
+
+    Raises:
+        Refused: it is not valid Python, not ASCII, or not one statement.
+    """
+    if not text.isascii():
+        raise Refused("characters outside of ASCII in an expression")
+
+    try:
+        # MemoryError is the parser's for what is nested too deeply.
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise Refused("an expression that is not valid Python") from error
+
+    if len(statements) != 1:
+        raise Refused("not exactly one expression")
+
+    return statements[0]
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that lambdas and comprehensions bind."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _module_path(node: ast.AST, names: Mapping[str, str]) -> tuple[str, str]:
+    """Return the import's name that a name or a chain of attributes begins with, and the path that it spells."""
     attributes: list[str] = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
         node = node.value
 
     if not isinstance(node, ast.Name) or node.id not in names:
-        return ""
+        return "", ""
 
-    return ".".join([names[node.id], *reversed(attributes)])
-
-
-def check_format(text: str) -> None:
-    """Check that the fields of a text for `format` name values without reaching into them, and are narrow.
-
-    Raises:
-        Refused: they are not.
-    """
-    try:
-        fields = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
-    except ValueError as error:
-        raise Refused("a text whose format cannot be read") from error
-
-    # `{0.name}`, `{0[key]}` and `{0!r}` reach into a value or call it.
-    for name, spec, conversion in fields:
-        if not re.fullmatch(r"\w*", name or "", re.ASCII) or conversion:
-            raise Refused("a text whose format reaches into its values")
-        check_width(spec or "")
-
-
-def check_width(spec: str) -> None:
-    """Check the format of one value, as in `03d`.
-
-    Raises:
-        Refused: it is computed, or more than 999 places wide.
-    """
-    # A width of a thousand million would be a text of as many bytes.
-    if re.search(r"\d{4}|[{}]", spec):
-        raise Refused("a text with a format that is computed or wide, or a conversion")
-
-
-def _levels(node: ast.AST) -> int:
-    deepest = 0
-    todo = [(node, 0)]
-    while todo:
-        node, level = todo.pop()
-        deepest = max(deepest, level)
-        todo += [(child, level + 1) for child in ast.iter_child_nodes(node)]
-
-    return deepest
-
-
-@dataclass
-class _Checker:
-    names: Mapping[str, str]
-    permissions: Collection[str]
-    own_modules: Collection[str]
-    uses: Uses
-    prints: bool
-    calls: ast.AST | None = None
-
-    def value(
-        self, node: ast.AST | None, local: frozenset[str], *, continues: bool = False
-    ) -> None:
-        """Check one node and all below it; `local` are the names that lambdas and comprehensions around it bind."""
-        if node is None:
-            return
-
-        if isinstance(node, ast.Constant):
-            self._constant(node, continues)
-            return
-
-        # What has no method here, such as a walrus or an await, is refused.
-        method = getattr(self, f"_{type(node).__name__.lower()}", None)
-        if method is None:
-            raise Refused(f"{type(node).__name__}, which no expression here may use")
-
-        method(node, local)
-
-    def all(self, nodes: Collection[ast.AST | None], local: frozenset[str]) -> None:
-        for node in nodes:
-            self.value(node, local)
-
-    # Leaves
-
-    def _constant(self, node: ast.Constant, continues: bool) -> None:
-        if isinstance(node.value, str):
-            if _PLACEHOLDER in node.value:
-                raise Refused("a reference inside a text")
-            check_path(node.value, absolute=continues)
-        elif isinstance(node.value, int | float) and abs(node.value) > _LARGEST:
-            raise Refused("a number beyond a thousand million")
-        elif not isinstance(node.value, int | float | None) and node.value is not ...:
-            raise Refused(f"a literal of type {type(node.value).__name__}")
-
-    def _name(self, node: ast.Name, local: frozenset[str]) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            raise Refused("an assignment")
-
-        prints = self.prints and node.id == "print"
-        if node.id.startswith(_PLACEHOLDER):
-            if node.id != f"{_PLACEHOLDER}0":
-                raise Refused("text that runs into a reference")
-            self.uses.counts["reference"] += 1
-        elif node.id in self.names:
-            self._member(self.names[node.id])
-        elif not prints and node.id not in local and node.id not in BUILTINS:
-            raise Refused(f"the name {printable(node.id)}")
-
-    def _member(self, path: str) -> None:
-        """Check what a module's name and attributes lead to."""
-        if path.split(".")[0] in self.own_modules:
-            need_permission("scripts", path, self.permissions, self.uses.permissions)
-        elif path in PERMISSION_OF:
-            need_permission(PERMISSION_OF[path], path, self.permissions, self.uses.permissions)
-        elif path not in MEMBERS and for_expressions(path) is None:
-            raise Refused(f"{printable(path)}, which is not on the list")
-
-        self.uses.counts[path] += 1
-
-    def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
-        path = module_path(node, self.names)
-        if path:
-            self._member(path)
-            return
-
-        # Objects of the bundle's own Python have attributes of any name, a table its columns.
-        of_scripts = bool(self.own_modules) and "scripts" in self.permissions
-        column = (
-            isinstance(node.value, ast.Call)
-            and module_path(node.value.func, self.names) == "pandas.read_csv"
-        )
-        any_name = (of_scripts or column) and not node.attr.startswith("_")
-        if not any_name and node.attr not in METHODS:
-            raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
-
-        if node.attr == "format":
-            if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
-                raise Refused("the format of a text that is computed")
-            check_format(node.value.value)
-
-        # A text's has two arguments at least, which only a call here shows; a path's moves a file.
-        if node.attr == "replace" and self.calls is not node:
-            raise Refused("a replace() that is handed on")
-
-        self.value(node.value, local)
-        self.uses.counts[f".{node.attr}"] += 1
-
-    # Calls
-
-    def _call(self, node: ast.Call, local: frozenset[str]) -> None:
-        called = node.func
-        if isinstance(called, ast.Name) and called.id == "open" and called.id not in local:
-            self._open(node)
-        elif isinstance(called, ast.Name) and called.id == "setattr" and called.id not in local:
-            need_permission("setattr", "setattr()", self.permissions, self.uses.permissions)
-            self.uses.counts["setattr"] += 1
-        elif isinstance(called, ast.Name):
-            self._name(called, local)
-            for bound in map(_literal, node.args):
-                if called.id == "range" and type(bound) is int and bound > _LONGEST_RANGE:
-                    raise Refused(f"a range beyond {_LONGEST_RANGE}")
-            if called.id in BUILTINS and called.id not in local:
-                self.uses.counts[called.id] += 1
-        elif isinstance(called, ast.Attribute | ast.Call):
-            self.calls = called  # a method is called here, and not handed on
-            self.value(called, local)
-            replaces = isinstance(called, ast.Attribute) and called.attr == "replace"
-            if replaces and len(node.args) < 2:
-                raise Refused("a replace() with one argument, which would move a file")
-        else:
-            raise Refused(f"a call of a {type(called).__name__}")
-
-        for argument in node.args:
-            # How many there are, and in which place, is not known: only builtins take any.
-            if isinstance(argument, ast.Starred):
-                if not isinstance(called, ast.Name) or called.id not in BUILTINS:
-                    raise Refused("arguments handed on with a star")
-                self.value(argument.value, local)
-            else:
-                self.value(argument, local)
-
-        keywords: dict[str, object] = {}
-        for keyword in node.keywords:
-            # Their names are not known, so they could be any of the arguments that are checked.
-            if keyword.arg is None:
-                raise Refused("arguments handed on with two stars")
-            if keyword.arg.startswith(_PLACEHOLDER):
-                raise Refused("a reference as the name of an argument")
-
-            keywords[keyword.arg] = _literal(keyword.value)
-            self.value(keyword.value, local)
-
-        path = module_path(called, self.names)
-        check_arguments(
-            for_expressions(path),
-            list(map(_literal, node.args)),
-            keywords,
-            unpickles=path == "torch.load",
-        )
-
-    def _open(self, node: ast.Call) -> None:
-        keywords = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
-        if len(node.args) > 1:
-            mode = _literal(node.args[1])
-        else:
-            mode = keywords.get("mode", "r")
-
-        reads = mode in ("r", "rb", "rt")
-        plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
-        if not (plain and reads):
-            need_permission("open", "open() for writing", self.permissions, self.uses.permissions)
-
-        self.uses.counts["open, to read" if reads else "open"] += 1
-
-    # What is made of them
-
-    def _binop(self, node: ast.BinOp, local: frozenset[str]) -> None:
-        self._operator(node.op)
-        if isinstance(node.op, ast.Pow):
-            exponent = _literal(node.right)
-            nested = any(isinstance(part, ast.Pow) for part in ast.walk(node.right))
-            if nested or (isinstance(exponent, int | float) and exponent > 100):
-                raise Refused("a power that grows without bound")
-
-        self.value(node.left, local)
-        # A text that is added to a computed one may begin with a slash: `folder + "/images"`.
-        continues = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
-        self.value(node.right, local, continues=continues)
-
-    def _boolop(self, node: ast.BoolOp | ast.UnaryOp, local: frozenset[str]) -> None:
-        self._operator(node.op)
-        self.all(node.values if isinstance(node, ast.BoolOp) else [node.operand], local)
-
-    _unaryop = _boolop
-
-    def _compare(self, node: ast.Compare, local: frozenset[str]) -> None:
-        for operator in node.ops:
-            self._operator(operator)
-        self.all([node.left, *node.comparators], local)
-
-    def _operator(self, operator: ast.AST) -> None:
-        if not isinstance(operator, _OPERATORS):
-            raise Refused(f"the operator {type(operator).__name__}")
-
-    def _ifexp(self, node: ast.IfExp, local: frozenset[str]) -> None:
-        self.uses.counts["if ... else"] += 1
-        self.all([node.test, node.body, node.orelse], local)
-
-    def _parts(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
-        for part in ast.iter_child_nodes(node):
-            if not isinstance(part, ast.expr_context):
-                self.value(part, local)
-
-    _subscript = _slice = _dict = _parts
-
-    def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
-        for item in node.elts:
-            self.value(item.value if isinstance(item, ast.Starred) else item, local)
-
-    _tuple = _set = _list
-
-    def _joinedstr(self, node: ast.JoinedStr, local: frozenset[str]) -> None:
-        for index, part in enumerate(node.values):
-            if isinstance(part, ast.FormattedValue):
-                check_width("{}" if part.conversion != -1 else _spec(part))
-                self.value(part.value, local)
-            else:
-                self.value(part, local, continues=index > 0)
-
-        self.uses.counts["text with values"] += 1
-
-    def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
-        taken = node.args
-        self.all([*taken.defaults, *taken.kw_defaults], local)
-        self.uses.counts["lambda"] += 1
-        arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
-        names = [argument.arg for argument in arguments if argument]
-        self.value(node.body, local | self._bound(names))
-
-    def _listcomp(self, node: _Comprehension, local: frozenset[str]) -> None:
-        if isinstance(node, ast.DictComp):
-            elements = [node.key, node.value]
-        else:
-            elements = [node.elt]
-        self.all(elements, self._generators(node.generators, local))
-
-    _setcomp = _generatorexp = _dictcomp = _listcomp
-
-    def _generators(
-        self, generators: list[ast.comprehension], local: frozenset[str]
-    ) -> frozenset[str]:
-        for generator in generators:
-            if generator.is_async:
-                raise Refused("an asynchronous comprehension")
-
-            self.value(generator.iter, local)
-            if isinstance(generator.target, _CONTAINERS):
-                targets = generator.target.elts
-            else:
-                targets = [generator.target]
-
-            if not all(isinstance(target, ast.Name) for target in targets):
-                raise Refused("a comprehension that assigns to more than names")
-
-            local |= self._bound(target.id for target in targets if isinstance(target, ast.Name))
-            self.all(generator.ifs, local)
-
-        self.uses.counts["comprehension"] += 1
-        return local
-
-    def _bound(self, names: Iterable[str]) -> frozenset[str]:
-        # A local of an import's name would be looked up as the module.
-        bound = frozenset(names)
-        for name in bound:
-            if name in self.names or name in ("open", "setattr") or name.startswith(_PLACEHOLDER):
-                raise Refused(f"an argument that takes the name {printable(name)}")
-        return bound
-
-
-def _spec(part: ast.FormattedValue) -> str:
-    """Return the literal format of a value in a text; "{" stands for one that is computed."""
-    spec = ""
-    if isinstance(part.format_spec, ast.JoinedStr):
-        for piece in part.format_spec.values:
-            spec += str(piece.value) if isinstance(piece, ast.Constant) else "{"
-    return spec
+    return node.id, ".".join([names[node.id], *reversed(attributes)])
 
 
 def _literal(node: ast.AST) -> object:
-    """Return what a node says, `...` where it is computed."""
+    """Return what a node says, a text that begins with `$` where it is computed."""
     try:
         return ast.literal_eval(node)  # type: ignore[arg-type]
     except (ValueError, TypeError, SyntaxError, RecursionError):
-        return ...
+        return "$"
+
+
+def _located(path: str) -> Any:
+    """Return what a path leads to; its module is imported, if that is needed."""
+    # The longest module first: what follows it are attributes.
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            target = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # also a package that the module itself needs
+            if end == 1 or not name.startswith(str(error.name)):
+                raise
+            continue
+
+        for part in parts[end:]:
+            target = getattr(target, part)
+        return target
+
+    raise AssertionError("a path has parts")

@@ -12,7 +12,7 @@ from medfl.core.untrusted import printable
 from medfl.policy.policy import PERMISSIONS, Policy
 
 NOT_LISTED = (
-    "a bundle runs nothing that is not listed",
+    "a bundle names components of MONAI and PyTorch, and what computes",
     "have it changed; if its author may run code here with your rights, give --trust; a site's policy can allow single "
     "words (docs/security.md)",
 )
@@ -139,7 +139,7 @@ class Inspection:
         pin_refusals = self.pin_refusals
         self.pin_refusals = []
         self.refusals = [refusal for refusal in self.refusals if refusal not in pin_refusals]
-        return [str(refusal) for refusal in pin_refusals]
+        return list(map(str, pin_refusals))
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy that pins the files of this bundle, with all else of another."""
@@ -158,7 +158,7 @@ class Inspection:
             "folder": str(self.folder),
             "accepted": self.accepted,
             "pinned": self.pinned,
-            "files": [vars(file) for file in self.files],
+            "files": list(map(vars, self.files)),
             "targets": dict(sorted(self.targets.items())),
             "expressions": self.expressions,
             "uses": dict(sorted(self.uses.items())),
@@ -166,5 +166,5 @@ class Inspection:
             "allowed_by_policy": allowed,
             "data": self.data,
             "leaves": list(LEAVES),
-            "refused": [vars(refusal) for refusal in self.refusals],
+            "refused": list(map(vars, self.refusals)),
         }

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class Outbound:
                 "see docs/deploy.md",
             )
 
-        check_known(values, [field.name for field in fields(cls)], f"{where}: outbound: key")
+        check_known(values, cls.__dataclass_fields__, f"{where}: outbound: key")
         rules = cls(**{name: _value(name, value, where) for name, value in values.items()})
         if rules.epsilon is not None and not rules.has_formal_privacy:
             raise InputError(

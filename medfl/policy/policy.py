@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -30,11 +30,11 @@ from medfl.policy.outbound import Outbound, changes, check_known
 PERMISSIONS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
     "pickle": "torch.load and TorchScript may be used: they run what a pickled file says",
-    "open": "files may be opened for writing, and anywhere",
+    "open": "expressions may open files for writing",
     "setattr": "attributes of any object may be set",
     "sys.path": "the places that Python imports from may be changed",
     "distributed": "torch.distributed may open connections",
-    "paths": "absolute paths may be named, and expressions look at any place",
+    "paths": "absolute paths may be named, and images read from any place",
     "logging": "no longer needed: medfl does not read configs/logging.conf",
     "files": "no longer needed: medfl opens no file of an unknown kind",
 }
@@ -140,7 +140,7 @@ class Policy:
         methods = tuple(
             check_name(name, f"policy {path}: method") for name in _words(document, "methods", path)
         )
-        limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
+        limits = _numbers(document, "limits", Limits.__dataclass_fields__, path)
         settings = _numbers(document, "settings", MOST, path)
 
         if not _are_pins(files):

@@ -94,7 +94,7 @@ def geometric(count: int, epsilon: float, entropy: Entropy = os.urandom) -> list
     Each is the difference of two geometric numbers floor(ln u / -epsilon), u of 52 random bits.
     """
     first, second = np.floor(np.log(uniform(2 * count, entropy).reshape(2, count)) / -epsilon)
-    return [int(n) for n in first - second]
+    return list(map(int, first - second))
 
 
 def uniform(count: int, entropy: Entropy) -> NDArray[np.float64]:

@@ -23,6 +23,7 @@ from medfl.cli import walls
 from medfl.safety import sandbox
 from tests.support import forked
 from tests.support.programs import python_path
+from tests.support.toy import run_record
 
 landlock = pytest.mark.skipif(
     sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4"
@@ -251,6 +252,30 @@ def test_without_landlock_nothing_is_run(
     assert capsys.readouterr().err.startswith(
         "note: --trust: no walls around this bundle, as they need a Linux"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "held"),
+    [
+        ({"learning_rate": "$0.1 + 0"}, True),
+        ({"optimizer": {"_target_": "torch.optim.SGD", "params": ["$@x"]}}, True),
+        ({"optimizer": {"params": "$@network_def.parameters()"}}, False),
+        ({"image_size": 16, "network": "monai:DenseNet121"}, False),
+    ],
+)
+def test_a_record_with_expressions_of_its_own_is_held_like_a_foreign_bundle(
+    config: dict[str, object], held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote it: what its bundle's protocol says itself is the bundle's."""
+    root = shipped_root()
+    assert root is not None
+    run = run_record(bundle="ham10000", bundle_path=str(root / "ham10000"), config=config)
+    (tmp_path / "run.json").write_text(json.dumps(run.to_dict()))
+    divided: list[object] = []
+    monkeypatch.setattr(walls, "_divide", lambda *_, **named: divided.append(named))
+    monkeypatch.setattr(sandbox, "lacking", lambda: "")
+    walls.hold(SimpleNamespace(own_process=True, given=[]), walls.Use(runs=[tmp_path / "run.json"]))
+    assert divided == [{"is_foreign": True}] * held
 
 
 @landlock

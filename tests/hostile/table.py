@@ -1,4 +1,7 @@
-"""Malicious bundles: each is the harmless one of `base` with one thing changed, and what the refusal has to say."""
+"""Malicious bundles: each is the harmless one of `base` with one thing changed, and what the refusal has to say.
+
+Inspection is a filter and lets some through; the walls hold all of them (tests/safety/test_walls.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Hostile:
     """A change, and a part of the line that refuses it.
 
     Attributes:
-        says: part of the line.
+        says: part of the line; "" where inspection lets it through.
         train: further ids of configs/train.json.
         files: further files.
         word: a word of the policy that would allow it; "" where nothing can.
@@ -36,7 +39,7 @@ def _runs(expression: str, says: str, word: str = "") -> Hostile:
 
 
 def _imports(
-    statement: str, uses: str = "1", says: str = "not on the list", word: str = ""
+    statement: str, uses: str = "1", says: str = "of no module", word: str = ""
 ) -> Hostile:
     return Hostile(
         says,
@@ -63,16 +66,10 @@ _BIDI = "\u202e"
 
 HOSTILE: dict[str, Hostile] = {
     # memory taken for numbers, and numbers for objects
-    "pointers_of_objects": _runs(
-        "torch.frombuffer(np.ones(2), dtype=torch.int64)", "torch.frombuffer"
-    ),
-    "strides_beyond_memory": _runs(
-        "torch.as_strided(torch.ones(2), (9,), (9,))", "torch.as_strided"
-    ),
-    "indices_beyond_memory": _runs(
-        "torch.sparse_coo_tensor([[9]], [1.0], (2,))", "torch.sparse_coo_tensor"
-    ),
-    "written_into_memory": _runs("torch.fill_(torch.ones(2), 1)", "torch.fill_"),
+    "pointers_of_objects": _runs("torch.frombuffer(np.ones(2), dtype=torch.int64)", ""),
+    "strides_beyond_memory": _runs("torch.as_strided(torch.ones(2), (9,), (9,))", ""),
+    "indices_beyond_memory": _runs("torch.sparse_coo_tensor([[9]], [1.0], (2,))", ""),
+    "written_into_memory": _runs("torch.fill_(torch.ones(2), 1)", ""),
     # components
     "os_system": _target("os.system", command="id"),
     "eval_without_a_module": _target("eval", source="1"),
@@ -123,23 +120,21 @@ HOSTILE: dict[str, Hostile] = {
         {"x": {"_target_": "TorchVisionFCModel", "model_name": "resnet18", "weights": "DEFAULT"}},
     ),
     "torchvision_looks_up_a_name": Hostile(
-        "none of torchvision's networks",
+        "",
         {"x": {"_target_": "TorchVisionFCModel", "model_name": "get_model"}},
     ),
     "torchvision_transform_of_any_name": Hostile(
-        "'Lambda'", {"x": {"_target_": "TorchVision", "name": "Lambda"}}
+        "", {"x": {"_target_": "TorchVision", "name": "Lambda"}}
     ),
     "torchvision_network_with_weights": Hostile(
         "'weights'", {"x": {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"}}
     ),
     "pretrained_by_a_reference": Hostile(
-        "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
+        "", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
     ),
-    "key_with_a_slash_beside_a_relative_reference": Hostile(
-        "no plain name", {"a/b": {"b": 2, "x": "$@#b"}}
-    ),
+    "key_with_a_slash_beside_a_relative_reference": Hostile("", {"a/b": {"b": 2, "x": "$@#b"}}),
     "reader_by_a_reference_to_two_things": Hostile(
-        "'reader'",
+        "",
         {
             "rd": {"v": "NumpyReader"},
             "rd#v": {"_target_": "IterableDataset", "data": ["os.system"]},
@@ -147,12 +142,12 @@ HOSTILE: dict[str, Hostile] = {
         },
     ),
     "reader_that_another_file_changes": Hostile(
-        "'reader'",
+        "",
         {"rd": "NumpyReader", "x": {"_target_": "LoadImage", "reader": "@rd", "command": "id"}},
         {"configs/evaluate.json": '{"rd": {"_target_": "IterableDataset", "data": ["os.system"]}}'},
     ),
     "reader_by_a_reference": Hostile(
-        "'reader'",
+        "",
         {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "@wanted"}, "wanted": "os.mkdir"},
     ),
     "table_from_an_address": _runs("[n for n in ['s3://a/b.csv']]", "URL"),
@@ -160,7 +155,7 @@ HOSTILE: dict[str, Hostile] = {
         "URL", {"x": {"_target_": "CSVDataset", "src": "https://example.org/a.csv"}}
     ),
     "csv_dataset_reads_as_told": Hostile(
-        "'storage_options'",
+        "",
         {
             "x": {
                 "_target_": "CSVDataset",
@@ -200,7 +195,7 @@ HOSTILE: dict[str, Hostile] = {
     "mode_debug": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "debug"}}),
     "mode_callable": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "callable"}}),
     "mode_by_reference": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "@mode"}}),
-    "debug_argument": Hostile("'_debug_'", {"x": {"_target_": "UNet", "_debug_": True}}),
+    "debug_argument": Hostile("", {"x": {"_target_": "UNet", "_debug_": True}}),
     "required_first": Hostile(
         "two underscores",
         {"x": {"_target_": "UNet", "_requires_": ["$__import__('os').system('id')"]}},
@@ -219,13 +214,11 @@ HOSTILE: dict[str, Hostile] = {
         "'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": ["exec"]}}
     ),
     "reader_by_reference": Hostile(
-        "'reader'", {"r": "os.mkdir", "x": {"_target_": "LoadImage", "reader": "@r"}}
+        "", {"r": "os.mkdir", "x": {"_target_": "LoadImage", "reader": "@r"}}
     ),
-    "reader_by_an_override": Hostile(
-        "'reader'", {"x": {"_target_": "LoadImage"}, "x#reader": "os.mkdir"}
-    ),
+    "reader_by_an_override": Hostile("", {"x": {"_target_": "LoadImage"}, "x#reader": "os.mkdir"}),
     "reader_by_an_override_of_an_item": Hostile(
-        "'reader'",
+        "",
         {"x": {"_target_": "LoadImage", "reader": ["ITKReader"]}, "x#reader#0": "os.mkdir"},
     ),
     "writer_that_is_a_program": Hostile(
@@ -238,17 +231,17 @@ HOSTILE: dict[str, Hostile] = {
         "'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}
     ),
     "images_opened_to_be_changed": Hostile(
-        "how a file is opened",
+        "",
         {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "NumpyReader", "mmap_mode": "r+"}},
     ),
     "reader_that_opens_to_change": Hostile(
-        "how a file is opened", {"x": {"_target_": "NumpyReader", "mmap_mode": "r+"}}
+        "", {"x": {"_target_": "NumpyReader", "mmap_mode": "r+"}}
     ),
     "reader_with_a_number_for_a_name": Hostile(
-        "how a file is opened", files={"configs/evaluate.yaml": "x: {_target_: PILReader, 1: 2}\n"}
+        "", files={"configs/evaluate.yaml": "x: {_target_: PILReader, 1: 2}\n"}
     ),
-    "attributes_by_the_keys_of_a_dictionary": _target(
-        "torch.nn.ParameterDict", parameters={"forward": 1}
+    "attributes_by_the_keys_of_a_dictionary": Hostile(
+        "", {"x": {"_target_": "torch.nn.ParameterDict", "parameters": {"forward": 1}}}
     ),
     "cache_of_pickles": Hostile(
         "'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}
@@ -257,7 +250,7 @@ HOSTILE: dict[str, Hostile] = {
         "'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}
     ),
     "pretrained_by_a_reference_in_inference": Hostile(
-        "'pretrained'",
+        "",
         files={
             "configs/inference.yaml": "wanted: true\nx: {_target_: DenseNet121, pretrained: '@wanted'}\n"
         },
@@ -272,9 +265,7 @@ HOSTILE: dict[str, Hostile] = {
         "would fetch",
         {"x": {"_target_": "monai.networks.nets.resnet.ResNetFeatures", "model_name": "resnet18"}},
     ),
-    "download_of_weights_by_an_override": Hostile(
-        "would fetch", {"network_def#_target_": "EfficientNetBN"}
-    ),
+    "download_of_weights_by_an_override": Hostile("", {"network_def#_target_": "EfficientNetBN"}),
     "url": Hostile("a URL", {"x": {"_target_": "Dataset", "data": "http://example.org/a.json"}}),
     "url_in_an_expression": _runs("@dataset_dir + 'ftp://example.org'", "a URL"),
     # expressions
@@ -327,8 +318,8 @@ HOSTILE: dict[str, Hostile] = {
     "through_numpy_to_os": _runs("np.lib.npyio.os.remove('a')", "numpy.lib"),
     "through_torch_to_sys": _runs("torch.sys.modules", "torch.sys"),
     "through_monai_to_torch_hub": _runs("monai.apps.utils.urlretrieve('a', 'b')", "urlretrieve"),
-    "state_of_the_generators": _runs("torch.random.set_rng_state(@images)", "torch.random"),
-    "default_dtype": _runs("torch.set_default_dtype(torch.float64)", "set_default_dtype"),
+    "state_of_the_generators": _runs("torch.random.set_rng_state(@images)", ""),
+    "default_dtype": _runs("torch.set_default_dtype(torch.float64)", ""),
     "operators_of_torch": _runs("torch.ops.load_library('a.so')", "torch.ops"),
     "classes_of_torch": _runs("torch.classes.load_library('a.so')", "torch.classes"),
     "from_file_of_torch": _runs("torch.from_file('a', shared=True, size=1)", "torch.from_file"),
@@ -336,18 +327,18 @@ HOSTILE: dict[str, Hostile] = {
         "@network_def.register_forward_hook(print)", ".register_forward_hook"
     ),
     "apply_of_a_network": _runs("@network_def.apply(os.system)", "os.system"),
-    "format_with_an_index": _runs("'{0[0]}'.format(@images)", "reaches into"),
-    "format_map": _runs("'{a}'.format_map(@images)", ".format_map"),
-    "encoded_text": _runs("'a'.encode()", ".encode"),
-    "translated_text": _runs("'a'.translate(@images)", ".translate"),
-    "huge_range": _runs("range(99999999)", "a range beyond"),
-    "huge_power": _runs("2 ** 5000", "a power"),
-    "shifted": _runs("1 << 99999", "LShift"),
-    "matrix_product": _runs("@images @ @images", "whole configuration"),
-    "complex_number": _runs("1j", "complex"),
-    "many_levels": _runs("-" * 900 + "1", "more than 50 levels"),
-    "walrus_in_a_comprehension": _runs("[(y := i) for i in @images]", "NamedExpr"),
-    "asynchronous_comprehension": _runs("[i async for i in @images]", "an asynchronous"),
+    "format_with_an_index": _runs("'{0[0]}'.format(@images)", ""),
+    "format_map": _runs("'{a}'.format_map(@images)", ""),
+    "encoded_text": _runs("'a'.encode()", ""),
+    "translated_text": _runs("'a'.translate(@images)", ""),
+    "huge_range": _runs("range(99999999)", ""),
+    "huge_power": _runs("2 ** 5000", ""),
+    "shifted": _runs("1 << 99999", ""),
+    "matrix_product": _runs("@images @ @images", "valid Python"),
+    "complex_number": _runs("1j", ""),
+    "many_levels": _runs("-" * 900 + "1", ""),
+    "walrus_in_a_comprehension": _runs("[(y := i) for i in @images]", ""),
+    "asynchronous_comprehension": _runs("[i async for i in @images]", ""),
     "public_data_by_a_path": Hostile(
         "by their names only",
         files={"configs/federated.yaml": "methods: {fedmd: {public: data/inner}}\n"},
@@ -372,8 +363,8 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "deleted_files": _runs("os.remove('a')", "os.remove"),
     "moved_files": _runs("os.replace('a', 'b')", "os.replace"),
-    "moved_by_a_path": _runs("@bundle_root.replace('b')", "would move a file"),
-    "moved_by_a_method_handed_on": _runs("list(map(@bundle_root.replace, ['b']))", "handed on"),
+    "moved_by_a_path": _runs("@bundle_root.replace('b')", ".replace"),
+    "moved_by_a_method_handed_on": _runs("list(map(@bundle_root.replace, ['b']))", ".replace"),
     "written_by_a_path": _runs("@bundle_root.write_text('a')", ".write_text"),
     "folder_made_where_it_is_evaluated": _runs("@bundle_root.mkdir()", ".mkdir"),
     "class_of": _runs("@images.__class__", "two underscores"),
@@ -382,24 +373,20 @@ HOSTILE: dict[str, Hostile] = {
     "frame_of_a_generator": _runs("(i for i in @images).gi_frame.f_back", ".f_back"),
     "private_attribute": _runs("@images._modules", "._modules"),
     "dunder_in_a_text": _runs("'{0.__class__}'", "two underscores"),
-    "format": _runs("'{0.name}'.format(@images)", "reaches into"),
-    "format_of_a_text_that_is_computed": _runs(
-        "(@a + '}').format(@images)", "a text that is computed"
-    ),
-    "format_of_its_own": _runs(
-        "f'{@images:>10000}'", "a format that is computed or wide, or a conversion"
-    ),
-    "conversion": _runs("f'{@images!r}'", "a format that is computed or wide, or a conversion"),
-    "walrus": _runs("(y := @images)", "NamedExpr"),
-    "await": _runs("(lambda: (yield 1))", "Yield"),
+    "format": _runs("'{0.name}'.format(@images)", ""),
+    "format_of_a_text_that_is_computed": _runs("(@a + '}').format(@images)", ""),
+    "format_of_its_own": _runs("f'{@images:>10000}'", ""),
+    "conversion": _runs("f'{@images!r}'", ""),
+    "walrus": _runs("(y := @images)", ""),
+    "await": _runs("(lambda: (yield 1))", ""),
     "lambda_with_a_hostile_default": _runs("lambda x=os.remove: x", "os.remove"),
-    "lambda_that_takes_a_module_s_name": _runs("(lambda os: os.getcwd)", "takes the name os"),
+    "lambda_that_takes_a_module_s_name": _runs("(lambda os: os.getcwd)", ""),
     "comprehension_that_takes_a_module_s_name": _runs(
-        "[torch for torch in @images]", "takes the name torch"
+        "[torch for torch in @images]", "torch, of no module"
     ),
-    "comprehension_that_assigns": _runs("[0 for @images[0] in [1]]", "more than names"),
-    "module_as_a_value": _runs("os", "os, which is not on the list"),
-    "module_in_a_list": _runs("[os][0].getcwd()", "not on the list"),
+    "comprehension_that_assigns": _runs("[0 for @images[0] in [1]]", "an assignment"),
+    "module_as_a_value": _runs("os", "os, of no module"),
+    "module_in_a_list": _runs("[os][0].getcwd()", "os, of no module"),
     "monai_bundle_as_a_value": _runs("monai.bundle", "monai.bundle"),
     "monai_download": _runs("monai.apps.download_url('a', 'b')", "monai.apps.download_url"),
     "monai_config_parser": _runs("monai.bundle.ConfigParser({})", "monai.bundle.ConfigParser"),
@@ -409,20 +396,20 @@ HOSTILE: dict[str, Hostile] = {
     "torch_hub": _runs("torch.hub.load('a/b', 'c')", "torch.hub.load"),
     "torch_load_by_name": _runs("torch.load(@bundle_root + '/a.pt')", "'pickle'", word="pickle"),
     "torch_save": _runs("torch.save(1, 'a')", "torch.save"),
-    "numpy_load": _runs("np.load('a.npy', allow_pickle=True)", "numpy.load"),
+    "numpy_load": _runs("np.load('a.npy', allow_pickle=True)", "'allow_pickle'"),
     "pickles_in_a_call": _runs("np.array(@images, allow_pickle=True)", "'allow_pickle'"),
     "numpy_ctypes": _runs("np.ctypeslib.load_library('a', 'b')", "numpy.ctypeslib"),
     "reader_in_a_call": _runs("@images(reader='os.mkdir')", "'reader'"),
-    "arguments_with_two_stars": _runs("@images(**@settings)", "two stars"),
-    "arguments_with_a_star": _runs("@images(*@settings)", "with a star"),
+    "arguments_with_two_stars": _runs("@images(**@settings)", ""),
+    "arguments_with_a_star": _runs("@images(*@settings)", ""),
     "open_to_write": _runs("open(@bundle_root + '/a', 'w')", "'open'", word="open"),
     "open_in_a_mode_that_is_computed": _runs("open(@images, @mode)", "'open'", word="open"),
     "open_handed_on": _runs("list(map(open, @images))", "the name open"),
     "open_with_an_opener": _runs("open('a', opener=@images)", "'open'", word="open"),
     "setattr": _runs("setattr(@images, 'a', 1)", "'setattr'", word="setattr"),
-    "power": _runs("9 ** 9 ** 9", "a power"),
-    "large_number": _runs("[0] * 99999999999", "thousand million"),
-    "bytes": _runs("b'x'", "bytes"),
+    "power": _runs("9 ** 9 ** 9", ""),
+    "large_number": _runs("[0] * 99999999999", ""),
+    "bytes": _runs("b'x'", ""),
     "two_expressions": _runs("1; 2", "exactly one"),
     "second_line": _runs("1\n2", "exactly one"),
     "statement": _runs("del os", "a statement"),
@@ -457,33 +444,31 @@ HOSTILE: dict[str, Hostile] = {
         "os.system", files={"configs/federated.yaml": "test: [\"$os.system('id')\"]\n"}
     ),
     # references and macros
-    "reference_to_everything": _runs("[@]", "whole configuration"),
-    "reference_to_an_import": _runs("@imports#1.getcwd()", "an import"),
+    "reference_to_everything": _runs("[@]", ""),
+    "reference_to_an_import": _runs("@imports#1.getcwd()", ""),
     "reference_from_an_import": Hostile(
         "valid Python", {"imports": ["$import os", "$@#0.remove('a')"]}
     ),
-    "reference_to_an_import_by_steps": Hostile("an import", {"a": {"b": "$@###imports#0"}}),
+    "reference_to_an_import_by_steps": Hostile("", {"a": {"b": "$@###imports#0"}}),
     "reference_inside_a_text": _runs("'@images'", "inside a text"),
     "reference_that_runs_into_a_name": _runs("x@images", "the name x_reference_0"),
-    "reference_as_an_argument_s_name": _runs("dict(@images=1)", "name of an argument"),
-    "reference_with_something_behind_it": Hostile("is none", {"x": "@images; rm"}),
+    "reference_as_an_argument_s_name": _runs("dict(@images=1)", ""),
+    "reference_with_something_behind_it": Hostile("", {"x": "@images; rm"}),
     "local_references": _runs("__local_refs['images']", "two underscores"),
     "code_in_a_key_for_a_relative_reference": Hostile(
-        "no plain name", {"0 or os.mkdir('canary') or @images": {"a": 1, "b": "$@#a"}}
+        "", {"0 or os.mkdir('canary') or @images": {"a": 1, "b": "$@#a"}}
     ),
-    "key_with_an_underscore_word": Hostile("'_meta_'", {"_meta_": {"a": 1}}),
-    "import_by_an_override": Hostile("outside of the list", {"imports#2": "$import subprocess"}),
+    "key_with_an_underscore_word": Hostile("", {"_meta_": {"a": 1}}),
+    "import_by_an_override": Hostile("", {"imports#2": "$import subprocess"}),
     "imports_that_are_no_list": Hostile("not a list", {"imports": {"a": "$import subprocess"}}),
     "imports_that_are_a_text": Hostile("not an import", {"imports": ["%network_def"]}),
     "macro_of_another_file": Hostile("the macro", {"x": "%/tmp/other.json#net"}),
     "macro_of_a_file_beside_it": Hostile("the macro", {"x": "%other.json"}),
     "macro_of_a_file_in_capitals": Hostile("the macro", {"x": "%other.YAML::net"}),
     "macro_of_everything": Hostile("the macro", {"x": "%"}),
-    "macro_of_an_import": Hostile("an import", {"x": "%imports#1"}),
-    "macro_of_macros": Hostile(
-        "a macro of a macro", {"a": [1, 2], "b": ["%a", "%a"], "c": ["%b", "%b"]}
-    ),
-    "macro_of_itself": Hostile("a macro of a macro", {"a": {"b": "%a"}}),
+    "macro_of_an_import": Hostile("", {"x": "%imports#1"}),
+    "macro_of_macros": Hostile("", {"a": [1, 2], "b": ["%a", "%a"], "c": ["%b", "%b"]}),
+    "macro_of_itself": Hostile("", {"a": {"b": "%a"}}),
     "macro_that_is_relative": Hostile("the macro", {"a": {"b": 1, "c": "%#b"}}),
     "macro_in_an_expression": _runs("@images %#b", "a macro inside"),
     "expression_in_the_description": _metadata("would be evaluated", description="$exec('1')"),
@@ -506,13 +491,11 @@ HOSTILE: dict[str, Hostile] = {
     "import_of_load": _imports("from torch import load", "load('x.pt')", "'pickle'", word="pickle"),
     "import_of_everything": _imports("from os import *", says="of everything"),
     "import_that_is_relative": _imports("from . import x", says="relative import"),
-    "import_of_two": _imports("import glob, subprocess", says="several imports"),
+    "import_of_two": _imports("import glob, subprocess", says=""),
     "import_and_more": _imports("import glob; import subprocess", says="exactly one"),
-    "import_under_another_module_s_name": _imports(
-        "import os as torch", says="takes the name torch"
-    ),
-    "import_under_a_builtin_s_name": _imports("import os as len", says="takes the name len"),
-    "import_under_two_names": _imports("import json as os", says="takes the name os"),
+    "import_under_another_module_s_name": _imports("import os as torch", says=""),
+    "import_under_a_builtin_s_name": _imports("import os as len", says=""),
+    "import_under_two_names": _imports("import json as os", says="json.path.join"),
     "import_of_own_code_that_is_not_there": _imports("import scripts", "scripts.x()"),
     # paths
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
@@ -527,8 +510,8 @@ HOSTILE: dict[str, Hostile] = {
         "@bundle_root + '/etc/passwd'", "folder of the system"
     ),
     "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),
-    "path_by_join": _runs("os.path.join(@bundle_root, '/data')", "an absolute path"),
-    "path_in_a_listing": _runs("os.listdir('/')", "an absolute path"),
+    "path_by_join": _runs("os.path.join(@bundle_root, '/data')", ""),
+    "path_in_a_listing": _runs("os.listdir('/')", ""),
     "path_of_a_home": Hostile("outside of bundle", {"x": "~/.ssh/id_rsa"}),
     "path_of_windows": Hostile("outside of bundle", {"x": "C:\\Windows"}),
     # files
@@ -558,7 +541,7 @@ HOSTILE: dict[str, Hostile] = {
         "at most", files={"configs/evaluate.json": '{"x": "' + "a" * 1_100_000 + '"}'}
     ),
     "own_python_with_a_module_s_name": Hostile(
-        "name of another module", files={"glob.py": "print('here')\n"}
+        "'scripts'", files={"glob.py": "print('here')\n"}, word="scripts"
     ),
     "compiled_python": Hostile("compiled", files={"scripts/__pycache__/net.cpython-311.pyc": b"x"}),
     "shared_library": Hostile("compiled", files={"libx.so": b"\x7fELF"}),

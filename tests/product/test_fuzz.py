@@ -49,7 +49,7 @@ from medfl.storage.run_documents import read_run
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from tests.partner.test_heterogeneity import told as told_statistics
-from tests.policy.test_reach import EXPRESSIONS
+from tests.policy.test_expressions import EXPRESSIONS
 from tests.runtimes.test_simulator import divided, simulate
 from tests.support.mutations import json_files, line_files, opened, tensor_files, text_files
 from tests.support.programs import python_path

@@ -129,13 +129,13 @@ def test_torchvision_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(components, "_listed", components._listed.__wrapped__)
+    monkeypatch.setattr(components, "_components", components._components.__wrapped__)
     assert components.component("monai.networks.nets.UNet").__name__ == "UNet"
     with pytest.raises(
         Refused, match="'torchvision.models.resnet18' of torchvision, which is not installed"
     ):
         components.component("torchvision.models.resnet18")
-    with pytest.raises(Refused, match="not on the list"):
+    with pytest.raises(Refused, match="no component"):
         components.component("os.system")
 
 

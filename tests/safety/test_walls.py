@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -17,6 +18,7 @@ from monai.bundle import ConfigParser
 from medfl.safety import sandbox
 from medfl.safety.sandbox import Allowed, Sandbox, devices, python_and_system
 from tests.hostile.base import write
+from tests.hostile.objects import COMMON, HANDED_ON, OBJECTS
 from tests.hostile.table import HOSTILE
 
 pytestmark = [
@@ -158,6 +160,23 @@ def test_every_hostile_bundle_of_the_table_is_harmless(
     assert len(ran) > len(HOSTILE) / 4  # the gate was off indeed: much of it was evaluated
 
 
+def test_what_objects_and_their_methods_do_is_harmless(
+    tmp_path: Path, neighbourhood: Neighbourhood
+) -> None:
+    """No expression is asked for the identity of what it calls, or of whom it hands it to."""
+    configurations = HANDED_ON | {name: {"x": value} for name, value in OBJECTS.items()}
+    ran = 0
+    for number, (name, ids) in enumerate(configurations.items()):
+        text = json.dumps({**COMMON, **ids}).replace("MARK", str(neighbourhood.folder / "mark"))
+        table = {"state.csv": "state,optimizer\n1,2\n"}
+        bundle = write(tmp_path / f"bundle-{number}", json.loads(text), table)
+        outcome = evaluated(bundle, tmp_path / f"scratch-{number}")
+        neighbourhood.check(name)
+        ran += "train.json" in outcome and re.search(r"train\.json: .*\bx\b", outcome) is None
+
+    assert ran > len(configurations) / 3
+
+
 ATTACKS: Mapping[str, str] = {
     "delete": "__import__('shutil').rmtree({others!r})",
     "overwrite": "__import__('pathlib').Path({others!r} + '/account.json').write_text('')",
@@ -170,6 +189,13 @@ ATTACKS: Mapping[str, str] = {
         "__import__('pathlib').Path({others!r} + '/home/.ssh/id').read_text())"
     ),
     "list": "__import__('pathlib').Path('list').write_text(str(__import__('os').listdir({others!r})))",
+    "glob": (
+        "[__import__('pathlib').Path('glob').write_text(name) for name in __import__('glob').glob({others!r} + '/*')]"
+    ),
+    "table": (
+        "__import__('pathlib').Path('table').write_text("
+        "__import__('pandas').read_csv({others!r} + '/account.json').to_csv())"
+    ),
     "connect": "__import__('socket').create_connection(('127.0.0.1', {port}), 2)",
     "program": "__import__('subprocess').run(['touch', {others!r} + '/touched'])",
     "shell": "__import__('os').system('touch ' + {others!r} + '/touched')",
@@ -187,7 +213,7 @@ ATTACKS: Mapping[str, str] = {
     ),
     "forks": "[__import__('os').fork() for _ in range(3)]",
 }
-_LEFT = ("read", "list", "environment", "id")
+_LEFT = ("read", "list", "glob", "table", "environment", "id")
 """Files of the scratch folder that an attack which succeeds would leave."""
 
 
@@ -212,7 +238,14 @@ def test_code_of_any_kind_changes_reads_reaches_and_ends_nothing(
         neighbourhood.check(name)
         left = sorted(path.name for path in scratch.iterdir() if path.name in _LEFT)
         assert [file for file in left if (scratch / file).stat().st_size] == [], (name, outcome)
-        if name not in ("kill all", "code in memory", "a call of the kernel", "forks", "shell"):
+        if name not in (
+            "glob",
+            "kill all",
+            "code in memory",
+            "a call of the kernel",
+            "forks",
+            "shell",
+        ):
             assert "x " in outcome, (name, outcome)  # it was tried, and failed
 
 

@@ -22,7 +22,6 @@ with atheris.instrument_imports(include=["medfl"], enable_loader_override=False)
     for name in (
         "core.message",
         "storage.run_integrity",
-        "policy.evaluate",
         "policy.expressions",
         "report",
     ):
@@ -30,7 +29,7 @@ with atheris.instrument_imports(include=["medfl"], enable_loader_override=False)
     from medfl.core.errors import MedflError
     from medfl.core.untrusted import Refused
 
-from tests.policy.test_reach import attempt
+from tests.policy.test_expressions import attempt
 from tests.product.test_fuzz import TARGETS, TENSORS, Recorded
 from tests.support.mutations import closed
 
@@ -53,15 +52,13 @@ def follow(kind: str, inputs: int, run: Path, folder: Path) -> None:
     """Fuzz and exit."""
     place = folder / f"place-{kind}"
     place.mkdir()
-    if kind == "expression":
-        (place / "note.txt").write_text("note")
     decode = None if kind == "expression" else TARGETS[kind][0](Recorded(run, place))[1]
     found: Counter[str] = Counter()
 
     def each(data: bytes) -> None:
         found["inputs"] += 1
         if decode is None:
-            attempt(data.decode(errors="replace"), place)
+            attempt(data.decode(errors="replace"))
             return
         try:
             decode(closed(data) if kind in TENSORS else data)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medfl.policy.allowed import READERS
+from medfl.policy.components import READERS
 from medfl.problem.described import Config
 
 _LIST = re.compile(

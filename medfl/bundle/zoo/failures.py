@@ -10,8 +10,8 @@ from pathlib import Path
 
 from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
-from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
+from medfl.policy.paths import ElsewhereRefused
 from medfl.problem.described import Config
 
 _NAME_DATA = (

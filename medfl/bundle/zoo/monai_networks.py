@@ -126,13 +126,8 @@ def _node(network: str, arguments: object, former: Config) -> Document:
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
 
-    checked = dict(values)
-    for key, value in values.items():
-        if isinstance(value, str) and value.startswith(("$", "@", "%")):
-            checked[key] = ...  # an expression of the former network, checked where it is evaluated
-
     try:
-        check_arguments(factory, (), checked)
+        check_arguments(factory, values)
     except Refused as refused:
         raise InputError(
             f"--config network={network}: {refused}", "what inspection lists", "leave it out"

@@ -6,7 +6,7 @@ one that its validation or inference takes: without augmentation, at its own siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
-from medfl.policy.evaluate import values_inside
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
 from medfl.runs import text_record
@@ -103,13 +102,13 @@ class Trained:
             batches = [image[None] for image in images]
 
         if questions.bundle.task == "classification":
-            return torch.cat([self._distributions(x) for x in batches])
+            return torch.cat(list(map(self._distributions, batches)))
         return torch.cat([self._logits(x, questions.grid) for x in batches])
 
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
-        entries = [questions.entry(position) for position in positions]
+        entries = list(map(questions.entry, positions))
         items = [{"id": questions.ids[position]} for position in positions]
-        places = [str(value) for value in values_inside(entries) if isinstance(value, str | Path)]
+        places = [str(value) for value in _values_inside(entries) if isinstance(value, str | Path)]
         self.open_places(files_of(places))
         samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
@@ -151,6 +150,17 @@ class Trained:
             logits[:, None], size=grid, mode=mode, align_corners=False
         )
         return resized[:, 0]
+
+
+def _values_inside(value: object) -> Iterator[object]:
+    """Yield a value, or what a container holds."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for member in value:
+            yield from _values_inside(member)
+    else:
+        yield value
 
 
 def foreground(logits: Tensor) -> Tensor:
