@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,7 @@ def open_job(job: State) -> tuple[Federation, str]:
     carried = Path(job["carried"])
     name = job["name"]
     # What it says is a line of the site's log, which the keeper writes
-    return open_site(run, name, SiteConfig(**settings), carried, _say), name
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    return open_site(run, name, SiteConfig(**settings), carried, partial(print, flush=True)), name
 
 
 if __name__ == "__main__":

@@ -22,13 +22,10 @@ def wait(leader: int) -> tuple[int, str]:
 
     With it ends all that it has started, which cannot leave its group.
     """
-    ended = os.pidfd_open(leader)
     reason = ""
-    try:
+    with os.fdopen(os.pidfd_open(leader), "rb") as ended:
         while not (reason or select.select([ended], [], [], _EVERY)[0]):
             reason = beyond(leader)
-    finally:
-        os.close(ended)
 
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
@@ -58,7 +55,7 @@ def _members(group: int) -> Iterator[Path]:
         with suppress(OSError):  # it has ended
             # After the name, which may have any characters: state, parent, group, ...
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[2]) == group:
+            if int(fields[2]) == group and fields[0] != "Z":
                 yield process
 
 
