@@ -1,0 +1,153 @@
+"""What the two processes cost: seconds more until a command ends, and the time of its rounds against one process.
+
+A bundle that does not ship with medfl is trained with and without walls, in turn; each pair has its difference. At a
+site of a FLARE federation a worker trains behind a pipe: its rounds are measured beside those of the same site in one
+process, with a ResNet-18, whose weights cross the pipe both ways. Machines drift, so only what is paired counts.
+
+    python benchmarks/walls.py [--json] [--repeats 5] [--rounds 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from medfl.cli import main as medfl
+from medfl.core.run import Run
+from medfl.flare.offer import offer
+from medfl.flare.site_config import SiteConfig, accepted_run, open_site
+from medfl.flare.site_sandbox import held_site
+from medfl.policy.policy import Policy
+from medfl.runtimes.monai_fl.client import BASE_ROUND, ROUND, MedflClientAlgo, exchange_object
+
+SIDE = 64
+IMAGES = 200
+
+
+def bundle(folder: Path) -> tuple[Path, Path]:
+    """Write images of two classes, and what `medfl new` makes of them; return bundle and images."""
+    draws = np.random.default_rng(0)
+    images = folder / "images"
+    for name, least in (("dark", 0), ("bright", 100)):
+        (images / name).mkdir(parents=True)
+        for i in range(IMAGES):
+            pixels = draws.integers(least, least + 150, (SIDE, SIDE, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(images / name / f"{i}.png")
+
+    made = folder / "own"
+    assert medfl(["new", str(made), "--images", str(images)]) == 0
+    return made, images
+
+
+def command(made: Path, images: Path, out: Path, rounds: int, *flags: str) -> tuple[float, float]:
+    """Return the seconds of a whole command, and of its median round."""
+    words = ["run", str(made), "--data", str(images), "--out", str(out), "--rounds", str(rounds)]
+    words += ["--sites", "2", "--jobs", "1", *flags]
+    started = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "medfl", *words],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    seconds = time.perf_counter() - started
+    lines = (out / "rounds.jsonl").read_text().splitlines()
+    return seconds, statistics.median(json.loads(line)["seconds"] for line in lines)
+
+
+def commands(made: Path, images: Path, folder: Path, repeats: int, rounds: int) -> dict[str, Any]:
+    """Return the difference of starts and the ratio of rounds, each the median of pairs."""
+    more = []
+    ratios = []
+    for repeat in range(repeats):
+        walled = command(made, images, folder / f"walled-{repeat}", rounds)
+        plain = command(made, images, folder / f"plain-{repeat}", rounds, "--no-sandbox")
+        ratios.append(walled[1] / plain[1])
+        more.append(walled[0] - plain[0] - rounds * (walled[1] - plain[1]))
+
+    return {"seconds_more": statistics.median(more), "round_ratio": statistics.median(ratios)}
+
+
+def site(made: Path, images: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    """Return what a held site's rounds take against those of a site in this process."""
+    torch.set_num_threads(1)
+    requested = {"rounds": 1, "local_epochs": 1, "batch_size": 16}
+    run = offer(str(made), ["a", "b"], requested=requested, data=str(images))
+    config = SiteConfig(bundle=str(made), folder=str(folder / "site"), data=str(images))
+    (folder / "site").mkdir()
+    accepted: Run = accepted_run(run, "a", config)
+    federation = open_site(run, "a", config)
+    places: dict[str, Callable[[], Any]] = {
+        "here": lambda: federation,
+        "held": lambda: held_site(accepted, "a", config, folder, Policy(), str),
+    }
+    initial = federation.networks.initial
+    sizes = sum(tensor.nbytes for tensor in initial.values())
+    sites = {}
+    begun = {}
+    for name, make in places.items():
+        sites[name] = MedflClientAlgo(make, "a")
+        started = time.perf_counter()
+        sites[name].initialize()
+        begun[name] = time.perf_counter() - started
+
+    ratios = []
+    weights = {f"weights/{name}": tensor for name, tensor in initial.items()}
+    for repeat in range(repeats + 1):
+        taken = {}
+        for name, algo in sites.items():
+            started = time.perf_counter()
+            algo.train(exchange_object(weights, {ROUND: repeat + 1, BASE_ROUND: repeat}))
+            taken[name] = time.perf_counter() - started
+
+        if repeat:  # the first makes networks and caches
+            ratios.append(taken["held"] / taken["here"])
+
+    sites["held"].finalize()
+    return {
+        "worker_start_seconds": begun["held"],
+        "round_ratio": statistics.median(ratios),
+        "round_seconds": taken["here"],
+        "megabytes": sizes / 1e6,
+    }
+
+
+def main() -> None:
+    """Measure, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made, images = bundle(folder)
+        document = {
+            "commands": commands(made, images, folder, args.repeats, args.rounds),
+            "site": site(made, images, folder, args.repeats),
+        }
+
+    if args.json:
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        return
+
+    for part, figures in document.items():
+        for key, value in figures.items():
+            sys.stdout.write(f"{part:10} {key:22} {value:.3f}\n")
+
+
+if __name__ == "__main__":
+    main()
