@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,20 +16,13 @@ from monai.transforms import LoadImage
 from monai.utils import ensure_tuple
 
 from medfl.core.untrusted import Refused, printable
+from medfl.datasets.readers.reading import names_other_file
 
 Check = Callable[[Any], None]
 """Raises `Refused` for a path that may not be opened."""
 
 _HEAD = 1 << 16
 _GZIP = b"\x1f\x8b"
-_HDF5 = b"\x89HDF"
-_OTHER_FILE = re.compile(
-    rb"^\s*data ?file:"  # NRRD
-    rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
-    rb"|ExternalFileName\s*=\s*(\"[^\"]|'[^'])"  # GIFTI
-    rb"|^\s*ImageFile\s*=",  # Hamamatsu's index of a slide
-    re.MULTILINE | re.IGNORECASE,
-)
 
 
 class GuardedReader(ImageReader):
@@ -99,7 +91,7 @@ def check_content(path: Any) -> None:
             except (OSError, EOFError):
                 return  # its reader says what is wrong with it
 
-    if head.startswith(_HDF5) or _OTHER_FILE.search(head):
+    if names_other_file(head):
         raise Refused(f"the file {printable(path)}, which names another file as its pixels")
 
 

@@ -211,7 +211,7 @@ def _class_folders(root: Path) -> own.OwnImages:
     if classes:
         own_folder.refuse_other_folders(root, classes)
 
-    if not classes and any(volumes.is_nifti(path.name) for path in root.rglob("*")):
+    if not classes and any(volumes.is_volume(path.name) for path in root.rglob("*")):
         allowed = (
             "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
         )

@@ -64,6 +64,14 @@ _TURNS = {
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
 _SUBFILE_TYPE = 254  # a TIFF's tag
 _NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
+_HDF5 = b"\x89HDF"
+_OTHER_FILE = re.compile(
+    rb"^\s*data ?file:"  # NRRD
+    rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
+    rb"|ExternalFileName\s*=\s*(\"[^\"]|'[^'])"  # GIFTI
+    rb"|^\s*ImageFile\s*=",  # Hamamatsu's index of a slide
+    re.MULTILINE | re.IGNORECASE,
+)
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -85,6 +93,11 @@ def is_odd(path: str) -> bool:
     return not is_text(os.path.basename(path)) or (
         not os.path.isfile(path) and os.path.exists(path)
     )
+
+
+def names_other_file(head: bytes) -> bool:
+    """Tell by its first bytes whether a file's header names another file as its pixels, or may: HDF5 has links."""
+    return head.startswith(_HDF5) or _OTHER_FILE.search(head) is not None
 
 
 def require_file(path: str) -> None:
