@@ -26,8 +26,8 @@ from medfl.datasets.readers.stacks import check_unpacked
 
 Array = NDArray[Any]
 Affine = NDArray[np.float64]
-Sitk = Any
-"""Of SimpleITK, which has no types."""
+Untyped = Any
+"""Of a library that has no types."""
 
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
@@ -467,7 +467,7 @@ def to_ras(affine: Affine) -> Affine:
     return np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
 
 
-def affine_of(image: Sitk) -> Affine:
+def affine_of(image: Untyped) -> Affine:
     """Return the affine of a SimpleITK image, of its first three axes, from index to mm, RAS."""
     axes = min(image.GetDimension(), 3)
     direction = np.reshape(image.GetDirection(), (image.GetDimension(), -1))[:axes, :axes]
@@ -536,8 +536,8 @@ def _modality(pixels: Array, header: Header) -> Array:
     if table := header.get(Tag.ModalityLUTSequence):
         return _through(pixels, table[0], header.is_signed)
 
-    slope = header.number(Tag.RescaleSlope, 1)
-    return pixels * slope + header.number(Tag.RescaleIntercept, 0)
+    scaled: Array = pixels * header.number(Tag.RescaleSlope, 1)
+    return scaled + header.number(Tag.RescaleIntercept, 0)
 
 
 def _through(values: Array, table: Header, is_signed: bool) -> Array:
@@ -551,7 +551,7 @@ def _through(values: Array, table: Header, is_signed: bool) -> Array:
         first -= 2**16
 
     index = np.clip(np.rint(values) - first, 0, len(entries) - 1)
-    return entries[index.astype(np.intp)].astype(np.float64)
+    return np.asarray(entries[index.astype(np.intp)], np.float64)
 
 
 def _padding(pixels: Array, header: Header) -> Array:
@@ -589,7 +589,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
 
     if header.is_coloured:
         colours = _pixels(file, file)[0]
-        return np.rint(colours / np.iinfo(colours.dtype).max * 255).astype(np.uint8)
+        return np.asarray(np.rint(colours / np.iinfo(colours.dtype).max * 255), np.uint8)
 
     header = frame.header
     pixels = _stored(file)[0]
@@ -600,7 +600,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     if polarity[0] == "MONOCHROME1" or polarity[1] == "INVERSE":
         shown = 1 - shown
 
-    return np.rint(np.where(padded, 0, shown) * 255).astype(np.uint8)
+    return np.asarray(np.rint(np.where(padded, 0, shown) * 255), np.uint8)
 
 
 def _shown(values: Array, of_image: Array, header: Header) -> Array:
@@ -613,7 +613,7 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
     width = header.number(Tag.WindowWidth, 0)
     function = header.text(Tag.VOILUTFunction)
     if width > 0 and function == "SIGMOID":
-        return 1 / (1 + np.exp(-4 * (values - centre) / width))
+        return np.asarray(1 / (1 + np.exp(-4 * (values - centre) / width)))
 
     low = float(of_image.min())
     high = float(of_image.max())
@@ -627,7 +627,8 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
         low = 0.0
         high = 255.0
 
-    return np.clip((values - low) / max(high - low, 1e-9), 0, 1)
+    shades: Array = (values - low) / max(high - low, 1e-9)
+    return shades.clip(0, 1)
 
 
 # Files
@@ -648,14 +649,14 @@ def count_voxels(folder: str) -> int:
     return sum(header.voxels for header in _series(folder).values())
 
 
-def _reader(file: str) -> Sitk:
+def _reader(file: str) -> Untyped:
     reader = _sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
     return reader
 
 
-def _sitk() -> Sitk:
+def _sitk() -> Untyped:
     """Import SimpleITK, which is slow and not needed for NIfTI."""
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here

@@ -118,8 +118,7 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
 
 def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
     """Return a volume on the grid of another one that lies in the same place, its axes turned where they differ."""
-    from nibabel import orientations
-
+    orientations: dicom.Untyped = importlib.import_module("nibabel.orientations")
     shape = base.voxels.shape[:3]
     turned = raw
     if not (raw.voxels.shape[:3] == shape and _is_close(raw.affine, base.affine)):
@@ -300,14 +299,15 @@ def _itk(path: str, kind: str) -> _Raw:
     if len(units) > 1:
         raise ValueError(f"its axes have the units {', '.join(sorted(units))}")
 
-    reader = importlib.import_module("SimpleITK").ImageFileReader()
+    sitk: dicom.Untyped = importlib.import_module("SimpleITK")
+    reader = sitk.ImageFileReader()
     reader.SetImageIO(_ITK[kind])
     reader.SetFileName(path)
     reader.ReadImageInformation()
     values = math.prod(map(int, reader.GetSize())) * reader.GetNumberOfComponents()
     check_unpacked(8 * values, os.path.getsize(path))
     image = reader.Execute()
-    voxels: Array = importlib.import_module("SimpleITK").GetArrayFromImage(image)
+    voxels: Array = sitk.GetArrayFromImage(image)
     if image.GetNumberOfComponentsPerPixel() > 1:
         voxels = np.moveaxis(voxels, -1, 0)
 
@@ -333,7 +333,7 @@ def millimetres(unit: str) -> float:
     return _MILLIMETRES[unit]
 
 
-def _check_size(uri: str, image: Any) -> None:
+def _check_size(uri: str, image: dicom.Untyped) -> None:
     """Raise a ValueError if voxels take far more memory than the file has bytes: scaled ones are float64."""
     scaled = (image.dataobj.slope, image.dataobj.inter) != (1, 0)
     bytes_of_voxel = max(image.get_data_dtype().itemsize, 8 * scaled)
@@ -342,7 +342,7 @@ def _check_size(uri: str, image: Any) -> None:
     )
 
 
-def _open(uri: str) -> Any:
+def _open(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
     path, part = split_uri(uri)
@@ -356,7 +356,7 @@ def _open(uri: str) -> Any:
     return nib.Nifti1Image.from_bytes(content)
 
 
-def _header(uri: str) -> Any:
+def _header(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
     path, part = split_uri(uri)
@@ -397,7 +397,7 @@ def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
     import nibabel as nib
 
     source = source.split(JOINED)[0]
-    image: Any = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
+    image: dicom.Untyped = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
     original = _open(source) if source.lower().endswith(NIFTI) else None
     if original is not None and (*original.shape, 1)[:3] == mask.shape:
         header = type(original.header)()
