@@ -403,7 +403,7 @@ def _swapped(record: Record, solid: bool) -> bool:
 
 def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
-    values = _values(read_pixels(record.mask))
+    values = _values(pairs.mask_plane(record.mask, record.image))
     if values <= {0, 255} and not several:
         values = {min(value, 1) for value in values}
 

@@ -607,7 +607,8 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
     """Return values as shades from 0 to 1; `of_image` are those of them that are no padding."""
     if table := header.get(Tag.VOILUTSequence):
         bits = table[0].numbers(Tag.LUTDescriptor)[2]
-        return _through(values, table[0], header.is_signed) / (2**bits - 1)
+        looked_up = _through(values, table[0], header.is_signed)
+        return looked_up / float(2**bits - 1)
 
     centre = header.number(Tag.WindowCenter, 0)
     width = header.number(Tag.WindowWidth, 0)

@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
 from medfl.core.untrusted import folders_below
-from medfl.datasets.readers import dicom, png16, stacks
+from medfl.datasets.readers import dicom, many_bits, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 
 # a page of PostScript, whatever its file is called, starts no program to draw it
@@ -307,10 +307,12 @@ def read_pixels(
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     convert: bool = False,
+    is_mask: bool = False,
 ) -> Pixels:
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
-    A picture is upright as its EXIF orientation says, and a DICOM file as a viewer shows it (`dicom.read_picture`).
+    A picture is upright as its EXIF orientation says, white is its highest value, and a DICOM file is as a viewer shows
+    it (`dicom.read_picture`). A mask with a palette of colours is its indices.
 
     Raises:
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
@@ -341,16 +343,17 @@ def read_pixels(
                         "save each page as a file of its own",
                     )
 
-                if image.format == "PNG" and png16.is_png16(
-                    content if part else png16.head_of(path)
-                ):
+                if many_bits.loses(image):
+                    content = content or Path(path).read_bytes()
                     # Eight bytes a value, which is what resizing takes.
-                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())
-                    check_unpacked(as_float64, len(content) or os.path.getsize(path))
+                    check_unpacked(8 * math.prod(image.size) * len(image.getbands()), len(content))
+                    turn = orientation(image)
+                    pixels = _upright(many_bits.read(image, content), turn)
                     image.load()  # which refuses a file that is damaged
-                    pixels = _upright(png16.read(content or path), orientation(image))
                 else:
-                    pixels = _decode(image, size, channels if convert else None)
+                    pixels = _decode(image, size, channels if convert else None, is_mask)
+
+                pixels = many_bits.white_is_high(image, pixels)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
@@ -442,7 +445,9 @@ def _pages(image: Image.Image) -> int:
     return max(1, pages)
 
 
-def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> Pixels:
+def _decode(
+    image: Image.Image, size: tuple[int, int] | None, channels: int | None, is_mask: bool
+) -> Pixels:
     """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
     turned = orientation(image)
     if size is not None and image.format == "JPEG":
@@ -456,6 +461,8 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
     if turned != 1:
         image = image.transpose(_TURNS[turned])
 
+    if is_mask and image.mode == "P" and not _is_grey(image.convert("RGB")):
+        return np.array(image)
     if image.mode == "CMYK" or image.mode.startswith(("P", "YCbCr", "HSV", "LAB")):
         image = image.convert("RGB")
     elif image.mode == "1":
@@ -470,6 +477,12 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
         return decoded.astype(np.uint16)
 
     return decoded.astype(decoded.dtype.newbyteorder("="))
+
+
+def _is_grey(image: Image.Image) -> bool:
+    """Tell whether all colours of a picture are shades of grey."""
+    red, green, blue = image.split()
+    return red == green == blue
 
 
 def _convert(pixels: Pixels, channels: int) -> Pixels:
