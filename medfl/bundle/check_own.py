@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from medfl.bundle.bundle import Bundle
@@ -57,9 +57,10 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
 
+    changes = []
     for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
-            _read(root, ids)(record)
+            changes.append(volumes.changes_of(_read(root, ids)(record)))
         except InputError as error:
             problems.append(str(error))
 
@@ -67,7 +68,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
         counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=_notes(root, ids, dataset, records),
+        notes=(*_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def _layout(ids: Config) -> str:
     return f"{images} [+ cases.csv]"
 
 
-def _read(root: Path, ids: Config) -> Callable[[Record], object]:
+def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)

@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from monai.data import ImageReader
 from monai.transforms import LoadImage
 from monai.utils import ensure_tuple
+from monai.utils.enums import MetaKeys
 
 from medfl.core.untrusted import Refused, printable
 from medfl.datasets.readers.reading import names_other_file
@@ -23,6 +25,8 @@ Check = Callable[[Any], None]
 
 _HEAD = 1 << 16
 _GZIP = b"\x1f\x8b"
+_UNIT = 0b111  # the bits of a NIfTI's xyzt_units that say in what lengths are
+_MILLIMETRES = {1: 1e3, 3: 1e-3}  # of metres and micrometres; others are mm, or said to be nothing
 
 
 class GuardedReader(ImageReader):
@@ -52,8 +56,14 @@ class GuardedReader(ImageReader):
         return self._reader.read(data, **kwargs)
 
     def get_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pixels and what is known of them; readers call what they take `img` or `wsi`."""
-        return self._reader.get_data(*args, **kwargs)
+        """Return the pixels and what is known of them, affines in mm; readers call what they take `img` or `wsi`."""
+        pixels, meta = self._reader.get_data(*args, **kwargs)
+        factor = _MILLIMETRES.get(int(meta.get("xyzt_units", 0)) & _UNIT, 1.0)
+        for key in (MetaKeys.AFFINE, MetaKeys.ORIGINAL_AFFINE):
+            if factor != 1 and key in meta:
+                meta[key] = np.diag([factor] * 3 + [1]) @ meta[key]
+
+        return pixels, meta
 
 
 def guard_readers(component: Any, check_place: Check) -> None:

@@ -302,6 +302,7 @@ def _segmented(
         notes += (f"no mask has the values {', '.join(absent)}",)
 
     notes += duplicate_notes(facts, records)
+    notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
@@ -417,7 +418,8 @@ def _values(mask: NDArray[Any]) -> set[int]:
 
 def _volume(record: Record) -> tuple[set[int], PictureFacts]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return _values(mask.numpy()), PictureFacts.of(image.numpy())
+    facts = PictureFacts.of(image.numpy())
+    return _values(mask.numpy()), facts._replace(changes=volumes.changes_of((image, mask)))
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ def drawn(kind: str, channels: int = 0) -> np.ndarray:
 
 
 KINDS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
-    **{f"grey {kind}": (drawn(kind), {}) for kind in "uint8 int8 uint16 int16 uint32 int32 float32".split()},
+    **{f"grey {kind}": (drawn(kind), {}) for kind in ("uint8", "int8", "uint16", "int16", "uint32")},
+    **{f"grey {kind}": (drawn(kind), {}) for kind in ("int32", "float32")},
     "grey uint16, big-endian": (drawn("uint16"), {"byteorder": ">"}),
     "grey uint16, packed": (drawn("uint16"), {"compression": "zlib", "predictor": True}),
     **{f"rgb {kind}": (drawn(kind, 3), {"photometric": "rgb"}) for kind in ("uint8", "uint16")},

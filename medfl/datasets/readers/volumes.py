@@ -12,7 +12,8 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +42,7 @@ NIFTI = (".nii", ".nii.gz")
 _ITK = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO"}
 SUFFIXES = (*NIFTI, *_ITK)
 CHANGES = "changes"
-"""In a volume's meta: what is not as it is stored."""
+"""In a volume's meta: what is not as it is stored, each with a semicolon after it."""
 TOLERANCE = 1e-3  # mm, on each number of an affine
 _MOST_CHANNELS = 32  # of an image of four axes; more are a series in time
 _READABLE = f"a volume is a file that ends in {', '.join(SUFFIXES)}, plain or in a zip, or a folder of one DICOM series"
@@ -146,6 +147,17 @@ def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
 
 def _is_close(affine: Array, other: Array) -> bool:
     return np.allclose(affine, other, rtol=0, atol=TOLERANCE)
+
+
+def changes_of(volumes: Iterable[object]) -> str:
+    """Return what reading changed in volumes and masks, each with a semicolon after it; in other values nothing."""
+    return "".join(str(getattr(volume, "meta", {}).get(CHANGES, "")) for volume in volumes)
+
+
+def changes_told(cases: Iterable[str]) -> tuple[str, ...]:
+    """Return a line for each kind of change, of the changes of each case."""
+    counts = Counter(change for changes in cases for change in changes.split("; ") if change)
+    return tuple(f"{change}, in {count} files" for change, count in counts.items())
 
 
 def count_voxels(uri: str) -> int | None:
