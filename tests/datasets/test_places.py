@@ -15,11 +15,18 @@ import pytest
 import SimpleITK as sitk
 import torch
 from monai.data import MetaTensor
+from monai.transforms import Orientationd
 
+from medfl.bundle import check_own
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.data.prepared import Geometry
-from medfl.datasets.readers.volumes import CHANGES, read_pair, read_volume
+from medfl.datasets import ReadVolumed, WriteMaskd
+from medfl.datasets.readers.volumes import CHANGES, as_nifti, read_pair, read_volume
 from medfl.evaluation.save_masks import save
+from medfl.partner.case_findings import Findings
+from medfl.partner.scanning import scan
+from medfl.starter import starter
 
 SHAPE = (7, 8, 9)
 IMAGE = np.random.default_rng(0).integers(0, 1000, SHAPE).astype(np.int16)
@@ -245,6 +252,50 @@ def test_a_mask_lies_where_its_source_does(tmp_path: Path, name: str) -> None:
     again, labels = read_pair(source, str(written), 2)
     assert np.array_equal(labels[0].numpy(), MASK)
     assert isinstance(again, MetaTensor)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_exports_write_masks_where_their_source_lies(tmp_path: Path, name: str) -> None:
+    """As `medfl.datasets.WriteMaskd` of an exported bundle does, from scores on a turned grid or from a mask."""
+    source = SOURCES[name](tmp_path)
+    item = {
+        "image": source,
+        "label": nifti(tmp_path / "m.nii.gz", MASK, read_volume(source).affine.numpy()),
+    }
+    turned = Orientationd(["image", "label"], "LSP", labels=None)(ReadVolumed(classes=2)(item))
+    scores = torch.cat([1 - turned["label"].float(), turned["label"].float()])
+    WriteMaskd(output_dir=tmp_path / "out")({**turned, "pred": scores})
+    WriteMaskd(output_dir=tmp_path / "bare")({**turned, "pred": torch.from_numpy(MASK)[None]})
+    geometry = Geometry(AFFINE, read_volume(source).affine.numpy(), SHAPE, source)
+    expected = as_nifti(MASK, geometry.original_affine, source)
+    for folder in ("out", "bare"):
+        assert (tmp_path / folder / "x_seg.nii.gz").read_bytes() == expected
+
+
+def test_what_reading_changes_is_said(tmp_path: Path) -> None:
+    """By `medfl new`, `medfl data check` and `medfl site check`, once for each kind of change."""
+    turn = np.array([[1, -1], [0, 1], [2, 1]])
+    for number in range(4):
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        voxels = np.roll(IMAGE, number, 0)
+        nifti(tmp_path / "images" / f"{number}.nii", voxels, np.diag([1e3, 1e3, 1e3, 1]), "micron")
+        turned = nib.Nifti1Image((voxels > 700).astype(np.uint8), np.eye(4)).as_reoriented(turn)
+        nib.save(turned, tmp_path / "masks" / f"{number}.nii")
+    lines = (
+        "lengths in micron are read as mm, in 4 files",
+        f"axes {''.join(nib.aff2axcodes(turned.affine))} are turned to those of its image, in 4 files",
+    )
+    survey = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert set(lines) <= set(survey.notes)
+    bundle = starter.write(tmp_path / "bundle", survey)
+    assert set(lines) <= set(check_own.check(bundle, tmp_path).notes)
+    opened = Bundle(str(bundle), {"dataset_dir": str(tmp_path)})
+    findings = Findings(opened)
+    for section in ("train", "validate", "test"):
+        for item in scan(opened, section):
+            findings.add(item)
+    assert set(lines) <= {line.text for line in findings.lines() if line.topic == "reading"}
 
 
 def test_a_mask_has_nothing_else_of_its_source(tmp_path: Path) -> None:
