@@ -114,7 +114,7 @@ def paired(
 ) -> list[Item]:
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
-    They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
+    They are pictures or volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
     _label, and where both are in one folder it does. `medfl.datasets.readers.matching.match` finds the image of a mask,
     by the names of nnU-Net and BIDS too; the channels of nnU-Net are one image, and BIDS's subjects patients.
 
@@ -379,7 +379,7 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
 
 
 def is_volumes(images: Path) -> bool:
-    """Tell whether a folder holds NIfTI volumes or DICOM series, and no pictures."""
+    """Tell whether a folder holds volumes or DICOM series, and no pictures."""
     if any(is_volume(path.name) for path in images.iterdir()):
         return True
     return not tables.image_files(images) and any(path.is_dir() for path in images.iterdir())

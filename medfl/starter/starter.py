@@ -71,7 +71,7 @@ def survey(
     """Read every image, and its mask, once.
 
     Args:
-        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes;
+        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or volumes;
             or of both, as `medfl.starter.folder_layouts.find` knows it.
         masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
