@@ -16,7 +16,7 @@ from medfl.datasets.readers.splitting import Record
 from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
-_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
+_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split", "in_channels")
 
 
 def check(where: str | Path, folder: str | Path | None, *, progress: bool = False) -> CheckReport:
@@ -81,7 +81,7 @@ def ids_of(bundle: Problem) -> Document:
         except InputError:
             continue
 
-    return {"classes": None, "group_by": None, **values}
+    return {"classes": None, "group_by": None, "in_channels": None, **values}
 
 
 def _layout(ids: Config) -> str:
@@ -110,7 +110,8 @@ def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
         return lambda record: read_pixels(record.image)
     classes = len(ids["classes"])
     if own.is_volumes(own.path_below(root, str(ids["images"]))):
-        return lambda record: volumes.read_pair(record.image, record.mask, classes)
+        channels = ids["in_channels"]
+        return lambda record: volumes.read_pair(record.image, record.mask, classes, channels)
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 

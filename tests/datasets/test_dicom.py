@@ -12,6 +12,7 @@ import SimpleITK as sitk
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers.dicom import own_locale, read_picture
+from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.volumes import CHANGES, count_voxels, read_pair, read_volume
 from tests.support.dicom_files import BIG_ENDIAN, EXPLICIT, IMPLICIT, slice_of, write
 
@@ -304,3 +305,35 @@ def test_colours_and_packed_headers_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "x.dcm", slice_of(PIXELS), "1.2.840.10008.1.2.1.99")
     with pytest.raises(InputError, match=r"x\.dcm cannot be read \(its header is packed"):
         read_picture(file)
+
+
+def nested(depth: int) -> tuple[str, Any]:
+    return "SQ", [{VOI_LUT: nested(depth - 1)}] if depth else [{CENTRE: ("DS", "1")}]
+
+
+HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
+    "no rows": ({(0x0028, 0x0010): ("US", [0])}, "holds no"),
+    "frames without end": ({(0x0028, 0x0008): ("IS", "999999999")}, "more than 65536 frames"),
+    "fewer than no frames": ({(0x0028, 0x0008): ("IS", "-1")}, "holds no|cannot be read"),
+    "sequences without end": ({VOI_LUT: nested(40)}, "its sequences are too deep"),
+    "an empty table": ({VOI_LUT: ("SQ", [{CENTRE: ("DS", "1")}]), MODALITY_LUT: ("SQ", [{}])}, "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_lies_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    more, message = HOSTILE[name]
+    file = write(tmp_path / "s" / "x.dcm", slice_of(PIXELS, 0, more))
+    for read in (lambda: read_volume(str(tmp_path / "s")), lambda: read_pixels(file)):
+        with pytest.raises(InputError, match=message) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_header_that_is_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = Path(write(tmp_path / "s" / "x.dcm", slice_of(PIXELS, 0, {VOI_LUT: lut(0, [1, 2, 3])})))
+    content = file.read_bytes()
+    for end in range(133, len(content) - PIXELS.nbytes, 7):
+        file.write_bytes(content[:end])
+        with pytest.raises(InputError, match=r"x\.dcm|holds no DICOM series"):
+            read_volume(str(tmp_path / "s"))

@@ -42,6 +42,7 @@ _PACKED = {b"OB", b"OW"}
 _UNDEFINED = 0xFFFFFFFF
 _PIXELS = 0x7FE0  # group
 _DEEPEST = 16  # sequences in sequences
+_MOST_FRAMES = 2**16
 
 
 class Tag(IntEnum):
@@ -245,7 +246,7 @@ def _header(file: str) -> Header | None:
 
         return None
 
-    return header if Tag.Rows in header and Tag.Columns in header else None
+    return header if header.voxels else None
 
 
 def _damaged(file: str, error: Exception) -> InputError:
@@ -524,7 +525,7 @@ def _stored(file: str) -> Array:
 def _pixels(file: str, name: str) -> Array:
     """Return what SimpleITK reads of a file: (frames, H, W[, colours])."""
     try:
-        pixels: Array = _sitk().GetArrayFromImage(_reader(file).Execute())
+        pixels: Array = sitk().GetArrayFromImage(_reader(file).Execute())
     except RuntimeError as error:
         raise _damaged(name, error) from error
 
@@ -637,6 +638,9 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
 
 def _check_size(headers: Mapping[str, Header]) -> None:
     """Raise a ValueError if headers state far more pixels, float64 at most, than their files can hold."""
+    if any(header.whole(Tag.NumberOfFrames, 1) > _MOST_FRAMES for header in headers.values()):
+        raise ValueError(f"more than {_MOST_FRAMES} frames")
+
     voxels = sum(header.voxels for header in headers.values())
     check_unpacked(8 * voxels, sum(map(os.path.getsize, headers)))
 
@@ -651,13 +655,13 @@ def count_voxels(folder: str) -> int:
 
 
 def _reader(file: str) -> Untyped:
-    reader = _sitk().ImageFileReader()
+    reader = sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
     return reader
 
 
-def _sitk() -> Untyped:
+def sitk() -> Untyped:
     """Import SimpleITK, which is slow and not needed for NIfTI."""
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from numpy.typing import NDArray
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
+
+from medfl.datasets.readers import dicom
 
 _BITS, _PHOTOMETRIC, _ORIENTATION, _PLANES, _FORMAT = 258, 262, 274, 284, 339  # tags of TIFF
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
@@ -45,7 +46,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
         if image.tag_v2.get(_PLANES, 1) != 1 or image.tag_v2.get(_ORIENTATION, 1) != 1:
             raise ValueError("its channels lie apart, or it lies on its side: save it as PNG")
 
-    sitk: Any = importlib.import_module("SimpleITK")  # slow to import, and rarely needed
+    sitk = dicom.sitk()
     with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
         path = Path(folder, "picture")
         path.write_bytes(content)

@@ -95,26 +95,32 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     return _tensor(uri, np.concatenate(channels), raw)
 
 
-def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTensor]:
+def read_pair(
+    image: str, mask: str, classes: int, channels: int | None = None
+) -> tuple[MetaTensor, MetaTensor]:
     """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) uint8 with values 0..classes-1.
 
-    A mask whose axes have another order or direction is turned to those of its image.
+    A mask whose axes have another order or direction is turned to those of its image. C is `channels`, if given.
 
     Raises:
-        InputError: as `read_volume`, or the two differ in shape or place, or the mask has other values or channels.
+        InputError: as `read_volume`, or the two differ in shape or place, or the mask has other values, or one of them
+            other channels.
     """
     first, *more_uris = image.split(JOINED)
     raw = _read(first)
     labels = _aligned(f"its mask {mask}", _read(mask), f"image {first}", raw)
-    if labels.voxels.shape[3] > 1:
-        raise InputError(
-            f"mask {mask} has {labels.voxels.shape[3]} channels",
-            "one number a voxel",
-            "save it as one volume of class indices",
-        )
+    tensor = _with_channels(raw, first, more_uris)
+    _require_channels(f"mask {mask}", labels.voxels.shape[3], 1)
+    _require_channels(f"image {image}", len(tensor), channels or len(tensor))
 
     indices = _classes(mask, labels.voxels[..., 0], classes)[None]
-    return _with_channels(raw, first, more_uris), _tensor(mask, indices, labels)
+    return tensor, _tensor(mask, indices, labels)
+
+
+def _require_channels(name: str, count: int, wanted: int) -> None:
+    if count != wanted:
+        allowed = f"a fourth axis, or files, of {wanted}"
+        raise InputError(f"{name} has {count} channels", allowed, "convert it, or remove the case")
 
 
 def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
@@ -311,7 +317,7 @@ def _itk(path: str, kind: str) -> _Raw:
     if len(units) > 1:
         raise ValueError(f"its axes have the units {', '.join(sorted(units))}")
 
-    sitk: dicom.Untyped = importlib.import_module("SimpleITK")
+    sitk = dicom.sitk()
     reader = sitk.ImageFileReader()
     reader.SetImageIO(_ITK[kind])
     reader.SetFileName(path)
