@@ -252,7 +252,7 @@ MISSING = {
         r"\(0020,0037\) ImageOrientationPatient is 0\\1\\0\\0\\0\\-1 in .*7\.dcm and 1\\0\\0\\0\\1\\0 in .*8\.dcm",
     ),
     "another spacing": (SPACING, ("DS", "1\\1.1"), r"\(0028,0030\) PixelSpacing is 1\\1\.1 in .*7\.dcm and 1\\1 in"),
-    "another size": (None, None, r"\(0028,0010\) Rows is 2 in .*7\.dcm and 3 in .*8\.dcm"),
+    "another size": (None, None, r"\(0028,0010\) Rows is \[2\] in .*7\.dcm and \[3\] in .*8\.dcm"),
     "a gap": (POSITION, ("DS", "0\\0\\7"), r"1 to 6 mm apart; .*\(0020,0032\) ImagePositionPatient"),
     "twice one place": (POSITION, ("DS", "0\\0\\1"), r"0 to 1 mm apart; .*ImagePositionPatient, one at each place"),
     "no number": (POSITION, ("DS", "0\\0\\a"), r"s cannot be read \(could not convert string to float: 'a'\)"),

@@ -36,7 +36,21 @@ _PREAMBLE = 128
 _MAGIC = b"DICM"
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _BIG_ENDIAN = b"1.2.840.10008.1.2.2"
-_LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
+_LONG = {
+    b"OB",
+    b"OD",
+    b"OF",
+    b"OL",
+    b"OV",
+    b"OW",
+    b"SQ",
+    b"SV",
+    b"UC",
+    b"UN",
+    b"UR",
+    b"UT",
+    b"UV",
+}
 """Kinds of values whose length has four bytes."""
 _PACKED = {b"OB", b"OW"}
 _UNDEFINED = 0xFFFFFFFF
@@ -92,9 +106,16 @@ class Tag(IntEnum):
 
 _TAGS = frozenset(Tag)
 _NUMBERS = {
-    Tag.SamplesPerPixel, Tag.Rows, Tag.Columns, Tag.BitsAllocated, Tag.PixelRepresentation, Tag.PixelPaddingValue,
-    Tag.PixelPaddingRangeLimit, Tag.LUTDescriptor, Tag.LUTData,
-}  # fmt: skip
+    Tag.SamplesPerPixel,
+    Tag.Rows,
+    Tag.Columns,
+    Tag.BitsAllocated,
+    Tag.PixelRepresentation,
+    Tag.PixelPaddingValue,
+    Tag.PixelPaddingRangeLimit,
+    Tag.LUTDescriptor,
+    Tag.LUTData,
+}
 """Tags of whole numbers of two bytes; those of others are text."""
 _SEQUENCES = frozenset(tag for tag in Tag if tag.name.endswith("Sequence"))
 _NEUTRAL: Mapping[int, bytes] = {
@@ -301,14 +322,10 @@ class _Parser:
             self.at += 4
             return False
 
-        kind = b""
-        if self.explicit:
-            kind = self._bytes(2)
-
-        if kind in _LONG:
-            self.at += 2
-
-        length = self._whole(4 if kind in _LONG or not self.explicit else 2)
+        kind = self._bytes(2 * self.explicit)
+        has_gap = kind in _LONG
+        self.at += 2 * has_gap
+        length = self._whole(4 if has_gap or not self.explicit else 2)
         if length == _UNDEFINED or kind == b"SQ" or number in _SEQUENCES:
             explicit = self.explicit
             self.explicit &= kind != b"UN"
@@ -396,9 +413,9 @@ def _require_equal(frames: Sequence[Frame], tag: Tag, count: int = 1) -> Affine:
     for frame in frames:
         numbers = _numbers(frame, tag, count)
         if not np.allclose(numbers, first, rtol=0, atol=_ALIKE):
-            values = ["\\".join(f"{number:g}" for number in some) for some in (first, numbers)]
             raise InputError(
-                f"{tag} is {values[0]} in DICOM file {frames[0].file} and {values[1]} in {frame.file}",
+                f"{tag} is {frames[0].header.text(tag)} in DICOM file {frames[0].file} and "
+                f"{frame.header.text(tag)} in {frame.file}",
                 "the slices of a volume have one grid",
                 "keep slices of one orientation, size and spacing in each folder",
             )
@@ -597,8 +614,10 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     padded = _padding(pixels, header)
     values = _modality(pixels, header)
     shown = _shown(values, values if padded.all() else values[~padded], header)
-    polarity = header.text(Tag.PhotometricInterpretation), header.text(Tag.PresentationLUTShape)
-    if polarity[0] == "MONOCHROME1" or polarity[1] == "INVERSE":
+    if (
+        header.text(Tag.PhotometricInterpretation) == "MONOCHROME1"
+        or header.text(Tag.PresentationLUTShape) == "INVERSE"
+    ):
         shown = 1 - shown
 
     return np.asarray(np.rint(np.where(padded, 0, shown) * 255), np.uint8)

@@ -40,10 +40,23 @@ Files = list[tuple[str, str]]
 """Path or name, and URI, of each image or file."""
 
 UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, lzma.LZMAError, struct.error, zipfile.BadZipFile, zlib.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
     Image.DecompressionBombError,
-)  # fmt: skip
+)
 """What readers of damaged files raise: whatever they stumble over."""
 JOINED = " | "
 READABLE = (

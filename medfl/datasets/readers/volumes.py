@@ -47,9 +47,19 @@ TOLERANCE = 1e-3  # mm, on each number of an affine
 _MOST_CHANNELS = 32  # of an image of four axes; more are a series in time
 _READABLE = f"a volume is a file that ends in {', '.join(SUFFIXES)}, plain or in a zip, or a folder of one DICOM series"
 _MILLIMETRES = {
-    "": 1.0, "?": 1.0, "unknown": 1.0, "mm": 1.0, "millimeter": 1.0, "cm": 10.0, "m": 1e3, "meter": 1e3, "um": 1e-3,
-    "\u00b5m": 1e-3, "\u03bcm": 1e-3, "micron": 1e-3,
-}  # fmt: skip
+    "": 1.0,
+    "?": 1.0,
+    "unknown": 1.0,
+    "mm": 1.0,
+    "millimeter": 1.0,
+    "cm": 10.0,
+    "m": 1e3,
+    "meter": 1e3,
+    "um": 1e-3,
+    "\u00b5m": 1e-3,
+    "\u03bcm": 1e-3,
+    "micron": 1e-3,
+}
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
 _UNITS = re.compile(
     rb"^(?:space )?units:[ \t]*(.*?)\r?$"  # NRRD: one in quotes for each axis
@@ -58,9 +68,19 @@ _UNITS = re.compile(
 )
 _HEAD = 1 << 16
 _PLACE = (
-    "xyzt_units", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y",
-    "qoffset_z", "srow_x", "srow_y", "srow_z",
-)  # fmt: skip
+    "xyzt_units",
+    "qform_code",
+    "sform_code",
+    "quatern_b",
+    "quatern_c",
+    "quatern_d",
+    "qoffset_x",
+    "qoffset_y",
+    "qoffset_z",
+    "srow_x",
+    "srow_y",
+    "srow_z",
+)
 """What a NIfTI header says of place, beside pixdim."""
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
@@ -334,21 +354,13 @@ def _itk(path: str, kind: str) -> _Raw:
 
 
 def _in_mm(voxels: Array, affine: NDArray[np.float64], unit: str) -> _Raw:
-    factor = millimetres(unit)
-    affine[:3] *= factor
-    return _Raw(voxels, affine, f"lengths in {unit} are read as mm; " * (factor != 1))
-
-
-def millimetres(unit: str) -> float:
-    """Return the millimetres of a unit of length by the name that a header gives it; 1 where it names none.
-
-    Raises:
-        ValueError: it is no known length.
-    """
+    """Return a volume whose header gives lengths in a unit of this name; a ValueError if it is no known length."""
     if unit not in _MILLIMETRES:
         raise ValueError(f"its lengths are in {unit!r}")
 
-    return _MILLIMETRES[unit]
+    factor = _MILLIMETRES[unit]
+    affine[:3] *= factor
+    return _Raw(voxels, affine, f"lengths in {unit} are read as mm; " * (factor != 1))
 
 
 def _check_size(uri: str, image: dicom.Untyped) -> None:
@@ -388,7 +400,7 @@ def _header(uri: str) -> dicom.Untyped:
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the three sides and the channels of a volume: a single slice has a side of 1, other ones are dropped."""
-    sides = (*shape, 1, 1)[:3] if len(shape) < 3 else tuple(shape[:3])
+    sides = (*shape, 1, 1)[:3]
     more = [side for side in shape[3:] if side != 1]
     channels = math.prod(more)
     if (
@@ -414,7 +426,6 @@ def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
     """
     import nibabel as nib
 
-    source = source.split(JOINED)[0]
     image: dicom.Untyped = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
     original = _open(source) if source.lower().endswith(NIFTI) else None
     if original is not None and (*original.shape, 1)[:3] == mask.shape:
