@@ -197,7 +197,7 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
     places, affine = _placed(folder, frames)
     (columns,), (rows,) = (_require_equal(frames, tag) for tag in (Tag.Columns, Tag.Rows))
-    voxels = np.empty((int(columns), int(rows), len(frames)), np.float32)
+    voxels = np.empty((len(frames), int(rows), int(columns)), np.float32)
     padded = np.zeros(voxels.shape, bool)
 
     stored = np.empty(0)
@@ -205,18 +205,18 @@ def read(folder: str) -> tuple[Array, Affine, str]:
         if number == 0:
             stored = _stored(file)
 
-        # Rows come first in a file, columns in a volume.
-        pixels = stored[number].T
         with np.errstate(over="ignore"):
-            voxels[..., place] = _modality(pixels, header)
+            voxels[place] = _modality(stored[number], header)
 
-        padded[..., place] = _padding(pixels, header)
+        padded[place] = _padding(stored[number], header)
 
-    if not padded.any() or padded.all():
-        return voxels, affine, ""
+    changes = ""
+    if padded.any() and not padded.all():
+        voxels[padded] = voxels[~padded].min()
+        changes = f"{Tag.PixelPaddingValue} is read as the least other value"
 
-    voxels[padded] = voxels[~padded].min()
-    return voxels, affine, f"{Tag.PixelPaddingValue} is read as the least other value"
+    # Slices and rows come first in files, columns in a volume.
+    return voxels.T, affine, changes
 
 
 # Headers
