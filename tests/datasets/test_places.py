@@ -313,3 +313,26 @@ def test_a_mask_has_nothing_else_of_its_source(tmp_path: Path) -> None:
     header = nib.load(written).header
     assert (header["cal_max"], header.get_intent()[0], len(header.extensions)) == (0, "none", 0)
     assert np.array_equal(np.asarray(nib.load(written).dataobj), MASK)
+
+
+def test_a_mask_of_two_axes_keeps_the_forms_of_its_source(tmp_path: Path) -> None:
+    """As of a bundle that segments slices; also where the source has a third axis of one voxel."""
+    for shape in ((7, 8), (7, 8, 1)):
+        source = with_forms(tmp_path / "x.nii", 1, 1)
+        header = nib.load(source).header
+        nib.save(nib.Nifti1Image(IMAGE[..., 0].reshape(shape), None, header), source)
+        geometry = Geometry(AFFINE, AFFINE, (7, 8), source)
+        written = nib.load(
+            save(torch.from_numpy(MASK[..., 0].copy()), 2, geometry, tmp_path / "mask")
+        )
+        assert np.array_equal(np.asarray(written.dataobj).reshape(7, 8), MASK[..., 0])
+        for field in FIELDS:
+            assert np.array_equal(written.header[field], nib.load(source).header[field])
+
+
+def test_segmentations_as_slicer_names_them_are_masks(tmp_path: Path) -> None:
+    for number in range(4):
+        itk(tmp_path / f"c{number}.nrrd", np.roll(IMAGE, number, 0))
+        itk(tmp_path / f"c{number}.seg.nrrd", np.roll(MASK, number, 0))
+    survey = starter.survey(tmp_path)
+    assert (survey.kind, survey.counts) == ("volumes", (4, 4))

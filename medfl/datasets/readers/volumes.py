@@ -419,7 +419,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
-    """Return a packed NIfTI file of a mask (D1, D2, D3) uint8 in the place of the volume that it was made of.
+    """Return a packed NIfTI file of a mask (D1, D2[, D3]) uint8 in the place of the volume that it was made of.
 
     What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another
     source, or one of another shape, both forms are its affine from index to mm, RAS.
@@ -428,7 +428,7 @@ def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
 
     image: dicom.Untyped = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
     original = _open(source) if source.lower().endswith(NIFTI) else None
-    if original is not None and (*original.shape, 1)[:3] == mask.shape:
+    if original is not None and (*original.shape, 1)[: mask.ndim] == mask.shape:
         header = type(original.header)()
         header["pixdim"][:4] = original.header["pixdim"][:4]
         for name in _PLACE:
