@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from medfl.bundle.bundle import Bundle
@@ -16,7 +16,7 @@ from medfl.datasets.readers.splitting import Record
 from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
-_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
+_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split", "in_channels")
 
 
 def check(where: str | Path, folder: str | Path | None, *, progress: bool = False) -> CheckReport:
@@ -57,9 +57,10 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
 
+    changes = []
     for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
-            _read(root, ids)(record)
+            changes.append(volumes.changes_of(_read(root, ids)(record)))
         except InputError as error:
             problems.append(str(error))
 
@@ -67,7 +68,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
         counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=_notes(root, ids, dataset, records),
+        notes=(*_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def ids_of(bundle: Problem) -> Document:
         except InputError:
             continue
 
-    return {"classes": None, "group_by": None, **values}
+    return {"classes": None, "group_by": None, "in_channels": None, **values}
 
 
 def _layout(ids: Config) -> str:
@@ -103,13 +104,14 @@ def _layout(ids: Config) -> str:
     return f"{images} [+ cases.csv]"
 
 
-def _read(root: Path, ids: Config) -> Callable[[Record], object]:
+def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
     classes = len(ids["classes"])
     if own.is_volumes(own.path_below(root, str(ids["images"]))):
-        return lambda record: volumes.read_pair(record.image, record.mask, classes)
+        channels = ids["in_channels"]
+        return lambda record: volumes.read_pair(record.image, record.mask, classes, channels)
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 

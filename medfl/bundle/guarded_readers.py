@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from monai.data import ImageReader
 from monai.transforms import LoadImage
 from monai.utils import ensure_tuple
+from monai.utils.enums import MetaKeys
 
 from medfl.core.untrusted import Refused, printable
+from medfl.datasets.readers.reading import names_other_file
 
 Check = Callable[[Any], None]
 """Raises `Refused` for a path that may not be opened."""
 
 _HEAD = 1 << 16
 _GZIP = b"\x1f\x8b"
-_HDF5 = b"\x89HDF"
-_OTHER_FILE = re.compile(
-    rb"^\s*data ?file:"  # NRRD
-    rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
-    rb"|ExternalFileName\s*=\s*(\"[^\"]|'[^'])"  # GIFTI
-    rb"|^\s*ImageFile\s*=",  # Hamamatsu's index of a slide
-    re.MULTILINE | re.IGNORECASE,
-)
+_UNIT = 0b111  # the bits of a NIfTI's xyzt_units that say in what lengths are
+_MILLIMETRES = {1: 1e3, 3: 1e-3}  # of metres and micrometres; others are mm, or said to be nothing
 
 
 class GuardedReader(ImageReader):
@@ -60,8 +56,14 @@ class GuardedReader(ImageReader):
         return self._reader.read(data, **kwargs)
 
     def get_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pixels and what is known of them; readers call what they take `img` or `wsi`."""
-        return self._reader.get_data(*args, **kwargs)
+        """Return the pixels and what is known of them, affines in mm; readers call what they take `img` or `wsi`."""
+        pixels, meta = self._reader.get_data(*args, **kwargs)
+        factor = _MILLIMETRES.get(int(meta.get("xyzt_units", 0)) & _UNIT, 1.0)
+        for key in (MetaKeys.AFFINE, MetaKeys.ORIGINAL_AFFINE):
+            if factor != 1 and key in meta:
+                meta[key] = np.diag([factor] * 3 + [1]) @ meta[key]
+
+        return pixels, meta
 
 
 def guard_readers(component: Any, check_place: Check) -> None:
@@ -99,7 +101,7 @@ def check_content(path: Any) -> None:
             except (OSError, EOFError):
                 return  # its reader says what is wrong with it
 
-    if head.startswith(_HDF5) or _OTHER_FILE.search(head):
+    if names_other_file(head):
         raise Refused(f"the file {printable(path)}, which names another file as its pixels")
 
 

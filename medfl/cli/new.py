@@ -19,7 +19,7 @@ examples
   medfl new bundles/lesions --images path/to/pictures
       a folder of pictures for each class: path/to/pictures/<class>/<picture>
   medfl new bundles/lungs --images path/to/images --masks path/to/masks --classes left,right
-      pictures or NIfTI volumes, and masks of the same names
+      pictures or volumes, and masks of the same names
   medfl new bundles/brains --images Dataset001_Brains
       a folder in the layout of nnU-Net or BIDS, or of images and masks x_mask.png beside each other
   medfl new bundles/moles --images pictures --labels moles.csv --group-by '^([^_]+)_'

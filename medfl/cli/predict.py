@@ -32,8 +32,8 @@ def add(verbs: Any) -> None:
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
     predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
     text = (
-        "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF or NIfTI files, DICOM files "
-        "and series, .zip and .npz archives"
+        "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
+        "files, DICOM files and series, .zip and .npz archives"
     )
     predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
     predict.add_argument(

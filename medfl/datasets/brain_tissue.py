@@ -124,7 +124,7 @@ DATASET = DataSet(
     ),
     per_class=30,
     size=48,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
+    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "test and retest scans of a subject stay in one section",
         f"split age tests on the subjects from {OLD:.0f} years on, and trains and validates on the younger ones",

@@ -87,7 +87,7 @@ DATASET = DataSet(
     ),
     per_class=40,
     size=40,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
+    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "the source names no subject: a volume counts as its own, and both sides of one brain may be in two sections",
         "intensities are not normalised: maxima go from about 100 to over a million",

@@ -228,7 +228,7 @@ DATASET = DataSet(
     ),
     per_class=42,
     size=48,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
+    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "the masks of IXI were made by a program (ROBEX), not drawn by experts",
         "split flamby: validation is 10 % of train",

@@ -31,7 +31,7 @@ from medfl.datasets.readers import (
 )
 from medfl.datasets.readers.reading import JOINED, files_of, split_uri
 from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
-from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
+from medfl.datasets.readers.volumes import bare, is_volume, volume_files, volume_paths
 
 UNLABELLED = "unlabelled"
 """Folder beside those of the classes, with images of no known class."""
@@ -114,7 +114,7 @@ def paired(
 ) -> list[Item]:
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
-    They are pictures or NIfTI volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
+    They are pictures or volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
     _label, and where both are in one folder it does. `medfl.datasets.readers.matching.match` finds the image of a mask,
     by the names of nnU-Net and BIDS too; the channels of nnU-Net are one image, and BIDS's subjects patients.
 
@@ -379,8 +379,8 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
 
 
 def is_volumes(images: Path) -> bool:
-    """Tell whether a folder holds NIfTI volumes or DICOM series, and no pictures."""
-    if any(is_nifti(path.name) for path in images.iterdir()):
+    """Tell whether a folder holds volumes or DICOM series, and no pictures."""
+    if any(is_volume(path.name) for path in images.iterdir()):
         return True
     return not tables.image_files(images) and any(path.is_dir() for path in images.iterdir())
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 from pathlib import Path
-from typing import Any
 
-import nibabel as nib
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -17,9 +14,8 @@ from torch import Tensor
 from medfl.data.prepared import Geometry
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
+from medfl.datasets.readers.volumes import as_nifti, is_volume
 from medfl.storage.files import write_atomic
-
-_SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
@@ -51,7 +47,7 @@ def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
 def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path) -> Path:
     """Write a mask that is on the grid of its image's file, as `to_original` brings it there, and return the path.
 
-    A volume becomes `<path>.nii.gz` with the shape and affine of its image's file, a picture of a DICOM file a volume
+    A volume becomes `<path>.nii.gz` in the place of its image's file (`as_nifti`), a picture of a DICOM file a volume
     of one slice there; other pictures `<path>.png`, 0 and 255 for two classes, else class indices.
 
     Args:
@@ -76,13 +72,7 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
         Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
         path = path.with_name(f"{path.name}.png")
     else:
-        volume: Any = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
-        volume.header.set_xyzt_units("mm")
-        # Both forms, since viewers differ in which they read.
-        volume.set_qform(affine, _SCANNER)
-        volume.set_sform(affine, _SCANNER)
-        # Without a time in the header, equal masks are equal files.
-        file.write(gzip.compress(volume.to_bytes(), mtime=0))
+        file.write(as_nifti(mask, affine, geometry.file))
         path = path.with_name(f"{path.name}.nii.gz")
 
     write_atomic(path, file.getvalue())
@@ -95,4 +85,4 @@ def _is_dicom(file: str) -> bool:
 
 def is_picture(geometry: Geometry) -> bool:
     """Tell whether an image is a picture, rows first, not a volume or a slice of one."""
-    return len(geometry.original_shape) == 2 and not geometry.file.endswith((".nii", ".nii.gz"))
+    return len(geometry.original_shape) == 2 and not is_volume(geometry.file)

@@ -193,7 +193,7 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
             "has id, prediction and the probability of each class."
         )
     else:
-        steps = [{**step, **_ROOTS.get(step["_target_"], {})} for step in steps]
+        steps = [_at_source(step) for step in steps]
         file.head(
             "Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/."
         )
@@ -202,11 +202,15 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
     return True
 
 
-_ROOTS = {
-    "medfl.datasets.WriteMaskd": {"root": "@dataset_dir"},
-    "SaveImaged": {"data_root_dir": "@dataset_dir"},
-}
-"""Arguments by which predictions keep their images' paths below the data folder."""
+_WRITER = "medfl.datasets.WriteMaskd"
+
+
+def _at_source(step: Config) -> Config:
+    """Return a step that writes masks so that they keep their images' paths below the data folder, and their place."""
+    if step["_target_"] == "SaveImaged":
+        step = {"_target_": _WRITER, "keys": step["keys"], "output_dir": step["output_dir"]}
+
+    return {**step, "root": "@dataset_dir"} if step["_target_"] == _WRITER else step
 
 
 # The network of an export

@@ -15,6 +15,7 @@ from torch import Tensor
 from medfl.core.names import listed
 from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
+from medfl.datasets.readers.volumes import changes_told
 from medfl.partner.scanning import ScannedItem, sections
 from medfl.problem.problem import Problem
 from medfl.runtimes.site_channels import names
@@ -54,6 +55,7 @@ class Findings:
         self._spacing: dict[str, tuple[float, ...]] = {}
         self._channels: dict[int, list[str]] = defaultdict(list)
         self._empty: Tensor | None = None
+        self._changes: list[str] = []
         self._range: dict[str, tuple[float, float, float]] = {}
         self._broken: list[str] = []
         self._flat: list[str] = []
@@ -73,6 +75,7 @@ class Findings:
             self.bytes[item.section] += item.label.nbytes
 
         self._shapes[name] = item.shape
+        self._changes.append(item.changes)
 
         if item.spacing:
             self._spacing[name] = item.spacing
@@ -150,6 +153,9 @@ class Findings:
         yield from self._classes()
         yield from self._structures()
         yield from self._sizes()
+        for change in changes_told(self._changes):
+            yield Finding("reading", "ok", change)
+
         yield from self._intensities()
         yield from self._duplicates()
         yield from self._leakage()

@@ -27,6 +27,7 @@ from medfl.datasets.readers.reading import (
     orientation,
     split_uri,
 )
+from medfl.datasets.readers.volumes import changes_of
 from medfl.problem.problem import Problem
 
 
@@ -39,6 +40,7 @@ class ScannedItem:
         label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it; None where it has none.
         shape: (H, W[, D]) of the file.
         spacing: millimetres between neighbours along each axis of the file, () where it does not say.
+        changes: what reading changed, as `volumes.changes_of` has it.
         problem: why it could not be read, "" if it could.
     """
 
@@ -48,6 +50,7 @@ class ScannedItem:
     label: Any = None
     shape: tuple[int, ...] = ()
     spacing: tuple[float, ...] = ()
+    changes: str = ""
     problem: str = ""
 
     @property
@@ -86,8 +89,9 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
             continue
 
         shape, spacing = _file(image, entry)
+        changes = changes_of((image, label))
         label = item.get("label", label) if NO_LABEL not in item else None
-        yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing)
+        yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing, changes)
 
 
 def _parts(sample: object) -> tuple[Tensor | None, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import nibabel as nib
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers import own_folder
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
-from medfl.datasets.readers.volumes import is_nifti
+from medfl.datasets.readers.volumes import is_volume, read_volume
 from medfl.evaluation import save_masks
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
 from medfl.evaluation.mask_metrics import by_structure
@@ -192,7 +191,7 @@ class _Writer:
 
         pictures = []
         for ident, uri in self.files.items():
-            if os.path.isdir(uri) or is_nifti(uri):
+            if os.path.isdir(uri) or is_volume(uri):
                 yield (ident,)
             else:
                 pictures.append(ident)
@@ -247,9 +246,9 @@ class _Writer:
         """Return the error of a file that is one channel of an image of several, named like it but alone."""
         count = new_images.channels_of(self.predictor.metadata)
         uri = self.files[ident]
-        if count < 2 or not is_channel(ident) or not is_nifti(uri):
+        if count < 2 or not is_channel(ident) or not is_volume(uri):
             return None
-        if not self._is_read(ident, uri, {}) or len(nib.load(uri).shape) > 3:  # type: ignore[attr-defined]
+        if not self._is_read(ident, uri, {}) or len(read_volume(uri)) > 1:
             return None
 
         allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"

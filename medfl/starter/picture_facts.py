@@ -16,12 +16,13 @@ from medfl.datasets.readers.splitting import Record
 
 
 class PictureFacts(NamedTuple):
-    """Of a picture or volume: its shape, type and largest value, and a hash of its pixels."""
+    """Of a picture or volume: its shape, type and largest value, a hash of its pixels, and what reading changed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     largest: float
     digest: bytes = b""
+    changes: str = ""
 
     @classmethod
     def of(cls, pixels: Pixels) -> PictureFacts:

@@ -71,7 +71,7 @@ def survey(
     """Read every image, and its mask, once.
 
     Args:
-        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes;
+        images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or volumes;
             or of both, as `medfl.starter.folder_layouts.find` knows it.
         masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
@@ -211,7 +211,7 @@ def _class_folders(root: Path) -> own.OwnImages:
     if classes:
         own_folder.refuse_other_folders(root, classes)
 
-    if not classes and any(volumes.is_nifti(path.name) for path in root.rglob("*")):
+    if not classes and any(volumes.is_volume(path.name) for path in root.rglob("*")):
         allowed = (
             "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
         )
@@ -302,6 +302,7 @@ def _segmented(
         notes += (f"no mask has the values {', '.join(absent)}",)
 
     notes += duplicate_notes(facts, records)
+    notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
@@ -403,7 +404,7 @@ def _swapped(record: Record, solid: bool) -> bool:
 
 def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
-    values = _values(read_pixels(record.mask))
+    values = _values(pairs.mask_plane(record.mask, record.image))
     if values <= {0, 255} and not several:
         values = {min(value, 1) for value in values}
 
@@ -417,7 +418,8 @@ def _values(mask: NDArray[Any]) -> set[int]:
 
 def _volume(record: Record) -> tuple[set[int], PictureFacts]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return _values(mask.numpy()), PictureFacts.of(image.numpy())
+    facts = PictureFacts.of(image.numpy())
+    return _values(mask.numpy()), facts._replace(changes=volumes.changes_of((image, mask)))
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

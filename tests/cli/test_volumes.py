@@ -60,7 +60,7 @@ BAD: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "label": (lambda _, mask: rewrite(mask, first(3)), ("{mask}", "the value 3 at 1 voxels", "0 to 2")),
     "nan": (lambda image, _: rewrite(image, first(np.nan)), ("{image}", "NaN or infinite values at 1 of")),
     "zero": (lambda image, _: rewrite(image, lambda v: v * 0), ("{image}", "the value 0 at every voxel")),
-    "series": (lambda image, _: rewrite(image, lambda v: np.stack([v, v], -1)), ("{image}", "three axes")),
+    "series": (lambda image, _: rewrite(image, lambda v: np.stack([v, v], -1)), ("hippocampus_", "has 2 channels")),
     "truncated": (lambda image, _: image.write_bytes(image.read_bytes()[:200]), ("{image}", "cannot be read")),
 }  # fmt: skip
 

@@ -90,37 +90,22 @@ def test_pictures_do_not_unpack_without_end(
 
 @dicom.own_locale()
 @pytest.mark.parametrize(
-    "positions", [("1\\2", "1\\3"), ("0\\0\\0", "0\\1"), ("nan\\0\\0", "nan\\0\\0")]
+    "positions", [("1\\2", "1\\3"), ("0\\0\\0", "0\\1"), ("nan\\0\\0", "nan\\0\\0"), ("x", "y")]
 )
-def test_positions_of_slices_that_are_none(
-    positions: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_of_slices_that_are_none(positions: tuple[str, str], tmp_path: Path) -> None:
     for index in range(2):
-        one = sitk.GetImageFromArray(np.full((1, 8, 8), index, np.int16))
-        for tag, value in (
-            ("0020|000e", "1.2.3"),
-            ("0008|0060", "CT"),
-            ("0020|0032", f"0\\0\\{index}"),
-        ):
-            one.SetMetaData(tag, value)
+        picture = sitk.GetImageFromArray(np.full((1, 8, 8), index, np.int16))
+        for tag, value in (("0020|000e", "1.2.3"), ("0008|0060", "CT"), ("0020|0032", "7\\7\\7")):
+            picture.SetMetaData(tag, value)
         writer = sitk.ImageFileWriter()
         writer.KeepOriginalImageUIDOn()
-        writer.SetFileName(str(tmp_path / f"{index}.dcm"))
-        writer.Execute(one)
-    given = dict(enumerate(positions))
-    check = dicom._check_positions
-
-    class Reader:
-        def HasMetaDataKey(self, index: int, tag: str) -> bool:  # noqa: N802 (SimpleITK's name)
-            return True
-
-        def GetMetaData(self, index: int, tag: str) -> str:  # noqa: N802 (SimpleITK's name)
-            return given[index]
-
-    monkeypatch.setattr(
-        dicom, "_check_positions", lambda folder, _, *rest: check(folder, Reader(), *rest)
-    )
-    with pytest.raises(InputError, match="DICOM series"):
+        file = tmp_path / f"{index}.dcm"
+        writer.SetFileName(str(file))
+        writer.Execute(picture)
+        content = file.read_bytes()
+        assert content.count(b"7\\7\\7 ") == 1
+        file.write_bytes(content.replace(b"7\\7\\7 ", positions[index].ljust(6).encode()[:6]))
+    with pytest.raises(InputError, match="DICOM"):
         read_volume(str(tmp_path))
 
 

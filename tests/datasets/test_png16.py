@@ -93,7 +93,8 @@ def test_what_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
         read_pixels(str(tmp_path / "cut.png"))
     write(tmp_path / "veiled.png", drawn(2))
     with pytest.raises(
-        InputError, match=r"veiled\.png cannot be read \(it is grey with transparency in 16 bits"
+        InputError,
+        match=r"veiled\.png cannot be read \(it is grey with transparency, or of inks, in 16 bits",
     ):
         read_pixels(str(tmp_path / "veiled.png"))
 

@@ -145,3 +145,27 @@ def test_pixels_in_the_file_itself_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.mhd").write_bytes(b"ElementDataFile = b.raw\n")
     with pytest.raises(Refused, match=r"b\.mhd"):
         check_content(tmp_path / "b.mhd")
+
+
+@pytest.mark.parametrize(
+    ("unit", "factor"), [("micron", 1e-3), ("meter", 1e3), ("mm", 1.0), ("unknown", 1.0)]
+)
+def test_lengths_are_mm_by_the_readers_of_monai_too(
+    tmp_path: Path, unit: str, factor: float
+) -> None:
+    root = tmp_path / "bundle"
+    root.mkdir()
+    affine = np.diag([2.0, 3, 4, 1])
+    affine[:3, 3] = 5, 6, 7
+    image = nibabel.Nifti1Image(np.ones((2, 3, 4), np.float32), affine)
+    image.header.set_xyzt_units(unit)
+    nibabel.save(image, root / "a.nii")
+    data = {
+        "_target_": "Dataset",
+        "data": "$[{'image': @bundle_root + '/a.nii'}]",
+        "transform": LOAD,
+    }
+    read = first_item(root, {"x": data})["image"]
+    affine[:3] *= factor
+    assert np.allclose(read.affine, affine)
+    assert np.allclose(read.meta["original_affine"], affine)

@@ -253,6 +253,73 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
         assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
 
 
+def test_units_and_forms_of_headers_change_no_figure_and_stay(
+    bundles: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One volume in mm, micrometres and metres, with another qform and without a code: millilitres, HD95 and place."""
+    generator = np.random.default_rng(1)
+    voxels = generator.integers(0, 500, (26, 42, 25)).astype(np.int16)
+    truth = np.zeros(voxels.shape, np.uint8)
+    truth[5:15, 10:30, 5:20] = 1
+    truth[15:20, 10:30, 5:20] = 2
+    (tmp_path / "in").mkdir()
+    (tmp_path / "masks").mkdir()
+    forms = {
+        "mm": (1.0, 1, 1),
+        "micron": (1e3, 1, 1),
+        "meter": (1e-3, 2, 0),
+        "unknown": (1.0, 0, 0),
+    }
+    for unit, (factor, sform, qform) in forms.items():
+        place = np.diag([factor] * 3 + [1]) @ AFFINE
+        image = nib.Nifti1Image(voxels, None)
+        image.header.set_xyzt_units(unit)
+        image.header.set_zooms(np.linalg.norm(place[:3, :3], axis=0))
+        image.header.set_qform(np.diag([factor, factor, factor, 1.0]), qform)
+        image.header.set_zooms(np.linalg.norm(place[:3, :3], axis=0))
+        image.header.set_sform(place, sform)
+        nib.save(nib.Nifti1Image(voxels, None, image.header), tmp_path / "in" / f"{unit}.nii.gz")
+        where = nib.load(tmp_path / "in" / f"{unit}.nii.gz").affine if unit == "unknown" else AFFINE
+        reference = nib.Nifti1Image(truth, where)
+        reference.header.set_xyzt_units("mm")
+        nib.save(reference, tmp_path / "masks" / f"{unit}.nii.gz")
+    arguments = [
+        "predict",
+        str(bundles("hippocampus")),
+        str(tmp_path / "in"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*arguments, "--reference", str(tmp_path / "masks")]) == 0, capsys.readouterr()
+    for unit in forms:
+        source, written = (tmp_path / part / f"{unit}.nii.gz" for part in ("in", "out"))
+        for field in (
+            "pixdim",
+            "xyzt_units",
+            "sform_code",
+            "qform_code",
+            "srow_x",
+            "quatern_d",
+            "qoffset_z",
+        ):
+            before, after = (nib.load(path).header[field] for path in (source, written))
+            assert np.array_equal(before, after), (unit, field)
+        mask, image = sitk.ReadImage(str(written)), sitk.ReadImage(str(source))
+        for part in ("GetSpacing", "GetOrigin", "GetDirection"):
+            assert getattr(mask, part)() == getattr(image, part)()
+    table = {row["id"]: row for row in rows(tmp_path / "out" / "predictions.csv")}
+    scores = {row["id"]: row for row in rows(tmp_path / "out" / "scores_by_case.csv")}
+    voxel = abs(np.linalg.det(AFFINE[:3, :3])) / 1000
+    for unit in ("mm", "micron", "meter"):
+        mask = np.asarray(nib.load(tmp_path / "out" / f"{unit}.nii.gz").dataobj)
+        assert float(table[f"{unit}.nii.gz"]["anterior_ml"]) == pytest.approx(
+            (mask == 1).sum() * voxel, rel=1e-4
+        )
+        hd95 = float(scores[f"{unit}.nii.gz"]["hd95"])
+        assert hd95 == pytest.approx(float(scores["mm.nii.gz"]["hd95"]), rel=1e-4)
+        assert 1 < hd95 < 100
+
+
 def test_channels_and_masks_are_found_by_the_names_of_nnunet(
     bundles: Callable[[str], Path], tmp_path: Path
 ) -> None:

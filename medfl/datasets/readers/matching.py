@@ -14,7 +14,7 @@ Named = Sequence[tuple[str, str]]
 Matched = tuple[Mapping[str, str], Mapping[str, str]]
 """Name -> URI of the images, and of the masks by their images' names."""
 
-MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
+MASK_END = re.compile(r"(?<=.)[_.](?:mask|segmentation|seg|label)$", re.IGNORECASE)
 # A name that says no more than what it is.
 _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 

@@ -1,8 +1,8 @@
 """Pictures with their reference masks: paired by file name, read and checked together.
 
-A mask file has one channel (or equal colour channels) with the class index of each pixel; of two classes the second may
-also be 255, as in an 8-bit or 1-bit picture of the mask. A mask in several files (left and right lung) is their URIs
-joined by ` | `: a pixel has the highest class that a file gives it.
+A mask file has one channel (or equal colour channels, or a palette) with the class index of each pixel; of two classes
+the second may also be 255, as in an 8-bit or 1-bit picture of the mask. A mask in several files (left and right lung)
+is their URIs joined by ` | `: a pixel has the highest class that a file gives it.
 """
 
 from __future__ import annotations
@@ -222,23 +222,36 @@ def read_image(
     return (pixels if size in (None, shape) else resize(pixels, size or shape)), shape
 
 
-def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
-    """Read one mask file as class indices (H, W)."""
-    pixels = read_pixels(uri)
-    if pixels.shape[:2] != shape:
-        raise InputError(
-            f"mask {uri} has {pixels.shape[0]} x {pixels.shape[1]} pixels (height x width), "
-            f"its image {image} {shape[0]} x {shape[1]}",
-            "an image and its mask have the same shape",
-            "copy the file again that was changed",
-        )
+def mask_plane(uri: str, image: str) -> Pixels:
+    """Return the values (H, W) of one mask file as stored, of its palette the indices.
+
+    Raises:
+        InputError: it cannot be read, or has channels that differ, or transparency that does; `image` is named.
+    """
+    pixels = read_pixels(uri, is_mask=True)
+    if pixels.shape[-1] in (2, 4) and np.ptp(pixels[..., -1]) == 0:
+        pixels = pixels[..., :-1]  # as transparent everywhere
 
     plane = pixels[..., 0]
     if pixels.shape[-1] not in (1, 3) or (pixels[..., 1:] != plane[..., None]).any():
         raise InputError(
             f"mask {uri} of image {image} has {pixels.shape[-1]} channels that differ or transparency",
             "one channel, or three equal ones",
-            "save it as a grey picture of class indices (of a picture with a palette: its indices)",
+            "save it as a grey picture of class indices",
+        )
+
+    return plane
+
+
+def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
+    """Read one mask file as class indices (H, W)."""
+    plane = mask_plane(uri, image)
+    if plane.shape != shape:
+        raise InputError(
+            f"mask {uri} has {plane.shape[0]} x {plane.shape[1]} pixels (height x width), "
+            f"its image {image} {shape[0]} x {shape[1]}",
+            "an image and its mask have the same shape",
+            "copy the file again that was changed",
         )
 
     if plane.dtype == np.uint8:

@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
 from medfl.core.untrusted import folders_below
-from medfl.datasets.readers import dicom, png16, stacks
+from medfl.datasets.readers import dicom, many_bits, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 
 # a page of PostScript, whatever its file is called, starts no program to draw it
@@ -40,10 +40,23 @@ Files = list[tuple[str, str]]
 """Path or name, and URI, of each image or file."""
 
 UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
-    SyntaxError, TypeError, ValueError, lzma.LZMAError, struct.error, zipfile.BadZipFile, zlib.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
     Image.DecompressionBombError,
-)  # fmt: skip
+)
 """What readers of damaged files raise: whatever they stumble over."""
 JOINED = " | "
 READABLE = (
@@ -64,6 +77,14 @@ _TURNS = {
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
 _SUBFILE_TYPE = 254  # a TIFF's tag
 _NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
+_HDF5 = b"\x89HDF"
+_OTHER_FILE = re.compile(
+    rb"^\s*data ?file:"  # NRRD
+    rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
+    rb"|ExternalFileName\s*=\s*(\"[^\"]|'[^'])"  # GIFTI
+    rb"|^\s*ImageFile\s*=",  # Hamamatsu's index of a slide
+    re.MULTILINE | re.IGNORECASE,
+)
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -85,6 +106,11 @@ def is_odd(path: str) -> bool:
     return not is_text(os.path.basename(path)) or (
         not os.path.isfile(path) and os.path.exists(path)
     )
+
+
+def names_other_file(head: bytes) -> bool:
+    """Tell by its first bytes whether a file's header names another file as its pixels, or may: HDF5 has links."""
+    return head.startswith(_HDF5) or _OTHER_FILE.search(head) is not None
 
 
 def require_file(path: str) -> None:
@@ -294,10 +320,12 @@ def read_pixels(
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     convert: bool = False,
+    is_mask: bool = False,
 ) -> Pixels:
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
-    A picture is upright as its EXIF orientation says, and a DICOM file as a viewer shows it (`dicom.read_picture`).
+    A picture is upright as its EXIF orientation says, white is its highest value, and a DICOM file is as a viewer shows
+    it (`dicom.read_picture`). A mask with a palette of colours is its indices.
 
     Raises:
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
@@ -328,16 +356,17 @@ def read_pixels(
                         "save each page as a file of its own",
                     )
 
-                if image.format == "PNG" and png16.is_png16(
-                    content if part else png16.head_of(path)
-                ):
+                if many_bits.loses(image):
+                    content = content or Path(path).read_bytes()
                     # Eight bytes a value, which is what resizing takes.
-                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())
-                    check_unpacked(as_float64, len(content) or os.path.getsize(path))
+                    check_unpacked(8 * math.prod(image.size) * len(image.getbands()), len(content))
+                    turn = orientation(image)
+                    pixels = _upright(many_bits.read(image, content), turn)
                     image.load()  # which refuses a file that is damaged
-                    pixels = _upright(png16.read(content or path), orientation(image))
                 else:
-                    pixels = _decode(image, size, channels if convert else None)
+                    pixels = _decode(image, size, channels if convert else None, is_mask)
+
+                pixels = many_bits.white_is_high(image, pixels)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
@@ -429,7 +458,9 @@ def _pages(image: Image.Image) -> int:
     return max(1, pages)
 
 
-def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | None) -> Pixels:
+def _decode(
+    image: Image.Image, size: tuple[int, int] | None, channels: int | None, is_mask: bool
+) -> Pixels:
     """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
     turned = orientation(image)
     if size is not None and image.format == "JPEG":
@@ -443,6 +474,8 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
     if turned != 1:
         image = image.transpose(_TURNS[turned])
 
+    if is_mask and image.mode == "P" and not _is_grey(image.convert("RGB")):
+        return np.array(image)
     if image.mode == "CMYK" or image.mode.startswith(("P", "YCbCr", "HSV", "LAB")):
         image = image.convert("RGB")
     elif image.mode == "1":
@@ -457,6 +490,12 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
         return decoded.astype(np.uint16)
 
     return decoded.astype(decoded.dtype.newbyteorder("="))
+
+
+def _is_grey(image: Image.Image) -> bool:
+    """Tell whether all colours of a picture are shades of grey."""
+    red, green, blue = image.split()
+    return red == green == blue
 
 
 def _convert(pixels: Pixels, channels: int) -> Pixels:

@@ -234,14 +234,15 @@ class ReadPaird(ReadPixelsd):
 
 
 class WriteMaskd(MapTransform):
-    """Write predicted masks as PNG files in the size of the image's own file.
+    """Write predicted masks in the place of the image's own file: pictures as PNG, volumes as NIfTI.
 
-    Class scores (K, H, W) are brought to the file's grid by the affine of the image that they were made from,
+    Class scores (K, H, W[, D]) are brought to the file's grid by the affine of the image that they were made from,
     interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`, in the
-    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices.
+    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices. A volume's become
+    `<name>_seg.nii.gz`, with what `volumes.as_nifti` keeps of the source.
 
     Args:
-        keys: predictions: probabilities or logits.
+        keys: predictions: probabilities or logits; or a mask (1, H, W, D) that is on the file's grid.
         image: item with the MetaTensor that the predictions were made from.
         output_dir: is made if missing.
         root: a folder above the images, as `medfl.datasets.own.above` gives it; "" for no subfolders.
@@ -278,20 +279,25 @@ class WriteMaskd(MapTransform):
         file = str(meta["filename_or_obj"])
         shape = [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
         for key in self.key_iterator(data):
-            scores = MetaTensor(
-                torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={}
-            )
-            on_file = self._resample(
-                scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape
-            )
-            indices = np.asarray(on_file).argmax(0).astype(np.uint8)
-            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(
-                self._path_for(file)
-            )
+            scores = torch.as_tensor(data[key]).detach().cpu()
+            affine = np.asarray(meta["original_affine"])
+            if len(scores) == 1:
+                indices = np.asarray(scores[0]).astype(np.uint8)
+            else:
+                tracked = MetaTensor(scores, affine=image.affine, meta={})
+                on_file = self._resample(tracked, torch.as_tensor(affine), shape)
+                indices = np.asarray(on_file).argmax(0).astype(np.uint8)
+
+            if indices.ndim == 3:
+                content = volumes.as_nifti(indices, affine, file)
+                self._path_for(file, "_seg.nii.gz").write_bytes(content)
+            else:
+                picture = Image.fromarray(indices * 255 if len(scores) == 2 else indices)
+                picture.save(self._path_for(file, ".png"))
 
         return dict(data)
 
-    def _path_for(self, file: str) -> Path:
+    def _path_for(self, file: str, ending: str) -> Path:
         path, part = split_uri(file)
         parent = Path(path).absolute().parent
         below = Path()
@@ -299,7 +305,9 @@ class WriteMaskd(MapTransform):
             below = parent.relative_to(self.root)
 
         # What lies in an archive has no folder, only its own name.
-        target = self.output_dir / below / f"{Path(part or path).stem}.png"
+        name = Path(part or path).name
+        bare = volumes.bare(name) if ending.endswith("gz") else Path(name).stem
+        target = self.output_dir / below / f"{bare}{ending}"
         if self._written.setdefault(target, file) != file:
             raise InputError(
                 f"predictions of {self._written[target]} and {file} would both be written to {target}",

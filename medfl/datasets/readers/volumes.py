@@ -1,15 +1,19 @@
-"""Volumes: NIfTI files and folders of one DICOM series as MONAI's MetaTensors, with their masks, checked when read.
+"""Volumes as MONAI's MetaTensors, with their masks, checked when read; here their places become affines in mm.
 
-Volume URIs: `<path>.nii[.gz]`, `<archive>.zip!<member>.nii[.gz]`, `<folder of a DICOM series>`.
+Volume URIs: `<path>`, `<archive>.zip!<member>` with an ending of `SUFFIXES`, `<folder of a DICOM series>`.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import math
 import os
-from collections.abc import Sequence
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,15 +31,58 @@ from medfl.datasets.readers.reading import (
     Files,
     archive,
     files_below,
+    names_other_file,
     read_member,
     split_uri,
 )
 from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
 Array = NDArray[Any]
-SUFFIXES = (".nii", ".nii.gz")
+NIFTI = (".nii", ".nii.gz")
+_ITK = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO"}
+SUFFIXES = (*NIFTI, *_ITK)
+CHANGES = "changes"
+"""In a volume's meta: what is not as it is stored, each with a semicolon after it."""
 TOLERANCE = 1e-3  # mm, on each number of an affine
-_READABLE = "a volume is a .nii or .nii.gz file, plain or in a zip, or a folder of one DICOM series"
+_MOST_CHANNELS = 32  # of an image of four axes; more are a series in time
+_READABLE = f"a volume is a file that ends in {', '.join(SUFFIXES)}, plain or in a zip, or a folder of one DICOM series"
+_MILLIMETRES = {
+    "": 1.0,
+    "?": 1.0,
+    "unknown": 1.0,
+    "mm": 1.0,
+    "millimeter": 1.0,
+    "cm": 10.0,
+    "m": 1e3,
+    "meter": 1e3,
+    "um": 1e-3,
+    "\u00b5m": 1e-3,
+    "\u03bcm": 1e-3,
+    "micron": 1e-3,
+}
+"""Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
+_UNITS = re.compile(
+    rb"^(?:space )?units:[ \t]*(.*?)\r?$"  # NRRD: one in quotes for each axis
+    rb"|^DistanceUnits[ \t]*=[ \t]*(.*?)\r?$",  # MetaImage
+    re.MULTILINE | re.IGNORECASE,
+)
+_HEAD = 1 << 16
+_PLACE = (
+    "xyzt_units",
+    "qform_code",
+    "sform_code",
+    "quatern_b",
+    "quatern_c",
+    "quatern_d",
+    "qoffset_x",
+    "qoffset_y",
+    "qoffset_z",
+    "srow_x",
+    "srow_y",
+    "srow_z",
+)
+"""What a NIfTI header says of place, beside pixdim."""
+_SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
 def _nifti_errors() -> tuple[type[BaseException], ...]:
@@ -46,14 +93,14 @@ def _nifti_errors() -> tuple[type[BaseException], ...]:
 
 
 def read_volume(uri: str) -> MetaTensor:
-    """Read an image: (C, D1, D2, D3) float32, its affine from index to mm, RAS, as MONAI's LoadImage gives it.
+    """Read an image: (C, D1, D2, D3) float32, its affine from index to mm, RAS; `CHANGES` of its meta are said.
 
-    Its channels are files of one shape and affine, their URIs joined by ` | `.
+    Its channels are a fourth axis, or files of one shape and place, their URIs joined by ` | `.
 
     Raises:
-        InputError: unreadable or truncated; not three axes (trailing axes of length 1 are dropped); NaN or infinite
-            values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series;
-            channels that differ in shape or affine.
+        InputError: unreadable or truncated; not three axes, or four (others of length 1 are dropped, a single slice is
+            given a third); NaN or infinite values; one value everywhere; an affine that cannot be inverted; a unit
+            that is no length; a folder with no or several DICOM series; channels that differ in shape or place.
     """
     first, *more_uris = uri.split(JOINED)
     return _with_channels(_read(first), first, more_uris)
@@ -62,40 +109,81 @@ def read_volume(uri: str) -> MetaTensor:
 def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     channels = [_values(uri, raw)]
     for channel_uri in more_uris:
-        channel = _read(channel_uri)
-        _require_one_place(f"channel {uri}", raw, f"channel {channel_uri}", channel)
+        channel = _aligned(f"channel {channel_uri}", _read(channel_uri), f"channel {uri}", raw)
         channels.append(_values(channel_uri, channel))
-    return _tensor(uri, np.stack(channels), raw.affine)
+
+    return _tensor(uri, np.concatenate(channels), raw)
 
 
-def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTensor]:
+def read_pair(
+    image: str, mask: str, classes: int, channels: int | None = None
+) -> tuple[MetaTensor, MetaTensor]:
     """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) uint8 with values 0..classes-1.
 
+    A mask whose axes have another order or direction is turned to those of its image. C is `channels`, if given.
+
     Raises:
-        InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
+        InputError: as `read_volume`, or the two differ in shape or place, or the mask has other values, or one of them
+            other channels.
     """
     first, *more_uris = image.split(JOINED)
     raw = _read(first)
-    labels = _read(mask)
-    _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
+    labels = _aligned(f"its mask {mask}", _read(mask), f"image {first}", raw)
+    tensor = _with_channels(raw, first, more_uris)
+    _require_channels(f"mask {mask}", labels.voxels.shape[3], 1)
+    _require_channels(f"image {image}", len(tensor), channels or len(tensor))
 
-    return _with_channels(raw, first, more_uris), _tensor(
-        mask, _classes(mask, labels.voxels, classes)[None], raw.affine
-    )
+    indices = _classes(mask, labels.voxels[..., 0], classes)[None]
+    return tensor, _tensor(mask, indices, labels)
 
 
-def _require_one_place(name: str, raw: _Raw, other_name: str, other_raw: _Raw) -> None:
+def _require_channels(name: str, count: int, wanted: int) -> None:
+    if count != wanted:
+        allowed = f"a fourth axis, or files, of {wanted}"
+        raise InputError(f"{name} has {count} channels", allowed, "convert it, or remove the case")
+
+
+def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
+    """Return a volume on the grid of another one that lies in the same place, its axes turned where they differ."""
+    orientations: dicom.Untyped = importlib.import_module("nibabel.orientations")
+    shape = base.voxels.shape[:3]
+    turned = raw
+    if not (raw.voxels.shape[:3] == shape and _is_close(raw.affine, base.affine)):
+        before, after = (orientations.io_orientation(some.affine) for some in (raw, base))
+        turn = orientations.ornt_transform(before, after)
+        voxels = orientations.apply_orientation(raw.voxels, turn)
+        affine = raw.affine @ orientations.inv_ornt_aff(turn, raw.voxels.shape[:3])
+        change = "".join(orientations.ornt2axcodes(before))
+        turned = _Raw(
+            voxels, affine, f"{raw.changes}axes {change} are turned to those of its image; "
+        )
+
     allowed = "an image, its channels and its mask have one shape"
     advice = "resample the mask to the image, or remove the case"
-    if raw.voxels.shape != other_raw.voxels.shape:
-        problem = f"{name} is {times(raw.voxels.shape)} voxels, {other_name} {times(other_raw.voxels.shape)}"
+    if turned.voxels.shape[:3] != shape:
+        problem = f"{base_name} is {times(shape)} voxels, {name} {times(raw.voxels.shape[:3])}"
         raise InputError(problem, allowed, advice)
 
-    if not np.allclose(raw.affine, other_raw.affine, rtol=0, atol=TOLERANCE):
-        problem = (
-            f"{name} has the affine {_rows(raw.affine)}, {other_name} {_rows(other_raw.affine)}"
-        )
+    if not _is_close(turned.affine, base.affine):
+        problem = f"{base_name} has the affine {_rows(base.affine)}, {name} {_rows(raw.affine)}"
         raise InputError(problem, f"they lie in one place, to {TOLERANCE} mm", advice)
+
+    return turned._replace(affine=base.affine)
+
+
+def _is_close(affine: Array, other: Array) -> bool:
+    return np.allclose(affine, other, rtol=0, atol=TOLERANCE)
+
+
+def changes_of(volumes: Iterable[object]) -> str:
+    """Return what reading changed in volumes and masks, each with a semicolon after it; in other values nothing."""
+    return "".join(str(getattr(volume, "meta", {}).get(CHANGES, "")) for volume in volumes)
+
+
+def changes_told(cases: Iterable[str]) -> tuple[str, ...]:
+    """Return a line for each kind of change, of the changes of each case."""
+    counts = Counter(change for changes in cases for change in changes.split("; ") if change)
+    return tuple(f"{change}, in {count} files" for change, count in counts.items())
 
 
 def count_voxels(uri: str) -> int | None:
@@ -111,14 +199,14 @@ def count_voxels(uri: str) -> int | None:
 
 
 def volume_files(root: Path) -> Files:
-    """Return (relative path, URI) of all NIfTI files below a folder or in a zip archive, sorted, but no hidden ones."""
+    """Return (relative path, URI) of all volumes below a folder or in a zip archive, sorted, but no hidden ones."""
     return files_below(root, SUFFIXES)
 
 
 def volume_index(folder: Path) -> dict[str, str]:
     """Return the URI of each volume that lies directly in a folder by its name without suffix.
 
-    A folder in it with files other than NIfTI counts as a DICOM series; beside NIfTI files they must be DICOM.
+    A folder in it with files other than volumes counts as a DICOM series; beside volumes they must be DICOM.
     """
     index: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
@@ -126,16 +214,16 @@ def volume_index(folder: Path) -> dict[str, str]:
             continue
         if path.is_dir():
             if _is_series(path):
-                # A NIfTI file goes before a series of the same name.
+                # A file goes before a series of the same name.
                 index.setdefault(path.name, str(path))
-        elif is_nifti(path.name):
+        elif is_volume(path.name):
             index[bare(path.name)] = str(path)
 
     return index
 
 
 def volume_paths(root: Path) -> Files:
-    """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
+    """Return (path without suffix, URI) of all volumes below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
     paths = list(series.items())
     for name, uri in volume_files(root):
@@ -145,13 +233,13 @@ def volume_paths(root: Path) -> Files:
     return sorted(paths)
 
 
-def is_nifti(name: str) -> bool:
-    """Tell whether a name ends as those of NIfTI files do, in lower case or upper."""
+def is_volume(name: str) -> bool:
+    """Tell whether a name ends as those of files of volumes do, in lower case or upper."""
     return name.lower().endswith(SUFFIXES)
 
 
 def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
-    """Return a name without its ending, if it is one of these: by default those of NIfTI files."""
+    """Return a name without its ending, if it is one of these: by default those of volumes."""
     ending = next((end for end in endings if name.lower().endswith(end)), "")
     return name[: len(name) - len(ending)]
 
@@ -160,7 +248,7 @@ def _is_series(folder: Path) -> bool:
     names = [
         file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")
     ]
-    foreign = [name for name in names if not is_nifti(name)]
+    foreign = [name for name in names if not is_volume(name)]
     return bool(foreign) and (
         len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign)
     )
@@ -170,69 +258,112 @@ def _is_series(folder: Path) -> bool:
 
 
 class _Raw(NamedTuple):
-    """Voxels (D1, D2, D3) of any number type as stored, and the affine (4, 4) from index to mm, RAS."""
+    """Voxels (D1, D2, D3, C) of any number type, the affine (4, 4) from index to mm, RAS, and what is not as stored."""
 
     voxels: Array
     affine: NDArray[np.float64]
+    changes: str = ""
 
 
 def _read(uri: str) -> _Raw:
-    voxels, affine = _series(uri) if os.path.isdir(uri) else _nifti(uri)
-    raw = _Raw(voxels.reshape(_sides(uri, voxels.shape)), affine)
-    if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
-        raise InputError(
-            f"volume {uri} has the affine {_rows(affine)}",
-            "an affine can be inverted",
-            "write an sform or qform that can be inverted into its header",
-        )
-
-    return raw
-
-
-def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
+    path, part = split_uri(uri)
+    kind = next((ending for ending in SUFFIXES if uri.lower().endswith(ending)), "")
     try:
-        return dicom.read(uri)
-    except UNREADABLE as error:
-        raise InputError(
-            f"DICOM series {uri} cannot be read ({error})", _READABLE, "copy the series again"
-        ) from error
-
-
-def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
-    if not is_nifti(uri):
-        is_there = os.path.exists(split_uri(uri)[0])
-        reason = "not a NIfTI file by its name" if is_there else "no such file or folder"
-        raise InputError(
-            f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it"
-        )
-
-    from nibabel.imageglobals import LoggingOutputSuppressor
-
-    try:
-        with LoggingOutputSuppressor():  # what it logs of a header is in its errors
-            image = _open(uri)
-
-        _sides(uri, image.shape)  # before all of a long series is read
-        _check_size(uri, image)
-        voxels = np.asanyarray(image.dataobj)
-        affine = np.asarray(image.affine, dtype=np.float64)
+        if os.path.isdir(uri):
+            voxels, affine, changes = dicom.read(uri)
+            raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
+        elif not kind:
+            reason = (
+                "not such a file by its name" if os.path.exists(path) else "no such file or folder"
+            )
+            raise ValueError(reason)
+        elif kind in NIFTI:
+            raw = _nifti(uri)
+        elif part:
+            with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
+                copy = Path(folder, f"volume{kind}")
+                copy.write_bytes(read_member(path, part))
+                raw = _itk(str(copy), kind)
+        else:
+            raw = _itk(uri, kind)
     except _nifti_errors() as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
-            f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again"
+            f"volume {uri} cannot be read ({reason})",
+            _READABLE,
+            "copy the file again, or convert it",
         ) from error
 
+    voxels = raw.voxels.reshape(_sides(uri, raw.voxels.shape))
     if voxels.dtype.kind not in "biuf":
         raise InputError(
             f"volume {uri} holds {voxels.dtype} values",
             "one real number a voxel",
             "convert the file to such numbers",
         )
+    if not np.isfinite(raw.affine).all() or np.linalg.matrix_rank(raw.affine[:3, :3]) < 3:
+        raise InputError(
+            f"volume {uri} has the affine {_rows(raw.affine)}",
+            "an affine can be inverted",
+            "write an sform or qform that can be inverted into its header",
+        )
 
-    return voxels, affine
+    return raw._replace(voxels=voxels)
 
 
-def _check_size(uri: str, image: Any) -> None:
+def _nifti(uri: str) -> _Raw:
+    from nibabel.imageglobals import LoggingOutputSuppressor
+
+    with LoggingOutputSuppressor():  # what it logs of a header is in its errors
+        image = _open(uri)
+
+    _sides(uri, image.shape)  # before all of a long series is read
+    _check_size(uri, image)
+    unit = image.header.get_xyzt_units()[0]
+    return _in_mm(np.asanyarray(image.dataobj), np.array(image.affine, np.float64), unit)
+
+
+def _itk(path: str, kind: str) -> _Raw:
+    """Read a file of a format of ITK: its axes are those of NIfTI, channels the last one."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+
+    if names_other_file(head):
+        raise ValueError("its header names another file as its pixels")
+
+    match = _UNITS.search(head)
+    text = next(filter(None, match.groups()), b"").decode() if match else ""
+    units = {*text.replace('"', " ").split()} or {""}
+    if len(units) > 1:
+        raise ValueError(f"its axes have the units {', '.join(sorted(units))}")
+
+    sitk = dicom.sitk()
+    reader = sitk.ImageFileReader()
+    reader.SetImageIO(_ITK[kind])
+    reader.SetFileName(path)
+    reader.ReadImageInformation()
+    values = math.prod(map(int, reader.GetSize())) * reader.GetNumberOfComponents()
+    check_unpacked(8 * values, os.path.getsize(path))
+    image = reader.Execute()
+    voxels: Array = sitk.GetArrayFromImage(image)
+    if image.GetNumberOfComponentsPerPixel() > 1:
+        voxels = np.moveaxis(voxels, -1, 0)
+
+    # The arrays of SimpleITK have the slices first.
+    return _in_mm(voxels.T, dicom.affine_of(image), *units)
+
+
+def _in_mm(voxels: Array, affine: NDArray[np.float64], unit: str) -> _Raw:
+    """Return a volume whose header gives lengths in a unit of this name; a ValueError if it is no known length."""
+    if unit not in _MILLIMETRES:
+        raise ValueError(f"its lengths are in {unit!r}")
+
+    factor = _MILLIMETRES[unit]
+    affine[:3] *= factor
+    return _Raw(voxels, affine, f"lengths in {unit} are read as mm; " * (factor != 1))
+
+
+def _check_size(uri: str, image: dicom.Untyped) -> None:
     """Raise a ValueError if voxels take far more memory than the file has bytes: scaled ones are float64."""
     scaled = (image.dataobj.slope, image.dataobj.inter) != (1, 0)
     bytes_of_voxel = max(image.get_data_dtype().itemsize, 8 * scaled)
@@ -241,7 +372,7 @@ def _check_size(uri: str, image: Any) -> None:
     )
 
 
-def _open(uri: str) -> Any:
+def _open(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
     path, part = split_uri(uri)
@@ -255,7 +386,7 @@ def _open(uri: str) -> Any:
     return nib.Nifti1Image.from_bytes(content)
 
 
-def _header(uri: str) -> Any:
+def _header(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
     path, part = split_uri(uri)
@@ -268,27 +399,60 @@ def _header(uri: str) -> Any:
 
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the three sides of a volume, without trailing axes of length 1."""
-    sides = tuple(shape)
-    if len(shape) > 3 and math.prod(shape[3:]) == 1:
-        sides = sides[:3]
-
-    if len(sides) != 3 or min(sides) < 2:
+    """Return the three sides and the channels of a volume: a single slice has a side of 1, other ones are dropped."""
+    sides = (*shape, 1, 1)[:3]
+    more = [side for side in shape[3:] if side != 1]
+    channels = math.prod(more)
+    if (
+        sorted(sides)[1] < 2
+        or min(sides) < 1
+        or len(more) > 1
+        or not 0 < channels <= _MOST_CHANNELS
+    ):
         raise InputError(
             f"volume {uri} has the shape {times(shape)}",
-            "a volume has three axes, each of at least 2 voxels",
+            f"three axes, two of them of at least 2 voxels, and a fourth of up to {_MOST_CHANNELS} channels",
             "take one volume of a series apart, or remove the case",
         )
 
-    return sides
+    return *sides, channels
+
+
+def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
+    """Return a packed NIfTI file of a mask (D1, D2[, D3]) uint8 in the place of the volume that it was made of.
+
+    What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another
+    source, or one of another shape, both forms are its affine from index to mm, RAS.
+    """
+    import nibabel as nib
+
+    image: dicom.Untyped = nib.Nifti1Image(mask, affine)  # type: ignore[no-untyped-call]
+    original = _open(source) if source.lower().endswith(NIFTI) else None
+    if original is not None and (*original.shape, 1)[: mask.ndim] == mask.shape:
+        header = type(original.header)()
+        header["pixdim"][:4] = original.header["pixdim"][:4]
+        for name in _PLACE:
+            header[name] = original.header[name]
+
+        header.set_data_dtype(np.uint8)
+        image = type(original)(mask, None, header)
+    else:
+        image.header.set_xyzt_units("mm")
+        # Both forms, since viewers differ in which they read.
+        image.set_qform(affine, _SCANNER)
+        image.set_sform(affine, _SCANNER)
+
+    # Without a time in the header, equal masks are equal files.
+    return gzip.compress(image.to_bytes(), mtime=0)
 
 
 # Values
 
 
 def _values(uri: str, raw: _Raw) -> Array:
+    """Return the voxels of an image as float32 (C, D1, D2, D3)."""
     with np.errstate(over="ignore"):
-        voxels: Array = raw.voxels.astype(np.float32)
+        voxels: Array = np.moveaxis(raw.voxels.astype(np.float32), 3, 0)
 
     if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
@@ -324,20 +488,21 @@ def _classes(mask: str, values: Array, classes: int) -> Array:
     return labels
 
 
-def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
+def _tensor(uri: str, voxels: Array, raw: _Raw) -> MetaTensor:
     import torch
     from monai.data import MetaTensor
     from monai.utils.enums import MetaKeys, SpaceKeys
 
     meta = {
-        MetaKeys.ORIGINAL_AFFINE: affine.copy(),
+        MetaKeys.ORIGINAL_AFFINE: raw.affine.copy(),
         MetaKeys.SPATIAL_SHAPE: np.asarray(voxels.shape[1:]),
         MetaKeys.SPACE: SpaceKeys.RAS,
         "filename_or_obj": uri,
+        CHANGES: raw.changes,
     }
     data = torch.from_numpy(np.ascontiguousarray(voxels))
 
-    return MetaTensor(data, affine=torch.as_tensor(affine), meta=meta)
+    return MetaTensor(data, affine=torch.as_tensor(raw.affine), meta=meta)
 
 
 def times(shape: Sequence[int]) -> str:

@@ -1,0 +1,119 @@
+"""Bits, signs, polarity and palettes of pictures as other programs write them; values as NumPy and tifffile have."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers.pairs import read_pair
+from medfl.datasets.readers.reading import read_pixels
+
+RANDOM = np.random.default_rng(0)
+
+
+def drawn(kind: str, channels: int = 0) -> np.ndarray:
+    shape = (6, 8, channels) if channels else (6, 8)
+    if kind.startswith("f"):
+        return RANDOM.random(shape).astype(kind)
+    limits = np.iinfo(kind)
+    return RANDOM.integers(limits.min, limits.max, shape, dtype=kind, endpoint=True)
+
+
+KINDS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
+    **{f"grey {kind}": (drawn(kind), {}) for kind in ("uint8", "int8", "uint16", "int16", "uint32")},
+    **{f"grey {kind}": (drawn(kind), {}) for kind in ("int32", "float32")},
+    "grey uint16, big-endian": (drawn("uint16"), {"byteorder": ">"}),
+    "grey uint16, packed": (drawn("uint16"), {"compression": "zlib", "predictor": True}),
+    **{f"rgb {kind}": (drawn(kind, 3), {"photometric": "rgb"}) for kind in ("uint8", "uint16")},
+    "rgb uint16, big-endian": (drawn("uint16", 3), {"photometric": "rgb", "byteorder": ">"}),
+    "rgb uint16, packed": (drawn("uint16", 3), {"photometric": "rgb", "compression": "zlib", "predictor": True}),
+    "rgba uint16": (drawn("uint16", 4), {"photometric": "rgb", "extrasamples": ["unassalpha"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tiff_has_all_its_bits_and_signs(tmp_path: Path, name: str) -> None:
+    pixels, options = KINDS[name]
+    tifffile.imwrite(tmp_path / "x.tif", pixels, **{"photometric": "minisblack", **options})
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.write(tmp_path / "x.tif", "x.tif")
+    for uri in (f"{tmp_path}/x.tif", f"{tmp_path}/z.zip!x.tif"):
+        found = read_pixels(uri)
+        assert np.array_equal(found.squeeze(-1) if pixels.ndim == 2 else found, pixels)
+    assert np.array_equal(tifffile.imread(tmp_path / "x.tif"), pixels)
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "uint16"])
+def test_white_is_the_highest_value_whatever_a_tiff_stores(tmp_path: Path, kind: str) -> None:
+    """PhotometricInterpretation 0, WhiteIsZero."""
+    pixels = drawn("uint8") > 127 if kind == "bool" else drawn(kind)
+    tifffile.imwrite(tmp_path / "x.tif", pixels, photometric="miniswhite")
+    expected = 255 * ~pixels if kind == "bool" else np.iinfo(kind).max - pixels
+    found = read_pixels(f"{tmp_path}/x.tif")[..., 0]
+    assert np.array_equal(found, expected)
+    assert found.dtype == ("uint8" if kind == "bool" else kind)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "options", "message"),
+    [
+        (drawn("float32"), {"photometric": "miniswhite"}, "0 is white in it"),
+        (
+            np.moveaxis(drawn("uint16", 3), -1, 0),
+            {"photometric": "rgb", "planarconfig": "separate"},
+            "its channels lie apart",
+        ),
+        (drawn("uint16", 4), {"photometric": "separated"}, "it is .*of inks"),
+    ],
+)
+def test_what_would_lose_bits_is_refused(
+    tmp_path: Path, pixels: np.ndarray, options: dict[str, Any], message: str
+) -> None:
+    tifffile.imwrite(tmp_path / "x.tif", pixels, **options)
+    with pytest.raises(InputError, match=rf"x\.tif cannot be read \({message}"):
+        read_pixels(f"{tmp_path}/x.tif")
+
+
+MASK = (drawn("uint8") % 3).astype(np.uint8)
+COLOURS = [0, 0, 0, 255, 0, 0, 0, 255, 0]
+
+
+def with_palette(palette: list[int]) -> Image.Image:
+    picture = Image.fromarray(MASK)
+    picture.putpalette(palette)
+    return picture
+
+
+def test_a_mask_with_a_palette_of_colours_is_its_indices(tmp_path: Path) -> None:
+    """As the masks of PASCAL VOC; an image with one is its colours."""
+    image = tmp_path / "image.png"
+    with_palette(COLOURS).save(image)
+    colours = np.array(COLOURS).reshape(3, 3)[MASK]
+    opaque = np.full((6, 8, 1), 255, np.uint8)
+    masks = {
+        "palette": with_palette(COLOURS),
+        "greys": with_palette([0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        "opaque": Image.fromarray(np.concatenate([np.repeat(MASK[..., None], 3, 2), opaque], 2)),
+        "grey, opaque": Image.fromarray(np.concatenate([MASK[..., None], opaque], 2)),
+    }
+    for name, picture in masks.items():
+        picture.save(tmp_path / f"{name}.png")
+        pixels, mask, _ = read_pair(str(image), f"{tmp_path}/{name}.png", classes=3)
+        assert np.array_equal(mask, MASK), name
+        assert np.array_equal(pixels, colours)
+
+
+def test_a_palette_of_black_and_white_is_its_shades(tmp_path: Path) -> None:
+    picture = Image.fromarray(MASK % 2)
+    picture.putpalette([255, 255, 255, 0, 0, 0])
+    picture.save(tmp_path / "mask.png")
+    Image.fromarray(drawn("uint8")).save(tmp_path / "image.png")
+    _, mask, _ = read_pair(f"{tmp_path}/image.png", f"{tmp_path}/mask.png", classes=2)
+    assert np.array_equal(mask, 1 - MASK % 2)

@@ -1,0 +1,339 @@
+"""Values, lookup tables, padding and places of DICOM files: PS3.3 C.7.6 and C.11, computed here by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import SimpleITK as sitk
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers.dicom import own_locale, read_picture
+from medfl.datasets.readers.reading import read_pixels
+from medfl.datasets.readers.volumes import CHANGES, count_voxels, read_pair, read_volume
+from tests.support.dicom_files import BIG_ENDIAN, EXPLICIT, IMPLICIT, slice_of, write
+
+INTERCEPT, SLOPE = (0x0028, 0x1052), (0x0028, 0x1053)
+POSITION, ORIENTATION, SPACING = (0x0020, 0x0032), (0x0020, 0x0037), (0x0028, 0x0030)
+THICKNESS = (0x0018, 0x0050)
+PADDING, LIMIT = (0x0028, 0x0120), (0x0028, 0x0121)
+CENTRE, WIDTH, FUNCTION = (0x0028, 0x1050), (0x0028, 0x1051), (0x0028, 0x1056)
+MODALITY_LUT, VOI_LUT = (0x0028, 0x3000), (0x0028, 0x3010)
+KIND, SHAPE_OF_LUT = (0x0028, 0x0004), (0x2050, 0x0020)
+PIXELS = np.arange(12, dtype=np.uint16).reshape(3, 4)
+
+
+def lut(first: int, entries: Sequence[int] | bytes, bits: int = 16) -> tuple[str, Any]:
+    data = ("OW", entries) if isinstance(entries, bytes) else ("US", entries)
+    return "SQ", [{(0x0028, 0x3002): ("US", [len(entries), first, bits]), (0x0028, 0x3006): data}]
+
+
+def series(folder: Path, *slices: tuple[np.ndarray, dict[Any, Any]], syntax: str = EXPLICIT) -> str:
+    for index, (pixels, more) in enumerate(slices):
+        write(folder / f"{9 - index}.dcm", slice_of(pixels, index, more), syntax)
+    return str(folder)
+
+
+def scaled(slope: str | None, intercept: str | None) -> dict[Any, Any]:
+    return {SLOPE: slope and ("DS", slope), INTERCEPT: intercept and ("DS", intercept)}
+
+
+# Values of volumes
+
+
+@pytest.mark.parametrize("syntax", [EXPLICIT, IMPLICIT, BIG_ENDIAN])
+def test_each_slice_has_its_own_scale(tmp_path: Path, syntax: str) -> None:
+    """The first slice's number type decided for all: fractions were cut off, negative values wrapped."""
+    scales = [("1", "0"), ("0.25", "-3"), ("2.5", "0.125"), ("3", "-1024"), (None, None)]
+    folder = series(tmp_path / "s", *((PIXELS, scaled(*scale)) for scale in scales), syntax=syntax)
+    volume = read_volume(folder)
+    expected = [PIXELS * float(slope or 1) + float(intercept or 0) for slope, intercept in scales]
+    assert np.array_equal(volume[0].numpy(), np.stack(expected, -1).transpose(1, 0, 2))
+    assert count_voxels(folder) == 60
+    for index, slice_ in enumerate(expected):
+        alone = sitk.ReadImage(f"{folder}/{9 - index}.dcm")
+        assert np.allclose(sitk.GetArrayFromImage(alone)[0], slice_)
+
+
+@pytest.mark.parametrize("first", ["uint16", "int16", "uint8", "int8"])
+def test_slices_may_differ_in_how_they_are_stored(tmp_path: Path, first: str) -> None:
+    kinds = [first, "int16", "uint16", "uint8"]
+    stored = [
+        (PIXELS.astype(float) + 100 - 200 * kind.startswith("i")).astype(kind) for kind in kinds
+    ]
+    folder = series(tmp_path / "s", *((pixels, scaled("0.5", "-7")) for pixels in stored))
+    expected = np.stack([pixels * 0.5 - 7 for pixels in stored], -1).transpose(1, 0, 2)
+    assert np.array_equal(read_volume(folder)[0].numpy(), expected)
+
+
+@own_locale()
+def test_packed_pixels_are_scaled_slice_by_slice(tmp_path: Path) -> None:
+    """Compressed by SimpleITK, which would scale them by itself; a MONOCHROME1 series keeps its values."""
+    pixels = np.random.default_rng(0).integers(0, 4000, (2, 16, 16)).astype(np.int16)
+    writer = sitk.ImageFileWriter()
+    writer.KeepOriginalImageUIDOn()
+    writer.UseCompressionOn()
+    (tmp_path / "s").mkdir()
+    for index, plane in enumerate(pixels):
+        picture = sitk.GetImageFromArray(plane)
+        tags = {
+            "0008|0060": "CT", "0020|000e": "1.2.3", "0020|0032": f"0\\0\\{index}", "0020|0037": "1\\0\\0\\0\\1\\0",
+            "0028|1052": "-1024", "0028|1053": "1.0",
+        }  # fmt: skip
+        for tag, value in tags.items():
+            picture.SetMetaData(tag, value)
+        file = tmp_path / "s" / f"{index}.dcm"
+        writer.SetFileName(str(file))
+        writer.Execute(picture)
+        content = file.read_bytes()
+        assert len(content) < 2000 + plane.nbytes
+        assert b"1.2.840.10008.1.2.4." in content
+        assert content.count(b"MONOCHROME2") == content.count(b"-1024") == 1
+        content = content.replace(b"-1024", b"-10.5") if index else content
+        file.write_bytes(content.replace(b"MONOCHROME2", b"MONOCHROME1"))
+    # ITK takes the intercept from what it writes
+    expected = (pixels + 1024) + np.array([-1024, -10.5])[:, None, None]
+    assert np.array_equal(read_volume(str(tmp_path / "s"))[0].numpy(), expected.transpose(2, 1, 0))
+
+
+@pytest.mark.parametrize("syntax", [EXPLICIT, IMPLICIT, BIG_ENDIAN])
+@pytest.mark.parametrize("shared", [False, True])
+def test_frames_of_an_enhanced_file_have_their_own_scale_and_place(
+    tmp_path: Path, syntax: str, shared: bool
+) -> None:
+    """Frames in any order, their tags in functional groups (C.7.6.16)."""
+    frames = np.random.default_rng(1).integers(0, 99, (4, 3, 5)).astype(np.uint16)
+    order, slopes = [2, 0, 3, 1], ["0.5", "1.5", "2", "0.25"]
+    measures = {(0x0028, 0x9110): ("SQ", [{SPACING: ("DS", "0.5\\0.75")}])}
+    turned = {(0x0020, 0x9116): ("SQ", [{ORIENTATION: ("DS", "0\\1\\0\\0\\0\\-1")}])}
+    groups = []
+    for place, slope in zip(order, slopes, strict=True):
+        scale = {SLOPE: ("DS", slope), INTERCEPT: ("DS", f"{-place}")}
+        groups.append(
+            {
+                (0x0020, 0x9113): ("SQ", [{POSITION: ("DS", f"{-2 * place}\\5\\6")}]),
+                (0x0028, 0x9145): ("SQ", [scale]),
+                **({} if shared else {**measures, **turned}),
+            }
+        )
+    more: dict[Any, Any] = {
+        (0x0028, 0x0008): ("IS", "4"),
+        **{tag: None for tag in (POSITION, ORIENTATION, SPACING, THICKNESS)},
+        (0x5200, 0x9230): ("SQ", groups),
+    }
+    if shared:
+        more[0x5200, 0x9229] = ("SQ", [{**measures, **turned}])
+    write(tmp_path / "s" / "all.dcm", slice_of(frames, 0, more), syntax)
+    volume = read_volume(str(tmp_path / "s"))
+    for frame, place, slope in zip(frames, order, slopes, strict=True):
+        assert np.array_equal(volume[0, :, :, place].numpy(), (frame * float(slope) - place).T)
+    lps = np.array([[0, 0, -2, 0], [0.75, 0, 0, 5], [0, -0.5, 0, 6], [0, 0, 0, 1]])
+    assert np.allclose(volume.affine, np.diag([-1, -1, 1, 1]) @ lps)
+
+
+def test_a_falling_table_of_the_modality_is_applied(tmp_path: Path) -> None:
+    signed = PIXELS.astype(np.int16) - 6
+    tables = [lut(3, [50, 40, 30, 20]), lut(-2 % 65536, [9, 8, 7, 6])]
+    folder = series(
+        tmp_path / "s",
+        (PIXELS, {MODALITY_LUT: tables[0], **scaled("9", "9")}),
+        (signed, {MODALITY_LUT: tables[1]}),
+    )
+    expected = [
+        np.array([50, 40, 30, 20])[np.clip(PIXELS.astype(int) - 3, 0, 3)],
+        np.array([9, 8, 7, 6])[np.clip(signed + 2, 0, 3)],
+    ]
+    assert np.array_equal(read_volume(folder)[0].numpy(), np.stack(expected, -1).transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("written_as", ["US", "SS"])
+def test_padding_of_a_volume_is_its_least_other_value_and_said(
+    tmp_path: Path, written_as: str
+) -> None:
+    pixels = PIXELS.astype(np.int16) + 5
+    pixels[0, :2] = -2000
+    folder = series(
+        tmp_path / "s",
+        (pixels, {PADDING: (written_as, [-2000]), **scaled("1", "-24")}),
+        (pixels + 1, scaled("1", "-24")),
+    )
+    volume = read_volume(folder)
+    expected = np.stack([pixels - 24, pixels - 23], -1)
+    expected[0, :2, 0] = expected[0, :2, 1].min()
+    assert np.array_equal(volume[0].numpy(), expected.transpose(1, 0, 2))
+    assert "(0028,0120) PixelPaddingValue" in volume.meta[CHANGES]
+
+
+@pytest.mark.parametrize(("value", "limit"), [(60, 70), (70, 60)])
+def test_padding_has_a_range(tmp_path: Path, value: int, limit: int) -> None:
+    pixels = PIXELS.copy()
+    pixels[0, :3] = 60, 65, 70
+    ends = {PADDING: ("US", [value]), LIMIT: ("US", [limit])}
+    folder = series(tmp_path / "s", (pixels, ends), (pixels, ends))
+    assert np.array_equal(
+        read_volume(folder)[0, ..., 0].numpy().T, np.where(pixels >= 60, 3, pixels)
+    )
+
+
+# Pictures
+
+
+def shown(folder: Path, pixels: np.ndarray, **tags: Any) -> np.ndarray:
+    more = {key: value for key, value in tags["more"].items()}
+    return read_picture(write(folder / "x.dcm", slice_of(pixels, 0, more)))
+
+
+RAMP = np.array([[0, 1000], [2000, 3000]], np.uint16)
+HIGH = 65535
+LOOKS: dict[str, tuple[dict[Any, Any], list[float]]] = {
+    "as it is": ({}, [0, 1 / 3, 2 / 3, 1]),
+    "falling modality table": ({MODALITY_LUT: lut(0, range(3000, -1, -1))}, [1, 2 / 3, 1 / 3, 0]),
+    "falling slope": (scaled("-1", "3000"), [1, 2 / 3, 1 / 3, 0]),
+    "falling table": (
+        {VOI_LUT: lut(1000, range(HIGH, HIGH - 2001, -1))},
+        [1, 1, (HIGH - 1e3) / HIGH, (HIGH - 2e3) / HIGH],
+    ),
+    "table of 12 bits": ({VOI_LUT: lut(0, [*range(4001)], 12)}, [0, 1000 / 4095, 2000 / 4095, 3000 / 4095]),
+    "table of bytes": (
+        {VOI_LUT: lut(0, bytes(range(250, 240, -1)), 8), **scaled("0.003", "0")},
+        [250 / 255, 247 / 255, 244 / 255, 241 / 255],
+    ),
+    "table before window": (
+        {VOI_LUT: lut(0, [HIGH, 0]), CENTRE: ("DS", "1500"), WIDTH: ("DS", "100")},
+        [1, 0, 0, 0],
+    ),
+    "table after a negative intercept": (
+        {VOI_LUT: lut(-1000 % 65536, [*range(0, 40010, 10)]), **scaled("1", "-1000")},
+        [0, 1e4 / HIGH, 2e4 / HIGH, 3e4 / HIGH],
+    ),
+    "window": ({CENTRE: ("DS", "1500"), WIDTH: ("DS", "2001")}, [0, 500.5 / 2000, 1500.5 / 2000, 1]),
+    "exact window": (
+        {CENTRE: ("DS", "1500"), WIDTH: ("DS", "2000"), FUNCTION: ("CS", "LINEAR_EXACT")},
+        [0, 0.25, 0.75, 1],
+    ),
+    "sigmoid": (
+        {CENTRE: ("DS", "1500"), WIDTH: ("DS", "2000"), FUNCTION: ("CS", "SIGMOID")},
+        [1 / (1 + np.exp(-4 * (x - 1500) / 2000)) for x in (0, 1000, 2000, 3000)],
+    ),
+    "MONOCHROME1": ({KIND: ("CS", "MONOCHROME1")}, [1, 2 / 3, 1 / 3, 0]),
+    "inverse": ({SHAPE_OF_LUT: ("CS", "INVERSE")}, [1, 2 / 3, 1 / 3, 0]),
+    "both": ({KIND: ("CS", "MONOCHROME1"), SHAPE_OF_LUT: ("CS", "INVERSE")}, [1, 2 / 3, 1 / 3, 0]),
+    "falling table of MONOCHROME1": (
+        {KIND: ("CS", "MONOCHROME1"), VOI_LUT: lut(0, range(3000, -1, -1), 12)},
+        [1 - 3000 / 4095, 1 - 2000 / 4095, 1 - 1000 / 4095, 1],
+    ),
+    "padding": ({PADDING: ("US", [3000])}, [0, 0.5, 1, 0]),
+    "padding of MONOCHROME1": ({PADDING: ("US", [0]), KIND: ("CS", "MONOCHROME1")}, [0, 1, 0.5, 0]),
+    "range of padding": ({PADDING: ("US", [0]), LIMIT: ("US", [1000])}, [0, 0, 0, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_picture_is_as_a_viewer_shows_it(tmp_path: Path, name: str) -> None:
+    more, expected = LOOKS[name]
+    pixels = shown(tmp_path, RAMP, more=more)
+    assert pixels.ravel().tolist() == np.rint(np.array(expected) * 255).tolist()
+
+
+# Places
+
+
+MISSING = {
+    "position": (POSITION, None, r"has no \(0020,0032\) ImagePositionPatient"),
+    "empty position": (POSITION, ("DS", ""), r"has no \(0020,0032\) ImagePositionPatient"),
+    "orientation": (ORIENTATION, None, r"has no \(0020,0037\) ImageOrientationPatient"),
+    "spacing": (SPACING, None, r"has no \(0028,0030\) PixelSpacing"),
+    "half a spacing": (SPACING, ("DS", "1"), r"has no \(0028,0030\) PixelSpacing"),
+    "another orientation": (
+        ORIENTATION, ("DS", "0\\1\\0\\0\\0\\-1"),
+        r"\(0020,0037\) ImageOrientationPatient is 0\\1\\0\\0\\0\\-1 in .*7\.dcm and 1\\0\\0\\0\\1\\0 in .*8\.dcm",
+    ),
+    "another spacing": (SPACING, ("DS", "1\\1.1"), r"\(0028,0030\) PixelSpacing is 1\\1\.1 in .*7\.dcm and 1\\1 in"),
+    "another size": (None, None, r"\(0028,0010\) Rows is \[2\] in .*7\.dcm and \[3\] in .*8\.dcm"),
+    "a gap": (POSITION, ("DS", "0\\0\\7"), r"1 to 6 mm apart; .*\(0020,0032\) ImagePositionPatient"),
+    "twice one place": (POSITION, ("DS", "0\\0\\1"), r"0 to 1 mm apart; .*ImagePositionPatient, one at each place"),
+    "no number": (POSITION, ("DS", "0\\0\\a"), r"s cannot be read \(could not convert string to float: 'a'\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_place_that_is_absent_or_differs_is_refused_by_its_tag(tmp_path: Path, name: str) -> None:
+    tag, element, message = MISSING[name]
+    third = (PIXELS, {tag: element}) if tag else (PIXELS[:2], {})
+    folder = series(tmp_path / "s", (PIXELS, {}), (PIXELS, {}), third)
+    with pytest.raises(InputError, match=message) as caught:
+        read_volume(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
+    folder = series(tmp_path / "s", (PIXELS, {THICKNESS: ("DS", "2.5")}))
+    volume = read_volume(folder)
+    assert volume.shape == (1, 4, 3, 1)
+    assert np.allclose(volume.affine, np.diag([-1, -1, 2.5, 1]))
+    folder = series(tmp_path / "t", (PIXELS, {THICKNESS: None}))
+    with pytest.raises(InputError, match=r"has no \(0018,0050\) SliceThickness"):
+        read_volume(folder)
+
+
+def test_a_mask_of_bits_is_read_as_zero_and_one(tmp_path: Path) -> None:
+    mask = np.random.default_rng(2).integers(0, 2, (2, 8, 16))
+    for index, plane in enumerate(mask):
+        packed = np.packbits(plane.ravel(), bitorder="little")
+        more = {
+            (0x0028, 0x0100): ("US", [1]),
+            (0x0028, 0x0101): ("US", [1]),
+            (0x0028, 0x0102): ("US", [0]),
+        }
+        elements = {
+            **slice_of(plane.astype(np.uint8), index, more),
+            (0x7FE0, 0x0010): ("OB", packed.tobytes()),
+        }
+        write(tmp_path / "mask" / f"{index}.dcm", elements)
+    pixels = np.random.default_rng(3).integers(0, 99, (2, 8, 16)).astype(np.uint16)
+    image = series(tmp_path / "image", *((plane, {}) for plane in pixels))
+    _, labels = read_pair(image, str(tmp_path / "mask"), 2)
+    assert np.array_equal(labels[0].numpy(), mask.transpose(2, 1, 0))
+
+
+def test_colours_and_packed_headers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"colours by \(0028,0004\) PhotometricInterpretation"):
+        read_volume(series(tmp_path / "s", (PIXELS, {KIND: ("CS", "PALETTE COLOR")})))
+    file = write(tmp_path / "x.dcm", slice_of(PIXELS), "1.2.840.10008.1.2.1.99")
+    with pytest.raises(InputError, match=r"x\.dcm cannot be read \(its header is packed"):
+        read_picture(file)
+
+
+def nested(depth: int) -> tuple[str, Any]:
+    return "SQ", [{VOI_LUT: nested(depth - 1)}] if depth else [{CENTRE: ("DS", "1")}]
+
+
+HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {
+    "no rows": ({(0x0028, 0x0010): ("US", [0])}, "holds no"),
+    "frames without end": ({(0x0028, 0x0008): ("IS", "999999999")}, "more than 65536 frames"),
+    "fewer than no frames": ({(0x0028, 0x0008): ("IS", "-1")}, "holds no|cannot be read"),
+    "sequences without end": ({VOI_LUT: nested(40)}, "its sequences are too deep"),
+    "an empty table": ({VOI_LUT: ("SQ", [{CENTRE: ("DS", "1")}]), MODALITY_LUT: ("SQ", [{}])}, "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_lies_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    more, message = HOSTILE[name]
+    file = write(tmp_path / "s" / "x.dcm", slice_of(PIXELS, 0, more))
+    for read in (lambda: read_volume(str(tmp_path / "s")), lambda: read_pixels(file)):
+        with pytest.raises(InputError, match=message) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_header_that_is_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = Path(write(tmp_path / "s" / "x.dcm", slice_of(PIXELS, 0, {VOI_LUT: lut(0, [1, 2, 3])})))
+    content = file.read_bytes()
+    for end in range(133, len(content) - PIXELS.nbytes, 7):
+        file.write_bytes(content[:end])
+        with pytest.raises(InputError, match=r"x\.dcm|holds no DICOM series"):
+            read_volume(str(tmp_path / "s"))

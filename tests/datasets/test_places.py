@@ -1,0 +1,338 @@
+"""Where volumes lie: units, orders of axes, forms of NIfTI, ITK's formats; checked in nibabel and in SimpleITK."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Orientationd
+
+from medfl.bundle import check_own
+from medfl.bundle.bundle import Bundle
+from medfl.core.errors import InputError
+from medfl.data.prepared import Geometry
+from medfl.datasets import ReadVolumed, WriteMaskd
+from medfl.datasets.readers.volumes import CHANGES, as_nifti, read_pair, read_volume
+from medfl.evaluation.save_masks import save
+from medfl.partner.case_findings import Findings
+from medfl.partner.scanning import scan
+from medfl.starter import starter
+
+SHAPE = (7, 8, 9)
+IMAGE = np.random.default_rng(0).integers(0, 1000, SHAPE).astype(np.int16)
+MASK = (IMAGE > 700).astype(np.uint8)
+TURN = nib.eulerangles.euler2mat(0.2, -0.3, 0.1)
+AFFINE = nib.affines.from_matvec(TURN @ np.diag([-1.5, 2, 3]), [10, -20, 30])
+FLIP = np.diag([-1.0, -1, 1, 1])
+
+
+def nifti(
+    path: Path, voxels: np.ndarray = IMAGE, affine: np.ndarray = AFFINE, unit: Any = "mm"
+) -> str:
+    image = nib.Nifti1Image(voxels, affine)
+    image.header.set_xyzt_units(unit)
+    nib.save(image, path)
+    return str(path)
+
+
+def itk(path: Path, voxels: np.ndarray = IMAGE, affine: np.ndarray = AFFINE) -> str:
+    """Write (D1, D2, D3[, C]) by SimpleITK."""
+    array = np.moveaxis(voxels, (0, 1, 2), (2, 1, 0))
+    image = sitk.GetImageFromArray(array, isVector=voxels.ndim == 4)
+    lps = FLIP @ affine
+    spacing = np.linalg.norm(lps[:3, :3], axis=0)
+    image.SetSpacing(spacing.tolist())
+    image.SetDirection((lps[:3, :3] / spacing).ravel().tolist())
+    image.SetOrigin(lps[:3, 3].tolist())
+    sitk.WriteImage(image, str(path))
+    return str(path)
+
+
+# Units
+
+
+UNITS = {"micron": 1e-3, "meter": 1e3, "mm": 1.0, "unknown": 1.0}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_lengths_are_millimetres_whatever_the_unit_of_the_header(tmp_path: Path, unit: str) -> None:
+    stored = AFFINE.copy()
+    stored[:3] /= UNITS[unit]
+    volume = read_volume(nifti(tmp_path / "x.nii", affine=stored, unit=unit))
+    assert np.allclose(volume.affine, AFFINE, atol=1e-4)
+    assert np.allclose(volume.meta["original_affine"], AFFINE, atol=1e-4)
+    assert (unit in volume.meta[CHANGES]) == (UNITS[unit] != 1)
+
+
+def test_an_image_and_a_mask_in_two_units_are_compared_in_one(tmp_path: Path) -> None:
+    image = nifti(tmp_path / "x.nii")
+    in_micron = AFFINE.copy()
+    in_micron[:3] *= 1000
+    _, labels = read_pair(image, nifti(tmp_path / "m.nii", MASK, in_micron, "micron"), 2)
+    assert np.array_equal(labels[0].numpy(), MASK)
+    for unit in ("micron", "meter"):
+        with pytest.raises(InputError, match="they lie in one place"):
+            read_pair(image, nifti(tmp_path / "m.nii", MASK, unit=unit), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "factor"),
+    [
+        ("x.nrrd", b'space units: "um" "um" "um"\n', 1e-3),
+        ("x.nrrd", b'space units: "mm" "mm" "mm"\n', 1),
+        ("x.nrrd", 'space units: "\u00b5m" "\u00b5m" "\u00b5m"\n'.encode(), 1e-3),
+        ("x.mha", b"DistanceUnits = um\n", 1e-3),
+        ("x.mha", b"DistanceUnits = cm\n", 10),
+        ("x.mha", b"DistanceUnits = ?\n", 1),
+    ],
+)
+def test_units_of_other_headers(tmp_path: Path, name: str, line: bytes, factor: float) -> None:
+    path = Path(itk(tmp_path / name))
+    content = path.read_bytes()
+    end = content.index(b"kinds:" if name == "x.nrrd" else b"TransformMatrix")
+    path.write_bytes(content[:end] + line + content[end:])
+    expected = AFFINE.copy()
+    expected[:3] *= factor
+    assert np.allclose(read_volume(str(path)).affine, expected, atol=1e-4)
+
+
+def test_a_unit_that_is_no_length_is_refused(tmp_path: Path) -> None:
+    path = Path(itk(tmp_path / "x.nrrd"))
+    content = path.read_bytes()
+    for units in (b'"mm" "mm" "um"', b'"pixel" "pixel" "pixel"'):
+        path.write_bytes(content.replace(b"kinds:", b"space units: " + units + b"\nkinds:", 1))
+        with pytest.raises(InputError, match=r"x\.nrrd cannot be read \(its .*(um|'pixel')"):
+            read_volume(str(path))
+    header = nib.load(nifti(tmp_path / "x.nii")).header
+    content = bytearray((tmp_path / "x.nii").read_bytes())
+    content[123] = 5  # xyzt_units: no code of NIfTI
+    assert header["xyzt_units"] == 2
+    (tmp_path / "x.nii").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.nii cannot be read"):
+        read_volume(str(tmp_path / "x.nii"))
+
+
+# Formats and axes
+
+
+@pytest.mark.parametrize("name", ["x.nrrd", "x.mha", "X.MHA"])
+def test_formats_of_itk_lie_where_simpleitk_has_them(tmp_path: Path, name: str) -> None:
+    path = itk(tmp_path / name.lower())
+    if name.isupper():
+        path = str(Path(path).rename(tmp_path / name))
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.write(path, f"in/{name}")
+    for uri in (path, f"{tmp_path}/z.zip!in/{name}"):
+        volume = read_volume(uri)
+        assert np.array_equal(volume[0].numpy(), IMAGE)
+        assert np.allclose(volume.affine, AFFINE, atol=1e-5)
+    _, labels = read_pair(path, nifti(tmp_path / "m.nii.gz", MASK), 2)
+    assert np.array_equal(labels[0].numpy(), MASK)
+
+
+@pytest.mark.parametrize("name", ["x.nii.gz", "x.nrrd", "x.mha"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_fourth_axis_are_channels(tmp_path: Path, name: str, count: int) -> None:
+    voxels = np.stack([IMAGE + channel for channel in range(count)], -1)
+    path = (nifti if name == "x.nii.gz" else itk)(tmp_path / name, voxels)
+    image, labels = read_pair(path, nifti(tmp_path / "m.nii", MASK), 2)
+    assert np.array_equal(image.numpy(), np.moveaxis(voxels, -1, 0))
+    assert image.meta["spatial_shape"].tolist() == list(SHAPE)
+    with pytest.raises(InputError, match=rf"mask .* has {count} channels"):
+        read_pair(nifti(tmp_path / "y.nii"), path, 2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 8, 1), (1, 7, 8), (7, 1, 8), (7, 8), (7, 8, 1, 1), (7, 8, 1, 3)]
+)
+def test_a_single_slice_is_a_volume(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    voxels = np.random.default_rng(1).integers(0, 99, shape).astype(np.int16)
+    volume = read_volume(nifti(tmp_path / "x.nii", voxels))
+    spatial = (*shape, 1)[:3]
+    assert volume.shape == (3 if shape[3:] == (3,) else 1, *spatial)
+    assert np.array_equal(np.moveaxis(volume.numpy(), 0, -1).reshape(shape), voxels)
+    assert np.allclose(volume.affine, AFFINE, atol=1e-5)
+
+
+ORDERS = [
+    *itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3))
+]
+
+
+@pytest.mark.parametrize("order", ORDERS[::5])
+def test_a_mask_in_another_order_of_axes_is_turned_to_its_image(tmp_path: Path, order: Any) -> None:
+    turn = np.stack([np.array(part, float) for part in order], 1)
+    turned = nib.Nifti1Image(MASK, AFFINE).as_reoriented(turn)
+    nib.save(turned, tmp_path / "m.nii")
+    image, labels = read_pair(nifti(tmp_path / "x.nii"), str(tmp_path / "m.nii"), 2)
+    assert np.array_equal(labels[0].numpy(), MASK)
+    assert torch.equal(image.affine, labels.affine)
+    names = "".join(nib.aff2axcodes(turned.affine))
+    same = np.allclose(turned.affine, AFFINE)
+    assert labels.meta[CHANGES] == (
+        "" if same else f"axes {names} are turned to those of its image; "
+    )
+
+
+def test_a_turned_mask_elsewhere_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+    image = nifti(tmp_path / "x.nii")
+    turned = nib.Nifti1Image(MASK, AFFINE).as_reoriented(np.array([[1, -1], [0, 1], [2, 1]]))
+    moved = turned.affine.copy()
+    moved[1, 3] += 0.5
+    for voxels, affine, message in (
+        (np.asarray(turned.dataobj), moved, "they lie in one place"),
+        (np.asarray(turned.dataobj)[1:], turned.affine, "7 x 8 x 9 voxels, its mask .* 7 x 7 x 9"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_pair(image, nifti(tmp_path / "m.nii", voxels, affine), 2)
+
+
+# Masks that are written
+
+
+def with_forms(
+    path: Path, sform: int, qform: int, unit: str = "mm", kind: Any = nib.Nifti1Image
+) -> str:
+    """Write a volume with an sform beside another qform."""
+    image = kind(IMAGE, None)
+    image.header.set_xyzt_units(unit, "sec")
+    image.header.set_zooms((1.5, 2, 3))
+    image.header.set_qform(
+        nib.affines.from_matvec(TURN.T @ np.diag([1.5, 2, 3]), [-90, 40, 50]), qform
+    )
+    image.header.set_sform(AFFINE, sform)
+    nib.save(kind(IMAGE, None, image.header), path)
+    return str(path)
+
+
+SOURCES: dict[str, Callable[[Path], str]] = {
+    "sform beside another qform": lambda root: with_forms(root / "x.nii.gz", 1, 1),
+    "qform alone": lambda root: with_forms(root / "x.nii.gz", 0, 1),
+    "sform alone": lambda root: with_forms(root / "x.nii", 4, 0),
+    "no code": lambda root: with_forms(root / "x.nii", 0, 0),
+    "micron": lambda root: with_forms(root / "x.nii", 2, 1, "micron"),
+    "NIfTI-2": lambda root: with_forms(root / "x.nii.gz", 1, 1, kind=nib.Nifti2Image),
+    "channels": lambda root: nifti(root / "x.nii.gz", np.stack([IMAGE, IMAGE + 1], -1)),
+    "nrrd": lambda root: itk(root / "x.nrrd"),
+    "mha": lambda root: itk(root / "x.mha"),
+}
+FIELDS = ("qform_code", "sform_code", "srow_x", "srow_y", "srow_z", "quatern_b", "qoffset_x", "xyzt_units")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_mask_lies_where_its_source_does(tmp_path: Path, name: str) -> None:
+    """In nibabel and in SimpleITK, which differ in the form that they take."""
+    source = SOURCES[name](tmp_path)
+    volume = read_volume(source)
+    geometry = Geometry(volume.affine.numpy(), volume.affine.numpy(), SHAPE, source)
+    written = save(torch.from_numpy(MASK), 2, geometry, tmp_path / "mask")
+    if name != "NIfTI-2":  # which SimpleITK does not read
+        mask, here = sitk.ReadImage(str(written)), sitk.ReadImage(source)
+        assert np.array_equal(sitk.GetArrayFromImage(mask).transpose(2, 1, 0), MASK)
+        if here.GetDimension() == 4:
+            here = here[..., 0]
+        for part in ("GetSize", "GetSpacing", "GetOrigin", "GetDirection"):
+            assert getattr(mask, part)() == pytest.approx(getattr(here, part)(), abs=1e-4)
+    if not source.endswith((".nrrd", ".mha")):
+        before, after = nib.load(source), nib.load(written)
+        assert np.array_equal(before.affine, after.affine)
+        assert np.array_equal(before.header["pixdim"][:4], after.header["pixdim"][:4])
+        for field in FIELDS:
+            assert np.array_equal(before.header[field], after.header[field])
+    again, labels = read_pair(source, str(written), 2)
+    assert np.array_equal(labels[0].numpy(), MASK)
+    assert isinstance(again, MetaTensor)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_exports_write_masks_where_their_source_lies(tmp_path: Path, name: str) -> None:
+    """As `medfl.datasets.WriteMaskd` of an exported bundle does, from scores on a turned grid or from a mask."""
+    source = SOURCES[name](tmp_path)
+    item = {
+        "image": source,
+        "label": nifti(tmp_path / "m.nii.gz", MASK, read_volume(source).affine.numpy()),
+    }
+    turned = Orientationd(["image", "label"], "LSP", labels=None)(ReadVolumed(classes=2)(item))
+    scores = torch.cat([1 - turned["label"].float(), turned["label"].float()])
+    WriteMaskd(output_dir=tmp_path / "out")({**turned, "pred": scores})
+    WriteMaskd(output_dir=tmp_path / "bare")({**turned, "pred": torch.from_numpy(MASK)[None]})
+    geometry = Geometry(AFFINE, read_volume(source).affine.numpy(), SHAPE, source)
+    expected = as_nifti(MASK, geometry.original_affine, source)
+    for folder in ("out", "bare"):
+        assert (tmp_path / folder / "x_seg.nii.gz").read_bytes() == expected
+
+
+def test_what_reading_changes_is_said(tmp_path: Path) -> None:
+    """By `medfl new`, `medfl data check` and `medfl site check`, once for each kind of change."""
+    turn = np.array([[1, -1], [0, 1], [2, 1]])
+    for number in range(4):
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        voxels = np.roll(IMAGE, number, 0)
+        nifti(tmp_path / "images" / f"{number}.nii", voxels, np.diag([1e3, 1e3, 1e3, 1]), "micron")
+        turned = nib.Nifti1Image((voxels > 700).astype(np.uint8), np.eye(4)).as_reoriented(turn)
+        nib.save(turned, tmp_path / "masks" / f"{number}.nii")
+    lines = (
+        "lengths in micron are read as mm, in 4 files",
+        f"axes {''.join(nib.aff2axcodes(turned.affine))} are turned to those of its image, in 4 files",
+    )
+    survey = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert set(lines) <= set(survey.notes)
+    bundle = starter.write(tmp_path / "bundle", survey)
+    assert set(lines) <= set(check_own.check(bundle, tmp_path).notes)
+    opened = Bundle(str(bundle), {"dataset_dir": str(tmp_path)})
+    findings = Findings(opened)
+    for section in ("train", "validate", "test"):
+        for item in scan(opened, section):
+            findings.add(item)
+    assert set(lines) <= {line.text for line in findings.lines() if line.topic == "reading"}
+
+
+def test_a_mask_has_nothing_else_of_its_source(tmp_path: Path) -> None:
+    """No scale, no window, no intent, no description and no extension: these are of the image, or of the patient."""
+    image = nib.Nifti1Image(IMAGE, AFFINE)
+    image.header.set_slope_inter(0.5, 3)
+    image.header["cal_max"] = 40
+    image.header["descrip"] = b"Jane Doe"
+    image.header.set_intent("z score")
+    image.header.extensions.append(nib.nifti1.Nifti1Extension("comment", b"Jane Doe"))
+    nib.save(image, tmp_path / "x.nii")
+    geometry = Geometry(AFFINE, AFFINE, SHAPE, str(tmp_path / "x.nii"))
+    written = save(torch.from_numpy(MASK), 2, geometry, tmp_path / "mask")
+    assert b"Jane" not in gzip.decompress(written.read_bytes())
+    header = nib.load(written).header
+    assert (header["cal_max"], header.get_intent()[0], len(header.extensions)) == (0, "none", 0)
+    assert np.array_equal(np.asarray(nib.load(written).dataobj), MASK)
+
+
+def test_a_mask_of_two_axes_keeps_the_forms_of_its_source(tmp_path: Path) -> None:
+    """As of a bundle that segments slices; also where the source has a third axis of one voxel."""
+    for shape in ((7, 8), (7, 8, 1)):
+        source = with_forms(tmp_path / "x.nii", 1, 1)
+        header = nib.load(source).header
+        nib.save(nib.Nifti1Image(IMAGE[..., 0].reshape(shape), None, header), source)
+        geometry = Geometry(AFFINE, AFFINE, (7, 8), source)
+        written = nib.load(
+            save(torch.from_numpy(MASK[..., 0].copy()), 2, geometry, tmp_path / "mask")
+        )
+        assert np.array_equal(np.asarray(written.dataobj).reshape(7, 8), MASK[..., 0])
+        for field in FIELDS:
+            assert np.array_equal(written.header[field], nib.load(source).header[field])
+
+
+def test_segmentations_as_slicer_names_them_are_masks(tmp_path: Path) -> None:
+    for number in range(4):
+        itk(tmp_path / f"c{number}.nrrd", np.roll(IMAGE, number, 0))
+        itk(tmp_path / f"c{number}.seg.nrrd", np.roll(MASK, number, 0))
+    survey = starter.survey(tmp_path)
+    assert (survey.kind, survey.counts) == ("volumes", (4, 4))
