@@ -16,7 +16,7 @@ from medfl.datasets.readers.splitting import Record
 from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
-_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
+_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "mask_values", "group_by", "split")
 
 
 def check(where: str | Path, folder: str | Path | None, *, progress: bool = False) -> CheckReport:
@@ -107,7 +107,7 @@ def _read(root: Path, ids: Config) -> Callable[[Record], object]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
-    classes = len(ids["classes"])
+    classes = ids.get("mask_values") or len(ids["classes"])
     if own.is_volumes(own.path_below(root, str(ids["images"]))):
         return lambda record: volumes.read_pair(record.image, record.mask, classes)
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)

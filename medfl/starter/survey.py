@@ -35,6 +35,7 @@ class Survey:
         said: in which layout they are and what of a table was taken.
         tested: images in the test section.
         sites: default number of sites of a run: three, or fewer where there are few patients.
+        mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -59,6 +60,7 @@ class Survey:
     tested: int = 0
     sites: int = 3
     folds: int = 0
+    mask_values: tuple[int, ...] = ()
 
     @property
     def items_call(self) -> str:
@@ -101,6 +103,8 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     if segments:
         task = "Segmentation"
         pred |= {"type": "image", "format": "segmentation", "spatial_shape": shape}
+        if survey.mask_values:
+            pred["mask_values"] = [*survey.mask_values]
 
     versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
 

@@ -317,13 +317,13 @@ def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
 def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels}))
     with pytest.raises(InputError, match=r"dataset\.json"):
-        conventions.class_names(tmp_path / "dataset.json")
+        conventions.mask_labels(tmp_path / "dataset.json")
 
 
 def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "organ": 1})
     with pytest.raises(
-        InputError, match=r"dataset\.json names organ, and masks have values up to 2"
+        InputError, match=r"dataset\.json names background, organ, and masks have the value 2 too"
     ):
         starter.survey(tmp_path)
 

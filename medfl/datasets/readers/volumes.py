@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 from medfl.core.errors import InputError
+from medfl.core.names import composed
 from medfl.datasets.readers import dicom
+from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
     UNREADABLE,
@@ -68,8 +70,8 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     return _tensor(uri, np.stack(channels), raw.affine)
 
 
-def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTensor]:
-    """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) uint8 with values 0..classes-1.
+def read_pair(image: str, mask: str, classes: Classes) -> tuple[MetaTensor, MetaTensor]:
+    """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) of class indices.
 
     Raises:
         InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
@@ -80,7 +82,7 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
     _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
 
     return _with_channels(raw, first, more_uris), _tensor(
-        mask, _classes(mask, labels.voxels, classes)[None], raw.affine
+        mask, class_indices(mask, labels.voxels, classes)[None], raw.affine
     )
 
 
@@ -127,9 +129,9 @@ def volume_index(folder: Path) -> dict[str, str]:
         if path.is_dir():
             if _is_series(path):
                 # A NIfTI file goes before a series of the same name.
-                index.setdefault(path.name, str(path))
+                index.setdefault(composed(path.name), str(path))
         elif is_nifti(path.name):
-            index[bare(path.name)] = str(path)
+            index[composed(bare(path.name))] = str(path)
 
     return index
 
@@ -290,6 +292,13 @@ def _values(uri: str, raw: _Raw) -> Array:
     with np.errstate(over="ignore"):
         voxels: Array = raw.voxels.astype(np.float32)
 
+    beyond = raw.voxels[np.isinf(voxels) & np.isfinite(raw.voxels)]
+    if beyond.size:
+        raise InputError(
+            f"volume {uri} has the value {beyond[0]:g} at {beyond.size} of {voxels.size} voxels, beyond float32",
+            f"every voxel has a value up to {np.finfo(np.float32).max:.3g}",
+            "divide the values, or replace these",
+        )
     if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
@@ -304,24 +313,6 @@ def _values(uri: str, raw: _Raw) -> Array:
         )
 
     return voxels
-
-
-def _classes(mask: str, values: Array, classes: int) -> Array:
-    with np.errstate(invalid="ignore"):  # NaN to a whole number
-        labels: Array = values.astype(np.uint8)
-
-    wrong = (labels != values) | (labels >= classes)
-    if wrong.any():
-        values_outside = np.unique(values[wrong])
-        numbers = ", ".join(f"{value:g}" for value in values_outside[:5])
-        more = ", ..." if len(values_outside) > 5 else ""
-        raise InputError(
-            f"mask {mask} has the value{'s' * (len(values_outside) > 1)} {numbers}{more} at {int(wrong.sum())} voxels",
-            f"its labels are the whole numbers 0 to {classes - 1}",
-            "relabel the mask, or remove the case",
-        )
-
-    return labels
 
 
 def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
