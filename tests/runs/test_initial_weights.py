@@ -129,7 +129,7 @@ def test_weights_of_another_network_are_refused_before_anything_is_written(
     assert "the network's (6, " in line
     save_weights(tmp_path / "unet.safetensors", networks.build("unet8", 1, 2).state_dict())
     run(scans, tmp_path / "out", "--init", tmp_path / "unet.safetensors", code=2)
-    assert "is missing" in capsys.readouterr().err
+    assert "8 tensors are missing: 'body.0.weight'" in capsys.readouterr().err
     run(scans, tmp_path / "out", "--init", tmp_path / "none.safetensors", code=2)
     assert not (tmp_path / "out").exists()
 
