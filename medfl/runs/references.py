@@ -107,9 +107,9 @@ def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
         )
 
     labels = []
-    for name in folders:
+    for name, folder in folders.items():
         label = classes.index(name)
-        for path, _ in tables.image_files(root / name):
+        for path, _ in tables.image_files(folder):
             labels += [(f"{name}/{path}", label), (path, label)]
 
     return labels
@@ -124,7 +124,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     # a class may be named by a number: its name then counts, not its index
     labels = {str(index): index for index in range(len(classes))}
     labels |= {name: index for index, name in enumerate(classes)}
-    label_of = label_table.read(file, [*files]).classes
+    label_of = label_table.read(file, [*files], labels).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(

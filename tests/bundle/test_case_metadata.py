@@ -23,7 +23,7 @@ from medfl.bundle.open import open_problem, with_data
             {"age": None, "localisation": "not stated"},
         ),
         ({"patient_age": "034Y", "gender": "F"}, {"age": 34.0, "sex": "f"}),
-        ({"age": "-3", "dx": "mel"}, {"age": None}),
+        ({"age": "-3", "dx": "mel"}, {"age": "-3"}),
     ],
 )
 def test_columns_are_known_by_the_names_that_tables_give_them(
