@@ -96,7 +96,9 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str
                 f"--init: {left_out} tensors are left out, whose names do not begin with {prefix!r}"
             )
         if prefix or place:
-            say(f"--init: the weights are those named {place}{prefix}... in {path.name}")
+            say(
+                f"--init: the weights are those after {place + prefix!r} in the names of {path.name}"
+            )
 
         return _finite(weights)
     except Exception as error:  # torch and safetensors raise several types for damaged files
