@@ -20,6 +20,7 @@ class UserLayout:
         images, masks, labels: places in it, "." for the folder itself and "" where there is none.
         classes: value -> name of the masks' classes, where a file says them.
         ignored: value of pixels that nobody has labelled, by that file.
+        channels: names of the images' channels, by that file.
         note: in which layout they are, where it is more than folders of their own.
     """
 
@@ -29,6 +30,7 @@ class UserLayout:
     labels: str = ""
     classes: Mapping[int, str] = field(default_factory=dict)
     ignored: int | None = None
+    channels: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -117,7 +119,8 @@ def _with_names(layout: UserLayout, named: bool) -> UserLayout:
     note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
         layout.note and names
     )
-    return replace(layout, classes=names, ignored=ignored, note=note)
+    channels = conventions.channel_names(path)
+    return replace(layout, classes=names, ignored=ignored, channels=channels, note=note)
 
 
 def _together(root: Path) -> str:

@@ -311,11 +311,18 @@ def _segmented(
             "training, and these values again in what medfl predict writes; a site's masks may have no others",
         )
 
+    if otherwise := conventions.normalised_otherwise(layout.channels):
+        notes += (
+            f"nnU-Net normalises the channel {listed(otherwise)} otherwise; here each image is by its own mean and "
+            "standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
+        )
+
     notes += duplicate_notes(facts, records)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
         "phantom": str(own.cohort_of(paths) or ""), "mask_values": mask_values,
+        "channel_titles": layout.channels,
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)

@@ -36,6 +36,7 @@ class Survey:
         tested: images in the test section.
         sites: default number of sites of a run: three, or fewer where there are few patients.
         mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
+        channel_titles: names of the channels where a file has them.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -61,6 +62,7 @@ class Survey:
     sites: int = 3
     folds: int = 0
     mask_values: tuple[int, ...] = ()
+    channel_titles: tuple[str, ...] = ()
 
     @property
     def items_call(self) -> str:
@@ -83,7 +85,9 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     is_volumes = survey.kind == "volumes"
     shape = [*survey.patch] if is_volumes else [side, side]
     colours = [f"channel {index}" for index in range(survey.channels)]
-    if survey.channels == 1:
+    if len(survey.channel_titles) == survey.channels:
+        colours = [*survey.channel_titles]
+    elif survey.channels == 1:
         colours = ["grey value"]
     elif survey.channels == 3 and not is_volumes:
         colours = ["red", "green", "blue"]

@@ -436,6 +436,28 @@ def test_pixels_that_nnunet_ignores_are_no_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("channels", "otherwise"),
+    [
+        ({"channel_names": {"0": "CT", "1": "PET"}}, "CT"),
+        ({"channel_names": {"1": "noNorm", "0": "T1"}}, "noNorm"),
+        ({"modality": {"0": "T2", "1": "ADC"}}, ""),
+        ({"modality": {"0": "rescale_to_0_1", "1": "CT"}}, "rescale_to_0_1, CT"),
+    ],
+)
+def test_channels_are_called_as_nnunet_does_and_said_where_it_normalises_by_them(
+    channels: dict[str, Any], otherwise: str, tmp_path: Path
+) -> None:
+    nnunet(tmp_path / "d", 2, labels={"background": 0, "a": 1, "b": 2}, **channels)
+    seen = starter.survey(tmp_path / "d")
+    (names,) = channels.values()
+    bundle = starter.write(tmp_path / "b", seen)
+    described = json.loads((bundle / "configs" / "metadata.json").read_text())
+    assert described["network_data_format"]["inputs"]["image"]["channel_def"] == names
+    notes = [note for note in seen.notes if note.startswith("nnU-Net normalises")]
+    assert [otherwise in note for note in notes] == [True] * bool(otherwise)
+
+
+@pytest.mark.parametrize(
     "labels",
     [
         {"background": 0, "whole": [1, 2], "core": 2},

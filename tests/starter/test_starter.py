@@ -615,7 +615,18 @@ def test_predicted_masks_have_the_values_of_the_masks(tmp_path: Path) -> None:
     assert seen.classes == ("background", "structure_205", "structure_420")
     bundle = starter.write(tmp_path / "mine", seen)
     checked(bundle)
-    run = train(bundle, tmp_path / "d", tmp_path / "run", sites=1, save_predictions=True)
+    words = [
+        "run",
+        str(bundle),
+        "--data",
+        f"{tmp_path}/d",
+        "--out",
+        f"{tmp_path}/run",
+        "--sites",
+        "1",
+    ]
+    assert cli.main([*words, "--rounds", "1", "--jobs", "1", "--save-predictions", "--quiet"]) == 0
+    run = medfl.load_run(tmp_path / "run")
     run.predict(tmp_path / "d" / "images", out=tmp_path / "out", reference=tmp_path / "d" / "masks")
     export(run.path, tmp_path / "card", formats=())
     command = [

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text, listed
@@ -28,6 +30,9 @@ _OF_MASKS = ("label", "desc", "res", "den")
 _NATIVE = ("orig", "individual")
 """Values of the entity `space` that say the grid of the image itself."""
 _LONGEST = 60
+_LABELS = 'labels as {"background": 0, "tumour": 1}'
+_ADVICE = "change its labels, or move the file away"
+_OTHERWISE = ("ct", "nonorm", "rescale_0_1", "rescale_to_0_1", "rgb_to_0_1")
 _IGNORE = "ignore"
 """What nnU-Net calls pixels of unknown class."""
 
@@ -187,10 +192,7 @@ def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | 
     Raises:
         InputError: they are regions, of several values each, or not one name for each value.
     """
-    allowed = 'labels as {"background": 0, "tumour": 1}'
-    advice = "change its labels, or move the file away"
-    document = read_json(path, allowed, advice, 2**20)
-    labels = document.get("labels") if isinstance(document, dict) else None
+    labels = _document(path).get("labels")
     if labels is None:
         return {}, None
 
@@ -221,9 +223,29 @@ def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | 
             names[number] = name
 
     if 0 not in names or len(names) + (ignored is not None) != len(labels):
-        raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
+        raise InputError(f"{path}: labels {printable(labels, 120)}", _LABELS, _ADVICE)
 
     return dict(sorted(names.items())), ignored
+
+
+def channel_names(path: Path) -> tuple[str, ...]:
+    """Return the channels' names by `channel_names` or `modality` of nnU-Net's `dataset.json`, () where it has none."""
+    document = _document(path)
+    names = document.get("channel_names", document.get("modality"))
+    if not isinstance(names, dict) or not all(name.isdecimal() for name in names):
+        return ()
+
+    return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))
+
+
+def normalised_otherwise(names: Sequence[str]) -> list[str]:
+    """Return the channels that nnU-Net, by their names, normalises in another way than by an image's mean and sd."""
+    return [name for name in names if name.casefold() in _OTHERWISE]
+
+
+def _document(path: Path) -> dict[str, Any]:
+    document = read_json(path, _LABELS, _ADVICE, 2**20)
+    return document if isinstance(document, dict) else {}
 
 
 def _index(value: object) -> int | None:
