@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Labels:
     notes: tuple[str, ...]
 
 
-def read(path: Path, images: Sequence[str], known: Iterable[str] = ()) -> Labels:
+def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labels:
     """Read a table of the classes of images.
 
     The column of the images is the first of `FILES` that names some, that of the classes the first of `LABELS`; without
@@ -200,21 +200,27 @@ def _by_number(
     return row_numbers
 
 
-def _one_spelling(class_of: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the class of each row with numbers in one spelling, and a note where the table has several of one."""
-    kept = {*known}
-    spelling = {as_number(name): name for name in kept if as_number(name)}
-    names = {name for name in class_of if as_number(name)} - kept
-    times = Counter(map(as_number, names))
-    notes = []
-    for number in sorted(times):
-        spelled = sorted(name for name in names if as_number(name) == number)
-        if times[number] > 1:
-            name = spelling.setdefault(number, number)
-            notes.append(f"one class by its number, {name!r}: {' and '.join(map(repr, spelled))}")
+def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the class of each row with numbers in one spelling, and notes where the table has several of one."""
+    spelling: dict[str, str] = {}
+    for name in known:
+        spelling.setdefault(as_number(name), name)
 
+    written = defaultdict[str, set[str]](set)
+    for name in class_of:
+        written[as_number(name)].add(name)
+
+    notes = []
+    for number, names in sorted(written.items()):
+        if number and len(names) > 1:
+            name = spelling.setdefault(number, number)
+            notes.append(
+                f"one class by its number, {name!r}: {' and '.join(map(repr, sorted(names)))}"
+            )
+
+    spelling.pop("", None)
     return [
-        name if name in kept else spelling.get(as_number(name), name) for name in class_of
+        name if name in known else spelling.get(as_number(name), name) for name in class_of
     ], notes
 
 
