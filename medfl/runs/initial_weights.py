@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
-from medfl.core.untrusted import json_values
+from medfl.core.untrusted import Plain, json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
@@ -118,7 +117,7 @@ def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo: list[tuple[str, Any]] = [("", load_pickled(path))]
+        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
 
     if not isinstance(todo[0][1], Mapping):
         raise ValueError("it holds no tensors by name")
@@ -141,13 +140,13 @@ def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _prefixes(weights: Collection[str], names: Collection[str]) -> set[str]:
-    """Return what may stand before the network's names in those of weights, as `module.`."""
-    prefixes = {""}
+def _prefixes(weights: Collection[str], names: Collection[str]) -> list[str]:
+    """Return what may stand before the network's names in those of weights, as `module.`, in their order."""
+    prefixes = [""]
     for name in weights:
-        for end in [match.end() for match in re.finditer(r"\.", name)]:
-            if name[end:] in names:
-                prefixes.add(name[:end])
+        for match in re.finditer(r"\.", name):
+            if name[match.end() :] in names and name[: match.end()] not in prefixes:
+                prefixes.append(name[: match.end()])
 
     return prefixes
 

@@ -66,6 +66,13 @@ def test_labels_beyond_rounding_are_refused(tmp_path: Path, far: float) -> None:
         volumes.read_pair(scan(tmp_path / "i.nii"), mask, 4)
 
 
+def test_a_picture_with_infinity_is_refused_without_a_warning(tmp_path: Path) -> None:
+    Image.fromarray(PICTURE).save(tmp_path / "i.png")
+    Image.fromarray(np.where(PICTURE > 9, np.inf, 0).astype(np.float32)).save(tmp_path / "m.tif")
+    with pytest.raises(InputError, match=r"has the value inf at 54 pixels"):
+        pairs.read_pair(f"{tmp_path}/i.png", f"{tmp_path}/m.tif")
+
+
 def test_a_picture_of_floats_is_read_within_rounding(tmp_path: Path) -> None:
     Image.fromarray(PICTURE).save(tmp_path / "i.png")
     Image.fromarray((PICTURE % 3 - np.float32(1e-4)).astype(np.float32)).save(tmp_path / "m.tif")

@@ -229,6 +229,10 @@ CHECKPOINTS = {
     "averaged too": lambda w: {"model": w, "ema": {name: tensor + 1 for name, tensor in w.items()}},
     "numbers beside": lambda w: {**w, "epoch": 3, "best": None},
     "deep": lambda w: {"checkpoint": {"state": {"network": _before("_orig_mod.", w)}}},
+    "two of one name": lambda w: {
+        **_before("m1.", w),
+        **_before("m2.", {n: t + 1 for n, t in w.items()}),
+    },
     "two networks": lambda w: {"a": networks.build("unet8", 1, 2).state_dict(), "b": w},
 }
 

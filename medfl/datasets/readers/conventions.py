@@ -9,11 +9,10 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text, listed
-from medfl.core.untrusted import printable, read_json
+from medfl.core.untrusted import Plain, printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import JOINED
@@ -243,7 +242,7 @@ def normalised_otherwise(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.casefold() in _OTHERWISE]
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> Plain:
     document = read_json(path, _LABELS, _ADVICE, 2**20)
     return document if isinstance(document, dict) else {}
 

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 
+Values = NDArray[Any]
+"""Values of pixels or voxels, or indices, of any whole or real type."""
 Classes = int | Sequence[int]
 """How many classes masks have, by the values 0, 1, ...; or the values of the classes, ascending."""
 ANY = 2**16
@@ -19,16 +21,7 @@ _MOST_NAMED = 20
 _ROUNDING = 1e-3  # 255 stored with the slope 1/255 is not quite 1
 
 
-def whole(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the numbers that differ from whole ones by rounding only as these, others as they are."""
-    if values.dtype.kind != "f":
-        return values
-
-    rounded = np.rint(values)
-    return np.where(np.abs(values - rounded) <= _ROUNDING, rounded, values)
-
-
-def class_indices(mask: str, voxels: NDArray[Any], classes: Classes) -> NDArray[Any]:
+def class_indices(mask: str, voxels: Values, classes: Classes) -> Values:
     """Return the class index of each pixel or voxel, uint8, or uint16 of more than 256 classes.
 
     Args:
@@ -41,10 +34,14 @@ def class_indices(mask: str, voxels: NDArray[Any], classes: Classes) -> NDArray[
     """
     allowed = "its labels are "
     with np.errstate(invalid="ignore"):  # NaN and infinity are no class
-        values = whole(voxels)
+        values = voxels
+        if voxels.dtype.kind == "f":
+            rounded = np.rint(voxels)
+            values = np.where(np.abs(voxels - rounded) <= _ROUNDING, rounded, voxels)
+
         if isinstance(classes, int):
             allowed += f"the whole numbers 0 to {classes - 1}"
-            indices: NDArray[Any] = values.astype(_kind(classes))
+            indices: Values = values.astype(_kind(classes))
             wrong = (indices != values) | (indices >= classes)
         else:
             allowed += listed([*map(str, classes)], _MOST_NAMED)
@@ -69,11 +66,11 @@ def class_indices(mask: str, voxels: NDArray[Any], classes: Classes) -> NDArray[
     return indices
 
 
-def _kind(count: int) -> type[np.unsignedinteger[Any]]:
+def _kind(count: int) -> type[np.uint8 | np.uint16]:
     return np.uint8 if count <= 256 else np.uint16
 
 
-def stored(indices: NDArray[np.uint8], values: Sequence[int], count: int) -> NDArray[Any]:
+def stored(indices: Values, values: Sequence[int], count: int) -> Values:
     """Return the values of class indices: uint8, or uint16 where one exceeds it; indices if not `count` are given."""
     if len(values) != count:
         return indices

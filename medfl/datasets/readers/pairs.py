@@ -16,7 +16,7 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching
-from medfl.datasets.readers.mask_values import Classes, class_indices, whole
+from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import JOINED, Files, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.tables import (
@@ -242,7 +242,6 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:
         )
 
     # White is the foreground of two classes, whichever file format wrote it.
-    plane = whole(plane)
     if classes == 2 and ((plane == 0) | (plane == 255)).all():
         return (plane > 0).astype(np.uint8)
 
