@@ -43,8 +43,8 @@ _NO_END = 1e9
 _YEARS = {"": 1, "y": 1, "m": 1 / 12, "w": 7 / 365.25, "d": 1 / 365.25}
 """First letter of a unit -> years in it."""
 _AGE = re.compile(
-    r"([<>]=?|[≤≥])? *(\d+(?:\.\d+)?)(?: *(?:-|–|to) *(\d+(?:\.\d+)?))? *(\+)? *"
-    r"(y(?:(?:ea)?rs?)?|m(?:o(?:nth)?s?)?|w(?:(?:ee)?ks?)?|d(?:ays?)?|)(?: old)?"
+    r"([<>]=?|[≤≥])? *(\d+(?:\.\d+)?)(?: *(?:[-–—]|to) *(\d+(?:\.\d+)?))? *(\+)? *"
+    r"(y(?:(?:ea)?rs?)?|m(?:o(?:nth)?s?)?|w(?:(?:ee)?ks?)?|d(?:ays?)?|)\.?(?: old)?"
 )
 
 
@@ -160,7 +160,7 @@ def _stem(path: str) -> str:
 
 
 def _number(path: str) -> str:
-    return as_number(_file_name(path)) or as_number(_stem(path))
+    return as_number(_stem(path))
 
 
 def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:

@@ -80,8 +80,8 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str
             return parts[place]
 
         # of a network in a wrapper, whose names all begin alike
-        around = os.path.commonprefix([*names]).rpartition(".")
-        wrapper = around[0] + around[1]
+        alike = os.path.commonprefix([*names])
+        wrapper = alike[: alike.rfind(".") + 1]
         if (
             names
             and not names & weights.keys()
