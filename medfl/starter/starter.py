@@ -311,9 +311,10 @@ def _segmented(
             "training, and these values again in what medfl predict writes; a site's masks may have no others",
         )
 
-    if otherwise := conventions.normalised_otherwise(layout.channels):
+    way = conventions.normalised(layout.channels)
+    if way != "zscore" and not (way and solid):
         notes += (
-            f"nnU-Net normalises the channel {listed(otherwise)} otherwise; here each image is by its own mean and "
+            f"nnU-Net normalises the channels {listed(layout.channels)} otherwise; here each image is by its own mean and "
             "standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
         )
 
@@ -322,7 +323,7 @@ def _segmented(
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
         "phantom": str(own.cohort_of(paths) or ""), "mask_values": mask_values,
-        "channel_titles": layout.channels,
+        "channel_titles": layout.channels, "normalised": way,
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)

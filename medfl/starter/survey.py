@@ -37,6 +37,7 @@ class Survey:
         sites: default number of sites of a run: three, or fewer where there are few patients.
         mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
         channel_titles: names of the channels where a file has them.
+        normalised: how these names have volumes normalised; others than nonorm and rescale_to_0_1 by mean and sd.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -63,6 +64,7 @@ class Survey:
     folds: int = 0
     mask_values: tuple[int, ...] = ()
     channel_titles: tuple[str, ...] = ()
+    normalised: str = "zscore"
 
     @property
     def items_call(self) -> str:

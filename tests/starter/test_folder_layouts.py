@@ -12,8 +12,10 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.own import listed, paired
@@ -438,10 +440,12 @@ def test_pixels_that_nnunet_ignores_are_no_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("channels", "otherwise"),
     [
-        ({"channel_names": {"0": "CT", "1": "PET"}}, "CT"),
-        ({"channel_names": {"1": "noNorm", "0": "T1"}}, "noNorm"),
+        ({"channel_names": {"0": "CT", "1": "PET"}}, "CT, PET"),
+        ({"channel_names": {"0": "CT", "1": "CT"}}, "CT, CT"),
+        ({"channel_names": {"1": "noNorm", "0": "T1"}}, "T1, noNorm"),
         ({"modality": {"0": "T2", "1": "ADC"}}, ""),
-        ({"modality": {"0": "rescale_to_0_1", "1": "CT"}}, "rescale_to_0_1, CT"),
+        ({"modality": {"0": "nonorm", "1": "noNorm"}}, ""),
+        ({"modality": {"0": "rescale_to_0_1", "1": "rescale_0_1"}}, ""),
     ],
 )
 def test_channels_are_called_as_nnunet_does_and_said_where_it_normalises_by_them(
@@ -455,6 +459,23 @@ def test_channels_are_called_as_nnunet_does_and_said_where_it_normalises_by_them
     assert described["network_data_format"]["inputs"]["image"]["channel_def"] == names
     notes = [note for note in seen.notes if note.startswith("nnU-Net normalises")]
     assert [otherwise in note for note in notes] == [True] * bool(otherwise)
+    (image, *_) = (read_volume(str(p)) for p in sorted((tmp_path / "d" / "imagesTr").iterdir()))
+    steps = (
+        Bundle(str(bundle), {"dataset_dir": str(tmp_path / "d")})
+        .get("validate#preprocessing")
+        .transforms
+    )
+    (step,) = [s for s in steps if "Intensity" in type(s).__name__] or [lambda data: data]
+    scaled = step({"image": torch.cat([image, 3 * image])})["image"].numpy()
+    voxels = np.concatenate([image.numpy(), 3 * image.numpy()])
+    if "nonorm" in names.values():
+        expected = voxels
+    elif "rescale_0_1" in names.values():
+        low, high = voxels.min((1, 2, 3), keepdims=True), voxels.max((1, 2, 3), keepdims=True)
+        expected = (voxels - low) / (high - low)
+    else:
+        expected = (voxels - voxels.mean()) / voxels.std()
+    np.testing.assert_allclose(scaled, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

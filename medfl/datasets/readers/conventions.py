@@ -31,7 +31,14 @@ _NATIVE = ("orig", "individual")
 _LONGEST = 60
 _LABELS = 'labels as {"background": 0, "tumour": 1}'
 _ADVICE = "change its labels, or move the file away"
-_OTHERWISE = ("ct", "nonorm", "rescale_0_1", "rescale_to_0_1", "rgb_to_0_1")
+_WAYS = {
+    "ct": "",
+    "nonorm": "nonorm",
+    "rescale_0_1": "rescale_to_0_1",
+    "rescale_to_0_1": "rescale_to_0_1",
+    "rgb_to_0_1": "",
+}
+"""Name of a channel -> how nnU-Net normalises it, "" in a way that needs the values of all images."""
 _IGNORE = "ignore"
 """What nnU-Net calls pixels of unknown class."""
 
@@ -237,9 +244,13 @@ def channel_names(path: Path) -> tuple[str, ...]:
     return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))
 
 
-def normalised_otherwise(names: Sequence[str]) -> list[str]:
-    """Return the channels that nnU-Net, by their names, normalises in another way than by an image's mean and sd."""
-    return [name for name in names if name.casefold() in _OTHERWISE]
+def normalised(names: Sequence[str]) -> str:
+    """Return how nnU-Net normalises channels of these names: "nonorm", "rescale_to_0_1" or "zscore".
+
+    It is "" where channels differ in it, or where the values of all images are needed, as of CT.
+    """
+    ways = {_WAYS.get(name.casefold(), "zscore") for name in names or ("",)}
+    return ways.pop() if len(ways) == 1 else ""
 
 
 def _document(path: Path) -> Plain:
