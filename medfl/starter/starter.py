@@ -314,8 +314,8 @@ def _segmented(
     way = conventions.normalised(layout.channels)
     if way != "zscore" and not (way and solid):
         notes += (
-            f"nnU-Net normalises the channels {listed(layout.channels)} otherwise; here each image is by its own mean and "
-            "standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
+            f"nnU-Net normalises the channels {listed(layout.channels)} otherwise; here each image is by its own mean "
+            "and standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
         )
 
     notes += duplicate_notes(facts, records)
