@@ -8,13 +8,14 @@ folder with a column that names the items (`image_id`, `image`, `file`, `id`, ..
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.names import as_number, composed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 
@@ -37,13 +38,21 @@ _SUFFIXES = (".csv", ".tsv", ".tab", "")
 _LARGEST = 1 << 26  # bytes of a table
 _BAND = 20  # years
 _OLDEST = 80
+_MOST = 130
+_NO_END = 1e9
+_YEARS = {"": 1, "y": 1, "m": 1 / 12, "w": 7 / 365.25, "d": 1 / 365.25}
+"""First letter of a unit -> years in it."""
+_AGE = re.compile(
+    r"([<>]=?|[≤≥])? *(\d+(?:\.\d+)?)(?: *(?:[-–—]|to) *(\d+(?:\.\d+)?))? *(\+)? *"
+    r"(y(?:(?:ea)?rs?)?|m(?:o(?:nth)?s?)?|w(?:(?:ee)?ks?)?|d(?:ays?)?|)\.?(?: old)?"
+)
 
 
 def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]]:
     """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
 
-    Age is in years; a key that the data do not have is left out, a value that is missing for a case is `UNKNOWN`, of
-    age None.
+    Age is in years, or the text of one that is not read; a key that the data do not have is left out, a value that is
+    missing for a case is `UNKNOWN`, of age None.
     """
     items = bundle.items(section)
     cases: dict[str, dict[str, Any]] = {}
@@ -72,9 +81,9 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]
     return cases
 
 
-def band(age: float | None) -> str:
-    """Return the band of 20 years that an age is in: "0–19", ..., "80+", or `UNKNOWN`."""
-    if age is None:
+def band(age: float | str | None) -> str:
+    """Return the band of 20 years that an age is in: "0–19", ..., "80+", or `UNKNOWN`, also of a text."""
+    if age is None or isinstance(age, str):
         return UNKNOWN
 
     first = min(int(age // _BAND) * _BAND, _OLDEST)
@@ -100,24 +109,39 @@ def _columns(row: Mapping[str, object]) -> dict[str, Any]:
         text = str(value).strip().lower()
         missing = text in ("", "nan", "none", "na", "n/a", "unknown")
         if name == "age":
-            columns[name] = _years(text)
+            columns[name] = None if missing else _years(text)
         else:
             columns[name] = UNKNOWN if missing else text
 
     return columns
 
 
-def _years(text: str) -> float | None:
-    """Return an age in years from `70`, `70.0` or DICOM's `070Y`; None for anything else."""
-    try:
-        years = float(text.removesuffix("y"))
-    except ValueError:
-        return None
+def _years(text: str) -> float | str:
+    """Return an age in years, or the text where it is none or fits several bands.
 
-    if math.isfinite(years) and 0 <= years < 130:
-        return years
+    It may be `70`, `70.0`, DICOM's `070Y`, `018M`, `052W` or `030D`, `18 months`, `70-79`, `>89`, `89+` or `<1`.
+    """
+    match = _AGE.fullmatch(text.replace(",", "."))
+    if match is None:
+        return text
 
-    return None
+    sign, first, last, plus, unit = match.groups()
+    low = float(first)
+    high = float(last or first)
+    if plus or sign in (">", ">=", "≥"):
+        low += sign == ">"
+        high = _NO_END
+    elif sign:
+        high -= sign == "<"
+        low = 0.0
+
+    years = _YEARS[unit[:1]]
+    low *= years
+    high *= years
+    if low > high or low >= _MOST or band(low) != band(high):
+        return text
+
+    return low if high >= _MOST else (low + high) / 2
 
 
 def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
@@ -135,14 +159,23 @@ def _stem(path: str) -> str:
     return _file_name(path).partition(".")[0]
 
 
+def _number(path: str) -> str:
+    return as_number(_stem(path))
+
+
 def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
+    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number."""
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
-        for short in (str, _file_name, _stem):
-            rows_by_name = {short(str(row[column])): row for row in rows}
-            ids_by_name = {short(ident): ident for ident in ids}
-            if len(ids_by_name) == len(ids) and (both := ids_by_name.keys() & rows_by_name.keys()):
-                return {ids_by_name[name]: rows_by_name[name] for name in both}
+        matches: dict[str, Mapping[str, str]] = {}
+        for short in (composed, _file_name, _stem, _number):
+            rows_by_name = {short(composed(str(row[column]))): row for row in rows}
+            ids_by_name = {short(composed(ident)): ident for ident in ids}
+            both = ids_by_name.keys() & rows_by_name.keys() - {""}
+            if len(ids_by_name) == len(ids) and len(both) > len(matches):
+                matches = {ids_by_name[name]: rows_by_name[name] for name in both}
+
+        if matches:
+            return matches
 
     return {}

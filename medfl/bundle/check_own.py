@@ -16,7 +16,17 @@ from medfl.datasets.readers.splitting import Record
 from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
-_IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split", "in_channels")
+_IDS = (
+    "dataset_dir",
+    "images",
+    "masks",
+    "labels",
+    "classes",
+    "mask_values",
+    "group_by",
+    "split",
+    "in_channels",
+)
 
 
 def check(where: str | Path, folder: str | Path | None, *, progress: bool = False) -> CheckReport:
@@ -108,7 +118,7 @@ def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
-    classes = len(ids["classes"])
+    classes = ids.get("mask_values") or len(ids["classes"])
     if own.is_volumes(own.path_below(root, str(ids["images"]))):
         channels = ids["in_channels"]
         return lambda record: volumes.read_pair(record.image, record.mask, classes, channels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ _LONGEST = 180  # bytes of a file name, endings not counted
 _FORMULA = re.compile(r"\s*(?:[=@]|[+-].*[(|])", re.DOTALL)
 _AS_TEXT = "'"  # before what a spreadsheet would compute
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+_NUMBER = re.compile(r"0*([0-9]+)(?:\.0+)?")
 _ANY = "*"
 _trusted: ContextVar[frozenset[str]] = ContextVar("trusted", default=frozenset())
 """Modules of one's own that the user has named; `_ANY` while every one is trusted."""
@@ -57,6 +59,17 @@ def is_plain_text(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Tell whether a spreadsheet would compute a text instead of showing it."""
     return bool(_FORMULA.match(text))
+
+
+def composed(text: str) -> str:
+    """Return a text with composed characters (NFC): a macOS writes them decomposed, and they look the same."""
+    return unicodedata.normalize("NFC", text)
+
+
+def as_number(text: str) -> str:
+    """Return a whole number as a spreadsheet leaves it, `7` for `007` and `7.0`; "" for any other text."""
+    match = _NUMBER.fullmatch(text)
+    return match[1] if match else ""
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

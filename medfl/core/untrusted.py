@@ -136,12 +136,15 @@ def read_json_bytes(data: bytes) -> Plain:
     )
 
 
-def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+def read_table(
+    path: Path, is_composed: bool = False
+) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """Return the columns and rows, each with its line number, of a text with a header line.
 
     Cells are parted by tabs, by semicolons, as spreadsheets of many countries write them, or by commas, by the header.
 
-    A cell that a row lacks is None; what it has beyond the header is a list under None.
+    A cell that a row lacks is None; what it has beyond the header is a list under None. `is_composed`: in composed
+    characters, as the names of files.
 
     Raises:
         Refused: it is no such file, has more than `TABLE_BYTES`, or rows so short that they would take far more memory.
@@ -149,6 +152,9 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
     rows: list[tuple[int, dict[str, str]]] = []
     try:
         text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
+        if is_composed:
+            text = unicodedata.normalize("NFC", text)
+
         head = text.partition("\n")[0]
         if "\t" in head:
             delimiter = "\t"

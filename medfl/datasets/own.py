@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.names import composed
 from medfl.core.task import SECTIONS
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import (
@@ -29,7 +30,7 @@ from medfl.datasets.readers import (
     pairs,
     tables,
 )
-from medfl.datasets.readers.reading import JOINED, files_of, split_uri
+from medfl.datasets.readers.reading import JOINED, by_name, files_of, split_uri
 from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_volume, volume_files, volume_paths
 
@@ -128,10 +129,8 @@ def paired(
 
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
-    images = {}
-    for name in _folders(root):
-        if files := tables.image_files(root / name):
-            images[name] = files
+    classes = [*map(composed, classes)]
+    images = {name: tables.image_files(path) for name, path in image_folders(root).items()}
 
     bare: tuple[Record, ...] = ()
     if UNLABELLED not in classes:
@@ -184,7 +183,7 @@ def in_table(
             f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}"
         )
 
-    labelling = label_table.read(table, [path for path, _ in files])
+    labelling = label_table.read(table, [path for path, _ in files], classes or ())
     names = sorted(set(labelling.classes.values())) if classes is None else classes
     if unknown := sorted(set(labelling.classes.values()) - set(names)):
         problem = (
@@ -235,7 +234,7 @@ def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Reco
 
 def path_in(folder: Path, record: Record) -> str:
     """Return an image's path below the folder of all."""
-    return os.path.relpath(record.image.split(JOINED)[0], folder).replace(os.sep, "/")
+    return composed(os.path.relpath(record.image.split(JOINED)[0], folder).replace(os.sep, "/"))
 
 
 def _record(uri: str, label: int, ident: str) -> Record:
@@ -289,32 +288,36 @@ def above(items: Iterable[Mapping[str, object]]) -> str:
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
 
 
-def class_folders(root: Path) -> list[str]:
-    """Return the names of the folders that hold images, sorted, without that of images of no class."""
-    return [name for name in image_folders(root) if name != UNLABELLED]
+def class_folders(root: Path) -> dict[str, Path]:
+    """Return the folders that hold images by their names, sorted, without that of images of no class."""
+    folders = image_folders(root)
+    folders.pop(UNLABELLED, None)
+    return folders
 
 
-def image_folders(root: Path) -> list[str]:
-    """Return the names of all folders that hold images, sorted."""
-    return [name for name in _folders(root) if tables.image_files(root / name)]
+def image_folders(root: Path) -> dict[str, Path]:
+    """Return all folders that hold images by their names, sorted."""
+    return {name: path for name, path in _folders(root).items() if tables.image_files(path)}
 
 
 def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
     """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
-    empty = [repr(name) for name in _folders(root) if not tables.image_files(root / name)]
+    empty = [repr(name) for name in _folders(root).keys() - image_folders(root)]
     left_out = own_folder.left_out(
         root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder"
     )
     if empty:
-        return [*left_out, f"no class, as there is no picture in it: folder {', '.join(empty)}"]
+        return [
+            *left_out,
+            f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}",
+        ]
 
     return [*left_out]
 
 
-def _folders(root: Path) -> list[str]:
-    return [
-        path.name for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] not in "._"
-    ]
+def _folders(root: Path) -> dict[str, Path]:
+    shown = [path for path in root.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    return {name: Path(path) for name, path in by_name((path.name, str(path)) for path in shown)}
 
 
 def cohort_of(uris: Iterable[str | Path]) -> Path | None:
@@ -409,7 +412,14 @@ def path_below(root: Path, name: str) -> Path:
             f"a place below {root}",
             "change the bundle's ids",
         )
-    return root if name in ("", ".") else root / name
+    place = root
+    for part in PurePath(name).parts:
+        place /= part
+        if not place.exists():
+            alike = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
+            place = next(alike, place)
+
+    return place
 
 
 def _items(

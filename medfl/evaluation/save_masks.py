@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from medfl.data.prepared import Geometry
 from medfl.datasets.readers import dicom
+from medfl.datasets.readers.mask_values import picture_values, stored
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import as_nifti, is_volume
 from medfl.storage.files import write_atomic
@@ -39,22 +41,32 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
     return mask
 
 
-def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
+def save(
+    labels: Tensor, classes: int, geometry: Geometry, path: Path, values: Sequence[int] = ()
+) -> Path:
     """Bring a mask (H, W[, D]) of class indices onto the grid of its image's file, and write it there as `write`."""
-    return write(to_original(labels, geometry), classes, geometry, path)
+    return write(to_original(labels, geometry), classes, geometry, path, values)
 
 
-def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path) -> Path:
+def write(
+    mask: NDArray[np.uint8],
+    classes: int,
+    geometry: Geometry,
+    path: Path,
+    values: Sequence[int] = (),
+) -> Path:
     """Write a mask that is on the grid of its image's file, as `to_original` brings it there, and return the path.
 
     A volume becomes `<path>.nii.gz` in the place of its image's file (`as_nifti`), a picture of a DICOM file a volume
-    of one slice there; other pictures `<path>.png`, 0 and 255 for two classes, else class indices.
+    of one slice there; other pictures `<path>.png`. Without values a picture of two classes has 0 and 255, others class
+    indices.
 
     Args:
         mask: class indices.
         classes: number of classes, the background among them.
         geometry: of the prepared image.
         path: without its suffix.
+        values: of the classes.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
@@ -69,10 +81,11 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
         mask = mask[..., None]
 
     if is_picture(geometry) and not in_dicom:
-        Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
+        picture = stored(mask, values or picture_values(classes), classes)
+        Image.fromarray(picture).save(file, format="PNG")
         path = path.with_name(f"{path.name}.png")
     else:
-        file.write(as_nifti(mask, affine, geometry.file))
+        file.write(as_nifti(stored(mask, values, classes), affine, geometry.file))
         path = path.with_name(f"{path.name}.nii.gz")
 
     write_atomic(path, file.getvalue())

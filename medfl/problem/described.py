@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from medfl.core.type_checks import type_errors
@@ -41,3 +41,14 @@ def mask_names(metadata: Config) -> tuple[str, ...]:
     """Return the names of `channel_names`, a single one with the background before it."""
     names = channel_names(metadata)
     return ("background", *names) if len(names) == 1 else names
+
+
+def mask_values(metadata: Config) -> Sequence[int]:
+    """Return the values of the classes in masks, where metadata.json says that they are not 0, 1, 2, ..."""
+    values = tensor_described(metadata, "outputs", "pred").get("mask_values")
+    if not isinstance(values, list) or not all(
+        type(v) is int and v in range(2**16) for v in values
+    ):
+        return ()
+
+    return values

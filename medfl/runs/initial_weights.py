@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.untrusted import json_values
+from medfl.core.seeding import stream
+from medfl.core.terminal import Print
+from medfl.core.untrusted import Plain, json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
@@ -30,64 +33,128 @@ JOB_FILE = "init.json"
 KNOWN = "sha256:"
 """What a record says begins so."""
 _MAX_BYTES = 1 << 30
-_WITHIN = ("model", "state_dict", "model_state_dict", "network")
-"""Keys of training checkpoints under which the weights are."""
 
 
-def begin_with(bundle: Problem, text: str) -> tuple[Problem, str]:
+def begin_with(bundle: Problem, text: str, say: Print = str) -> tuple[Problem, str]:
     """Return a problem whose networks begin as `--init` says, and what the record says of it.
 
     Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
-    when the federation is made.
+    when the federation is made; where a checkpoint has them under other names, `say` gets a line about it.
 
     Raises:
         InputError: no weights are there.
     """
     if not text or text.startswith(KNOWN):
         return bundle, text
-    weights = read(text)
+
+    with stream(0, "network"):
+        names = bundle.network().state_dict().keys()
+
+    weights = read(text, names, say)
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
-def read(text: str) -> dict[str, Tensor]:
-    """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none."""
+def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str, Tensor]:
+    """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none.
+
+    They are those of a checkpoint that are called most like `names`, without what it has before each name.
+    """
     path = weights_file(text)
     try:
-        return tensors(path)
+        if path.suffix == ".safetensors":
+            parts = {"": tensors(path)}
+        else:
+            parts = _parts(path)
+
+        place, prefix = max(
+            ((place, prefix) for place in parts for prefix in _prefixes(parts[place], names)),
+            key=lambda found: _shared(parts[found[0]], found[1], names),
+        )
+        weights = {}
+        for name, tensor in parts[place].items():
+            if name.startswith(prefix):
+                weights[name.removeprefix(prefix)] = tensor.detach()
+
+        # what a method added to a network of medfl is of this network too
+        if path.suffix == ".safetensors" and len(weights) < len(parts[place]):
+            return parts[place]
+
+        # of a network in a wrapper, whose names all begin alike
+        alike = os.path.commonprefix([*names])
+        wrapper = alike[: alike.rfind(".") + 1]
+        if (
+            names
+            and not names & weights.keys()
+            and any(wrapper + name in names for name in weights)
+        ):
+            weights = {wrapper + name: tensor for name, tensor in weights.items()}
+            say(f"--init: the weights lack {wrapper!r} before their names, which is put there")
+
+        if left_out := len(parts[place]) - len(weights):
+            say(
+                f"--init: {left_out} tensors are left out, whose names do not begin with {prefix!r}"
+            )
+        if prefix or place:
+            say(
+                f"--init: the weights are those after {place + prefix!r} in the names of {path.name}"
+            )
+
+        return _finite(weights)
     except Exception as error:  # torch and safetensors raise several types for damaged files
-        reason = " ".join(str(error).split())[:160]
         raise InputError(
-            f"--init {text}: {path.name} is not read as weights ({reason})",
+            f"--init {text}: {path.name} is not read as weights ({error})",
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
             "save the state dict with one of the two",
         ) from error
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; any error means that it holds none."""
-    if path.suffix == ".safetensors":
-        return _finite(safetensors.torch.load_file(path))
+    """Return the tensors of a safetensors file by name; any error means that it holds none."""
+    return _finite(safetensors.torch.load_file(path))
 
+
+def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checkpoint: Any = load_pickled(path)
+        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
 
-    for key in _WITHIN:
-        if isinstance(checkpoint.get(key), Mapping):
-            checkpoint = checkpoint[key]
-            break
+    if not isinstance(todo[0][1], Mapping):
+        raise ValueError("it holds no tensors by name")
 
-    weights = {}
-    for name, tensor in checkpoint.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError("it holds other things than tensors by name")
+    parts = {}
+    for place, value in todo:
+        named = {}
+        for name, part in value.items():
+            if isinstance(part, Tensor):
+                named[str(name)] = part
+            elif isinstance(part, Mapping):
+                todo.append((f"{place}{name}.", part))
 
-        weights[name] = tensor.detach()
+        if named:
+            parts[place] = named
 
-    if not weights:
+    if not parts:
         raise ValueError("it holds no tensors")
 
-    return _finite(weights)
+    return parts
+
+
+def _prefixes(weights: Collection[str], names: Collection[str]) -> list[str]:
+    """Return what may stand before the network's names in those of weights, as `module.`, in their order."""
+    prefixes = [""]
+    for name in weights:
+        for match in re.finditer(r"\.", name):
+            if name[match.end() :] in names and name[: match.end()] not in prefixes:
+                prefixes.append(name[: match.end()])
+
+    return prefixes
+
+
+def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tuple[int, int, int]:
+    """Rank a prefix: how many names the weights then have, and how few others; of no names the most tensors."""
+    shared = sum(f"{prefix}{name}" in weights for name in names)
+    return shared, -len(prefix), len(weights)
 
 
 def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

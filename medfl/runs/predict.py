@@ -31,6 +31,7 @@ from medfl.evaluation.evaluators import ClassEvaluator, Masks
 from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases, is_distance, summarise
 from medfl.evaluation.slices import unit
+from medfl.problem.described import mask_values
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
 from medfl.runs.result_tables import Record
@@ -325,9 +326,14 @@ class _Writer:
             mask = save_masks.to_original(masks.prediction, geometry)
             path = self.folder / self.mask_paths[ident]
             path.parent.mkdir(parents=True, exist_ok=True)
-            written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
+            values = mask_values(self.predictor.metadata)
+            written = save_masks.write(mask, masks.classes, geometry, path, values)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
-            self.predictions.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
+            self.predictions.rows[ident] = {
+                "id": ident,
+                "mask": written.relative_to(self.folder).as_posix(),
+                **amounts,
+            }
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:

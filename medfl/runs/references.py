@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import as_number
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, label_table, matching, pairs, tables
 from medfl.datasets.readers.unlabelled import without_ending
@@ -107,9 +108,9 @@ def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
         )
 
     labels = []
-    for name in folders:
+    for name, folder in folders.items():
         label = classes.index(name)
-        for path, _ in tables.image_files(root / name):
+        for path, _ in tables.image_files(folder):
             labels += [(f"{name}/{path}", label), (path, label)]
 
     return labels
@@ -121,10 +122,12 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
             f"--reference {file} is not there", "a folder of classes or a table", "check the path"
         )
 
-    # a class may be named by a number: its name then counts, not its index
-    labels = {str(index): index for index in range(len(classes))}
-    labels |= {name: index for index, name in enumerate(classes)}
-    label_of = label_table.read(file, [*files]).classes
+    labels = {name: index for index, name in enumerate(classes)}
+    # classes may be named by numbers: their names then count, not their indices
+    if not any(map(as_number, classes)):
+        labels |= {str(index): index for index in range(len(classes))}
+
+    label_of = label_table.read(file, [*files], labels).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(

@@ -22,6 +22,7 @@ from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.evaluation import bootstrap, delong
 from medfl.evaluation.delong import Area
 from medfl.policy.suppression import suppress_counts
@@ -68,12 +69,14 @@ class Subgroups:
         groups: in order; ages from young to old, cases without a value last.
         total: all cases of the groups that are told, together.
         min_count: the fewest cases that are told.
+        unread: ages that are no ages, of the cases that count as without one.
     """
 
     by: str
     groups: tuple[Subgroup, ...]
     total: Subgroup
     min_count: int
+    unread: tuple[str, ...] = ()
 
     def records(self) -> list[dict[str, object]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
@@ -113,6 +116,13 @@ class Subgroups:
         if thin:
             reason = f"a class, or all others, have fewer than {self.min_count} cases"
             notes.append(f"no balanced accuracy and AUROC where {reason}: {'; '.join(thin)}")
+
+        if self.unread:
+            examples = listed(sorted({*map(repr, self.unread)}))
+            notes.append(
+                f"{len(self.unread)} ages are not read, or fit several bands, and count as {case_metadata.UNKNOWN}: "
+                f"{examples}; write years, as 70, 070Y, 018M, 70-79 or >89"
+            )
 
         notes.append(
             "intervals of 95 %; images of one patient count as independent, so the true ones are wider"
@@ -171,7 +181,9 @@ def of(
             groups.append(group(name, index))
             together = np.append(together, index)
 
-    return Subgroups(by, tuple(groups), group("all of these", np.sort(together)), min_count)
+    unread = [str(row["age"]) for row in rows if by == "age" and isinstance(row.get("age"), str)]
+    total = group("all of these", np.sort(together))
+    return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
 
 
 def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.task import Task
@@ -48,13 +49,8 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
         if _differences(adapted, bundle.start):
             # compared with the network that the weights resemble, so that the error lists few tensors
             network = adapted if len(adapted.state_dict()) == len(bundle.start) else plain
-            mismatches = _differences(network, bundle.start)
-            listed = "; ".join(mismatches[:_NAMED])
-            if len(mismatches) > _NAMED:
-                listed += f" ({len(mismatches) - _NAMED} more)"
-
             raise InputError(
-                f"--init of another network than that of bundle {bundle.name!r}: {listed}",
+                f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
                 "give weights of this network, or choose it with --config network=NAME",
             )
@@ -64,17 +60,20 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
     return snapshot(adapted)
 
 
-def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Say in which tensors weights are not a network's: first those with other forms, then missing ones, then odd."""
+def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """Say in which tensors weights are not a network's, "" if in none: of other forms, missing, and odd ones."""
     state = network.state_dict()
     forms = []
     for name, tensor in state.items():
         if name in weights and _form(weights[name]) != _form(tensor):
             forms.append(f"{name!r} is {_form(weights[name])}, the network's {_form(tensor)}")
 
-    missing = [f"{name!r} is missing" for name in state if name not in weights]
-    odd = [f"the network has no {name!r}" for name in weights if name not in state]
-    return forms + missing + odd
+    kinds = {
+        "tensors have another shape": forms,
+        "tensors are missing": [repr(name) for name in state if name not in weights],
+        "tensors are not of the network": [repr(name) for name in weights if name not in state],
+    }
+    return "; ".join(f"{len(kinds[k])} {k}: {listed(kinds[k], _NAMED)}" for k in kinds if kinds[k])
 
 
 def _form(tensor: Tensor) -> str:

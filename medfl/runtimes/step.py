@@ -18,6 +18,7 @@ from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
+from medfl.problem.described import mask_values
 from medfl.runtimes import profiling
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
@@ -301,7 +302,8 @@ def segment(
             continue
         if folder is not None:
             path = Path(folder) / readable_file_name(ident)
-            save(masks.prediction, masks.classes, part.prepared.geometry[index], path)
+            values = mask_values(federation.bundle.metadata)
+            save(masks.prediction, masks.classes, part.prepared.geometry[index], path, values)
 
         if ident in ids:
             shown[ident] = masks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medfl.core.errors import InputError
@@ -17,7 +18,9 @@ class UserLayout:
     Attributes:
         folder: what is given with --data.
         images, masks, labels: places in it, "." for the folder itself and "" where there is none.
-        classes: names of the masks' values, where a file says them.
+        classes: value -> name of the masks' classes, where a file says them.
+        ignored: value of pixels that nobody has labelled, by that file.
+        channels: names of the images' channels, by that file.
         note: in which layout they are, where it is more than folders of their own.
     """
 
@@ -25,12 +28,17 @@ class UserLayout:
     images: str = ""
     masks: str = ""
     labels: str = ""
-    classes: tuple[str, ...] = ()
+    classes: Mapping[int, str] = field(default_factory=dict)
+    ignored: int | None = None
+    channels: tuple[str, ...] = ()
     note: str = ""
 
 
 def find(
-    images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None
+    images: str | Path,
+    masks: str | Path | None = None,
+    labels: str | Path | None = None,
+    named: bool = False,
 ) -> UserLayout:
     """Return the layout of folders.
 
@@ -39,6 +47,7 @@ def find(
             their masks, nnU-Net's layout or BIDS.
         masks: folder of the masks, beside that of the images or in it.
         labels: table of the classes, beside the folder of the images or in it.
+        named: the user names the structures, whatever a file in the folder calls them.
 
     Raises:
         InputError: no such folder, or one that is elsewhere.
@@ -55,13 +64,14 @@ def find(
         return _beside(root, Path(labels), "--labels", "table of the classes")
 
     if masks is not None:
-        return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"))
+        return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"), named)
 
     names = conventions.NNUNET_FOLDERS
     if all((root / name).is_dir() for name in names):
         left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
         return _with_names(
-            UserLayout(root, *names, note=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
+            UserLayout(root, *names, note=f"nnU-Net's layout: imagesTr and labelsTr{left_out}"),
+            named,
         )
 
     if (root / conventions.BIDS_FILE).is_file():
@@ -100,16 +110,17 @@ def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
     return UserLayout(folder, images, where)
 
 
-def _with_names(layout: UserLayout) -> UserLayout:
+def _with_names(layout: UserLayout, named: bool) -> UserLayout:
     """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
     path = layout.folder / conventions.NNUNET_FILE
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
         return layout
-    names = conventions.class_names(path)
+    names, ignored = conventions.mask_labels(path, named)
     note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
         layout.note and names
     )
-    return replace(layout, classes=names, note=note)
+    channels = conventions.channel_names(path)
+    return replace(layout, classes=names, ignored=ignored, channels=channels, note=note)
 
 
 def _together(root: Path) -> str:

@@ -11,9 +11,8 @@ import math
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from numpy.typing import NDArray
 
 from medfl import networks
 from medfl.core.errors import InputError, RunError
-from medfl.core.names import is_plain_text
+from medfl.core.names import is_plain_text, listed
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
+from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
@@ -84,7 +84,7 @@ def survey(
             Or names that are no names of structures, or fewer than the masks have.
     """
     check_structures(names)
-    layout = folder_layouts.find(images, masks, labels)
+    layout = folder_layouts.find(images, masks, labels, bool(names))
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
         raise InputError("--classes without --masks", allowed, "rename these")
@@ -228,8 +228,8 @@ def _class_folders(root: Path) -> own.OwnImages:
             "--masks DIR",
         )
 
-    own_folder.refuse_masks_among(root, classes)
-    return own.in_folders(root, classes)
+    own_folder.refuse_masks_among(classes.values())
+    return own.in_folders(root, [*classes])
 
 
 def _patients(
@@ -266,13 +266,12 @@ def _segmented(
 ) -> Survey:
     images = own.path_below(layout.folder, layout.images)
     masks = own.path_below(layout.folder, layout.masks)
-    structures = structures or layout.classes[1:]
-    check_structures(structures)
+    check_structures([*layout.classes.values()][1:])
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)
     endings: tuple[str, ...] = tables.IMAGE_SUFFIXES
-    reader: Callable[[Record], Any] = partial(_picture, several=len(structures) > 1)
+    reader: Callable[[Record], Any] = _picture
     if solid:
         endings = volumes.SUFFIXES
         reader = _volume
@@ -280,8 +279,12 @@ def _segmented(
     try:
         pairs_read = _read_all(records, reader, progress)
         present = [values for values, _ in pairs_read]
+        if not solid and max(len(structures), len(layout.classes) - 1) < 2:
+            present = _white_as_one(present)
+
         values = set[int]().union(*present)
-        _check_values(masks, values, solid)
+        _check_values(masks, values)
+        _refuse_ignored(layout, present)
     except InputError as error:
         if images != masks and _swapped(records[0], solid):
             raise InputError(
@@ -293,23 +296,39 @@ def _segmented(
         raise
 
     divided = own.sections_of(layout.folder, dataset, group_by)
-    names = _structures(layout, structures, max(values))
-    counts = tuple(sum(k in values for values in present) for k in range(len(names)))
-    absent = [str(k) for k, count in enumerate(counts) if k and not count]
+    names = _names_of_values(layout, structures, values)
+    counts = tuple(sum(value in values for values in present) for value in names)
+    absent = [str(value) for value, count in zip(names, counts, strict=True) if value and not count]
     facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
     if absent:
         notes += (f"no mask has the values {', '.join(absent)}",)
+
+    mask_values = () if [*names] == [*range(len(names))] else tuple(names)
+    if mask_values:
+        notes += (
+            f"masks have the values {listed([*map(str, names)], _MOST_CLASSES)}: classes 0 to {len(names) - 1} in "
+            "training, and these values again in what medfl predict writes; a site's masks may have no others",
+        )
+
+    way = conventions.normalised(layout.channels)
+    if way != "zscore" and not (way and solid):
+        notes += (
+            f"nnU-Net normalises the channels {listed(layout.channels)} otherwise; here each image is by its own mean "
+            "and standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
+        )
 
     notes += duplicate_notes(facts, records)
     notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
-        "phantom": str(own.cohort_of(paths) or ""),
+        "phantom": str(own.cohort_of(paths) or ""), "mask_values": mask_values,
+        "channel_titles": layout.channels, "normalised": way,
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)
+    titles = tuple(names.values())
 
     if solid:
         shapes = [picture.shape[1:] for picture in facts]
@@ -319,31 +338,64 @@ def _segmented(
             raise InputError(problem, "as many of each image", "move the others away")
 
         fields |= {"patch": _patch(shapes), "notes": notes}
-        return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **fields)
+        return Survey("volumes", where, titles, counts, channels.pop(), 0, sides(shapes), **fields)
 
     fields |= {"notes": notes + depth_notes(facts), "own_depth": own_depth(facts)}
-    return Survey("pictures", where, names, counts, *common_facts(facts), **fields)
+    return Survey("pictures", where, titles, counts, *common_facts(facts), **fields)
 
 
-def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tuple[str, ...]:
-    """Return the names of the values of masks, of which one is the largest."""
-    background = "background"
-    source = "--classes"
+def _names_of_values(
+    layout: UserLayout, structures: Sequence[str], values: set[int]
+) -> Mapping[int, str]:
+    """Return value -> name of the classes that masks have, ascending, the background first.
+
+    Structures are named by the values 1, 2, ... or, where these have gaps, by those that there are.
+    """
+    shown = sorted(values - {0})
     if layout.classes:
-        background = layout.classes[0]
-        source = conventions.NNUNET_FILE
+        if unknown := [str(value) for value in shown if value not in layout.classes]:
+            problem = f"{conventions.NNUNET_FILE} names {', '.join(layout.classes.values())}, and masks have "
+            raise InputError(
+                problem + f"the value {listed(unknown)} too",
+                "a name for each value of the masks",
+                "add it there, or change the masks",
+            )
 
-    if structures and most > len(structures):
+        return layout.classes
+
+    if structures and max(shown) <= len(structures):
+        shown = [*range(1, len(structures) + 1)]
+    elif structures and len(shown) != len(structures):
         raise InputError(
-            f"{source} names {', '.join(structures)}, and masks have values up to {most}",
+            f"--classes names {', '.join(structures)}, and masks have the values {listed([*map(str, shown)])}",
             "a name for each value of the masks but 0, in their order",
-            f"give {most} names",
+            f"give {len(shown)} names",
         )
 
-    if most == 1:
-        return (background, *(structures or ["structure"]))
+    names = structures or [f"structure_{value}" for value in shown]
+    if len(shown) == 1 and not structures:
+        names = ["structure"]
 
-    return (background, *(structures or [f"structure_{k}" for k in range(1, most + 1)]))
+    return {0: "background", **dict(zip(shown, names, strict=True))}
+
+
+def _white_as_one(present: list[set[int]]) -> list[set[int]]:
+    """Return the values of masks as pictures, 255 as 1 where each has black and white, or 0 and 1, only."""
+    if all(values <= {0, 255} or values <= {0, 1} for values in present):
+        return [{min(value, 1) for value in values} for values in present]
+
+    return present
+
+
+def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
+    """Raise an InputError if masks have pixels that nobody has labelled: they would be a class, or background."""
+    if count := sum(layout.ignored in values for values in present):
+        raise InputError(
+            f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} calls "
+            "'ignore': pixels that nobody has labelled",
+            "masks that say a class of each pixel",
+            "label these pixels, cut them off, or move the cases away",
+        )
 
 
 def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
@@ -371,22 +423,22 @@ def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bo
     return results
 
 
-def _check_values(masks: Path, values: set[int], solid: bool) -> None:
+def _check_values(masks: Path, values: set[int]) -> None:
+    most = len(values | {0})
     if values == {0}:
-        problem = f"the masks in {masks} have no value but 0"
+        problem = "no value but 0"
         advice = "check that these are the masks"
-    elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
-        more = ", ..." if len(values) > 5 else ""
-        some = ", ".join(map(str, sorted(values)[:5])) + more
-        problem = f"the masks in {masks} have the values {some}, the largest {max(values)}"
-        advice = "save class indices"
+    elif most > _MOST_CLASSES:
+        problem = f"{most} values, as {', '.join(map(str, sorted(values)[:5]))}"
+        advice = "save a value a class"
     else:
         return
 
-    allowed = (
-        f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure"
+    raise InputError(
+        f"the masks in {masks} have {problem}",
+        f"0 for the background and a whole number for each structure, at most {_MOST_CLASSES - 1} of them",
+        advice,
     )
-    raise InputError(problem, allowed + " (or 0 and 255)" * (not solid), advice)
 
 
 def _swapped(record: Record, solid: bool) -> bool:
@@ -402,24 +454,19 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
-    """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
-    values = _values(pairs.mask_plane(record.mask, record.image))
-    if values <= {0, 255} and not several:
-        values = {min(value, 1) for value in values}
-
-    pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
-    return values, PictureFacts.of(pixels)
-
-
-def _values(mask: NDArray[Any]) -> set[int]:
-    return {int(value) for value in np.unique(mask)}
+def _picture(record: Record) -> tuple[set[int], PictureFacts]:
+    pixels, mask, _ = pairs.read_pair(record.image, record.mask, classes=ANY)
+    return _values(mask), PictureFacts.of(pixels)
 
 
 def _volume(record: Record) -> tuple[set[int], PictureFacts]:
-    image, mask = volumes.read_pair(record.image, record.mask, 256)
+    image, mask = volumes.read_pair(record.image, record.mask, ANY)
     facts = PictureFacts.of(image.numpy())
     return _values(mask.numpy()), facts._replace(changes=volumes.changes_of((image, mask)))
+
+
+def _values(mask: NDArray[Any]) -> set[int]:
+    return {*np.unique(mask).tolist()}
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

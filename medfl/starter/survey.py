@@ -35,6 +35,9 @@ class Survey:
         said: in which layout they are and what of a table was taken.
         tested: images in the test section.
         sites: default number of sites of a run: three, or fewer where there are few patients.
+        mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
+        channel_titles: names of the channels where a file has them.
+        normalised: how these names have volumes normalised; others than nonorm and rescale_to_0_1 by mean and sd.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -59,6 +62,9 @@ class Survey:
     tested: int = 0
     sites: int = 3
     folds: int = 0
+    mask_values: tuple[int, ...] = ()
+    channel_titles: tuple[str, ...] = ()
+    normalised: str = "zscore"
 
     @property
     def items_call(self) -> str:
@@ -81,7 +87,9 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     is_volumes = survey.kind == "volumes"
     shape = [*survey.patch] if is_volumes else [side, side]
     colours = [f"channel {index}" for index in range(survey.channels)]
-    if survey.channels == 1:
+    if len(survey.channel_titles) == survey.channels:
+        colours = [*survey.channel_titles]
+    elif survey.channels == 1:
         colours = ["grey value"]
     elif survey.channels == 3 and not is_volumes:
         colours = ["red", "green", "blue"]
@@ -101,6 +109,8 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     if segments:
         task = "Segmentation"
         pred |= {"type": "image", "format": "segmentation", "spatial_shape": shape}
+        if survey.mask_values:
+            pred["mask_values"] = [*survey.mask_values]
 
     versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
 

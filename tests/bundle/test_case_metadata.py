@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets
-from medfl.bundle.case_metadata import _by_name, _columns, read
+from medfl.bundle.case_metadata import _by_name, _columns, band, read
 from medfl.bundle.open import open_problem, with_data
 
 
@@ -23,13 +23,43 @@ from medfl.bundle.open import open_problem, with_data
             {"age": None, "localisation": "not stated"},
         ),
         ({"patient_age": "034Y", "gender": "F"}, {"age": 34.0, "sex": "f"}),
-        ({"age": "-3", "dx": "mel"}, {"age": None}),
+        ({"age": "-3", "dx": "mel"}, {"age": "-3"}),
     ],
 )
 def test_columns_are_known_by_the_names_that_tables_give_them(
     row: dict[str, str], expected: dict[str, object]
 ) -> None:
     assert _columns(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "years"),
+    [
+        ("045Y", 45), ("018M", 1.5), ("052W", 52 * 7 / 365.25), ("030D", 30 / 365.25), ("70", 70), ("6 months", 0.5),
+        ("3 yrs.", 3), ("70-79", 74.5), ("70–79", 74.5), ("0 to 4 years", 2), (">89", 90), ("89+", 89), (">= 90", 90),
+        ("<1", 0), ("<=18", 9), ("12,5", 12.5),
+    ],
+)  # fmt: skip
+def test_ages_are_read_as_tables_and_dicom_write_them(written: str, years: float) -> None:
+    assert _columns({"age": written})["age"] == pytest.approx(years)
+
+
+@pytest.mark.parametrize(
+    "written", ["adult", "7O", "200", "-3", "55-65", ">60", "79-70", "045Z", "1e3"]
+)
+def test_what_is_no_age_or_fits_several_bands_is_kept_as_text(written: str) -> None:
+    age = _columns({"age": written})["age"]
+    assert age == written.lower()
+    assert band(age) == "not stated"
+
+
+@pytest.mark.parametrize("lost", ["12", "12.0", "012"])
+def test_a_row_is_found_by_its_number(lost: str) -> None:
+    found = _by_name(
+        [{"id": lost, "age": "3"}, {"id": "1000", "age": "4"}], ["a/0012.png", "a/1000.png"]
+    )
+    assert found["a/0012.png"]["age"] == "3"
+    assert found["a/1000.png"]["age"] == "4"
 
 
 @pytest.mark.parametrize("named", ["mel/a.png", "a.png", "a"])

@@ -87,7 +87,7 @@ def test_masks_of_other_values_are_found(
     picture(tmp_path / "data" / "x3_mask.png", 7 * np.eye(8, dtype=np.uint8))
     (problem,) = check(capsys, bundle, "--data", str(tmp_path / "data"))[1]["problems"]
     assert "x3_mask.png" in problem
-    assert "the values 7" in problem
+    assert "the value 7 at 8 pixels" in problem
 
 
 def test_other_bundles_are_sent_to_the_preflight(

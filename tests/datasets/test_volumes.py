@@ -270,7 +270,10 @@ REFUSED = {
         stored(with_values(np.nan, np.inf)),
         r"x\.nii\.gz has NaN or infinite values at 2 of 1080 voxels",
     ),
-    "too large": (stored(IMAGE * 1e300), r"x\.nii\.gz has NaN or infinite values"),
+    "too large": (
+        stored(IMAGE * 1e300),
+        r"x\.nii\.gz has the value \S+e\+30\d at \d+ of 1080 voxels, beyond float32",
+    ),
     "zero": (stored(IMAGE * 0), r"x\.nii\.gz has the value 0 at every voxel"),
     "constant": (
         stored(IMAGE * 0 + np.float32(2.5)),
@@ -348,7 +351,10 @@ BAD_MASKS = {
         stored(MASK + (MASK > 1) * np.uint8(5), "m.nii"),
         r"m\.nii has the value 7 at \d+ voxels; .* 0 to 2",
     ),
-    "many": (stored(IMAGE, "m.nii"), r"m\.nii has the values 3, 4, 5, 6, 8, \.\.\. at 1078 voxels"),
+    "many": (
+        stored(IMAGE, "m.nii"),
+        r"m\.nii has the values 3, 4, 5, 6, 8 and \d+ more at 1078 voxels",
+    ),
     "halves": (stored(MASK * np.float32(0.5), "m.nii"), r"m\.nii has the value 0\.5 at \d+ voxels"),
     "NaN": (
         stored(np.where(MASK > 1, np.nan, MASK), "m.nii"),
@@ -391,7 +397,7 @@ def test_an_item_without_a_mask_gives_the_image_alone(forms: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "keys image, label and classes=None"),
+        ({}, "classes=None"),
         ({"classes": 1}, "classes=1"),
         ({"classes": 257}, "classes=257"),
         ({"keys": ("a", "b", "c"), "classes": 2}, "keys a, b, c"),

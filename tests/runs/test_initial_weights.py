@@ -129,7 +129,7 @@ def test_weights_of_another_network_are_refused_before_anything_is_written(
     assert "the network's (6, " in line
     save_weights(tmp_path / "unet.safetensors", networks.build("unet8", 1, 2).state_dict())
     run(scans, tmp_path / "out", "--init", tmp_path / "unet.safetensors", code=2)
-    assert "is missing" in capsys.readouterr().err
+    assert "8 tensors are missing: 'body.0.weight'" in capsys.readouterr().err
     run(scans, tmp_path / "out", "--init", tmp_path / "none.safetensors", code=2)
     assert not (tmp_path / "out").exists()
 
@@ -196,3 +196,96 @@ def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
     assert file.stat().st_size < 10_000
     with pytest.raises(InputError, match="more numbers than the file"):
         initial_weights.read(str(file))
+
+
+def _before(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in weights.items()}
+
+
+def _trained() -> dict[str, Any]:
+    """Return the state of an optimiser that has stepped: tensors by the numbers of parameters."""
+    layer = torch.nn.Linear(2, 1)
+    adam = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    return adam.state_dict()
+
+
+CHECKPOINTS = {
+    "DistributedDataParallel": lambda w: _before("module.", w),
+    "torch.compile": lambda w: _before("_orig_mod.", w),
+    "stacked": lambda w: _before("module._orig_mod.net.model.", w),
+    "net": lambda w: {
+        "net": _before("module.", w),
+        "acc": 0.9,
+        "epoch": 3,
+        "optimizer": _trained(),
+    },
+    "Lightning": lambda w: {
+        "epoch": 1,
+        "state_dict": {**_before("model.", w), "loss.weight": torch.ones(6)},
+        "optimizer_states": [_trained()],
+    },
+    "averaged too": lambda w: {"model": w, "ema": {name: tensor + 1 for name, tensor in w.items()}},
+    "numbers beside": lambda w: {**w, "epoch": 3, "best": None},
+    "deep": lambda w: {"checkpoint": {"state": {"network": _before("_orig_mod.", w)}}},
+    "two of one name": lambda w: {
+        **_before("m1.", w),
+        **_before("m2.", {n: t + 1 for n, t in w.items()}),
+    },
+    "two networks": lambda w: {"a": networks.build("unet8", 1, 2).state_dict(), "b": w},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_weights_are_found_in_a_checkpoint_by_their_names(
+    name: str, tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    torch.save(CHECKPOINTS[name](weights), tmp_path / "c.pt")
+    said = list[str]()
+    found = initial_weights.read(str(tmp_path / "c.pt"), weights.keys(), said.append)
+    assert weights_sha256(found) == weights_sha256(weights)
+    assert (name == "numbers beside") == (said == [])
+
+
+def test_prefixes_of_safetensors_and_of_wrapped_networks(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """A file that medfl wrote of a network that a method added to stays whole."""
+    file = tmp_path / "w.safetensors"
+    save_weights(file, _before("model.", weights))
+    assert initial_weights.read(str(file), weights.keys()).keys() == weights.keys()
+    added = {**_before("network.", weights), "head2.weight": torch.ones(3)}
+    save_weights(file, added)
+    assert initial_weights.read(str(file), weights.keys()).keys() == added.keys()
+    save_weights(file, weights)
+    wrapped = _before("net.", weights)
+    assert initial_weights.read(str(file), wrapped.keys()).keys() == wrapped.keys()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"state_dict": {}}, torch.ones(2)])
+def test_a_checkpoint_without_weights_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "c.pt")
+    with pytest.raises(InputError, match=r"c\.pt is not read as weights \(it holds no tensors"):
+        initial_weights.read(str(tmp_path / "c.pt"), {"fc.weight"})
+
+
+def test_names_and_shapes_that_differ_are_named_and_counted(
+    scans: Path,
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = list(weights)
+    other = {**weights, "extra.weight": torch.ones(2)}
+    del other[names[0]]
+    other[names[1]] = torch.ones(3, 3)
+    torch.save({"net": _before("module.", other)}, tmp_path / "c.pt")
+    run(scans, tmp_path / "out", "--init", tmp_path / "c.pt", code=2)
+    line = capsys.readouterr().err
+    shape = tuple(weights[names[1]].shape)
+    assert (
+        f"1 tensors have another shape: {names[1]!r} is (3, 3), the network's ({shape[0]})" in line
+    )
+    assert f"1 tensors are missing: {names[0]!r}" in line
+    assert "1 tensors are not of the network: 'extra.weight'" in line

@@ -26,6 +26,7 @@ from medfl.core.seeding import stream
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.unlabelled import joined
 from medfl.policy import admission
+from medfl.runs import references
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
 from medfl.storage.files import save_weights
@@ -611,3 +612,13 @@ def test_what_is_no_model_is_refused_before_anything_is_written(
             predict(model, pictures, **{"out": tmp_path / "out", **settings})
     assert not (tmp_path / "out").exists()
     assert torch.get_num_threads() == 1
+
+
+def test_numbers_that_name_classes_are_not_their_indices(tmp_path: Path) -> None:
+    """Also where a spreadsheet took their zeros; of classes with other names a number is an index."""
+    (tmp_path / "t.csv").write_text("id,label\na,1\nb,3.0\n")
+    files = {"a.png": "", "b.png": ""}
+    named = references.labels_of(tmp_path / "t.csv", files, ["01", "02", "03"])
+    assert named == {"a.png": 0, "b.png": 2}
+    counted = references.labels_of(tmp_path / "t.csv", files, ["x", "y", "z", "w"])
+    assert counted == {"a.png": 1, "b.png": 3}

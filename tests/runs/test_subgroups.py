@@ -128,3 +128,16 @@ def test_segmentation_gives_the_mean_of_each_metric() -> None:
 def test_a_column_that_is_none_is_refused_with_those_there_are(by: str) -> None:
     with pytest.raises(InputError, match="site, centre"):
         of(rows({"north": (12, 12, 12)}), by, CLASSES)
+
+
+def test_ages_that_are_not_read_are_counted_and_named() -> None:
+    made = rows({"north": (20, 15, 12)})
+    for number, row in enumerate(made):
+        row["age"] = ["adult", "55-65", None, 50.0][number % 4]
+    found = of(made, "age", CLASSES)
+    assert [group.name for group in found.groups] == ["40–59", "not stated"]
+    (note,) = [note for note in found.notes() if "not read" in note]
+    assert note.startswith(
+        "24 ages are not read, or fit several bands, and count as not stated: '55-65', 'adult'"
+    )
+    assert not any("not read" in note for note in of(made, "centre", CLASSES).notes())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.own import listed, paired
@@ -97,6 +100,109 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
     assert {item["id"]: item["label"] for item in items} == {
         f"Bild {n:02d} ü.PNG": n % 2 for n in range(20)
     }
+
+
+@pytest.mark.parametrize(
+    ("written", "classes", "said"),
+    [
+        (("1", "1.0", "2", "02"), ("1", "2"), "one class by its number, '1': '1' and '1.0'"),
+        (("0", "00", "1", "x"), ("0", "1", "x"), "one class by its number, '0': '0' and '00'"),
+        (("01", "02", "01", "02"), ("01", "02"), ""),
+        (
+            ("None", "NA", "n/a", "nan"),
+            ("NA", "None", "n/a", "nan"),
+            "taken as names of classes: 'NA', 'None'",
+        ),
+        (("null", "a", "null", "a"), ("a", "null"), "only an empty cell says no class"),
+    ],
+)
+def test_classes_called_by_numbers_and_by_nothing(
+    written: tuple[str, ...], classes: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    for number in range(12):
+        picture(tmp_path / f"{number}.png")
+    lines = [f"{number}.png,{written[number % 4]}" for number in range(12)]
+    (tmp_path / "t.csv").write_text("\n".join(["file,label", *lines]) + "\n")
+    seen = starter.survey(tmp_path, labels=tmp_path / "t.csv")
+    assert seen.classes == classes
+    assert sum(seen.counts) == 12
+    assert said in " ".join(seen.notes)
+    other = [re.sub(r",0?1$", ",1.00", line) for line in lines]
+    (tmp_path / "t.csv").write_text("\n".join(["file,label", *other]) + "\n")
+    assert len(listed(tmp_path, ".", "t.csv", classes, "train")) > 3
+
+
+@pytest.mark.parametrize("spelled", ["{:d}", "{:d}.0", "{:02d}"])
+def test_a_number_that_lost_its_zeros_finds_its_image(spelled: str, tmp_path: Path) -> None:
+    for number in range(8, 20):
+        picture(tmp_path / "p" / f"{number:04d}.png")
+    lines = [f"{spelled.format(number)},{'ab'[number % 2]}" for number in range(8, 20)]
+    (tmp_path / "t.csv").write_text("\n".join(["id,label", *lines]) + "\n")
+    seen = starter.survey(tmp_path / "p", labels=tmp_path / "t.csv")
+    assert seen.counts == (6, 6)
+    assert "12 images are matched by their numbers" in " ".join(seen.notes)
+    labels = label_table.read(tmp_path / "t.csv", [f"{n:04d}.png" for n in range(8, 20)]).classes
+    assert all(name == "ab"[int(image[:4]) % 2] for image, name in labels.items())
+    picture(tmp_path / "p" / "012.png")
+    with pytest.raises(
+        InputError, match=r"'12\S*' in column 'id' has lost its zeros and fits 0012.png, 012.png"
+    ):
+        starter.survey(tmp_path / "p", labels=tmp_path / "t.csv")
+
+
+def test_a_running_number_is_no_name_where_another_column_has_the_names(tmp_path: Path) -> None:
+    images = [f"{number:04d}.png" for number in range(6)]
+    lines = [f"{number},{5 - number:04d}.png,{'ab'[number % 2]}" for number in range(6)]
+    (tmp_path / "t.csv").write_text("\n".join(["id,name,label", *lines]) + "\n")
+    assert label_table.read(tmp_path / "t.csv", images).classes["0005.png"] == "a"
+
+
+def test_cases_that_lost_their_zeros_are_refused_with_the_cause(tmp_path: Path) -> None:
+    for name in "ab":
+        for number in range(6):
+            picture(tmp_path / name / f"{name}{number}.png")
+    picture(tmp_path / "a" / "007.png")
+    lines = [f"{name}{number}.png,p" for name in "ab" for number in range(6)]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *lines, "7,q"]) + "\n")
+    with pytest.raises(InputError, match=r"no row for image a/007\.png; .*'7' has lost the zeros"):
+        starter.survey(tmp_path)
+
+
+def decomposed(text: str) -> str:
+    return unicodedata.normalize("NFD", text)
+
+
+def test_names_are_compared_in_composed_characters(tmp_path: Path) -> None:
+    """Files as a Mac writes them, a table and masks as others do, and the other way around."""
+    for number in range(6):
+        picture(tmp_path / "p" / decomposed(f"Müller é{number}.png"))
+        mask(tmp_path / "m" / f"Müller é{number}.png")
+    lines = [f"Müller é{number}.png,{'ab'[number % 2]}" for number in range(6)]
+    for form in (str, decomposed):
+        (tmp_path / "t.csv").write_text(form("\n".join(["file,label", *lines]) + "\n"))
+        assert starter.survey(tmp_path / "p", labels=tmp_path / "t.csv").counts == (3, 3)
+    assert starter.survey(tmp_path / "p", tmp_path / "m").counts == (6, 6)
+    items = [item for section in SECTIONS for item in paired(tmp_path, "p", "m", section)]
+    assert {item["id"] for item in items} == {f"Müller é{number}" for number in range(6)}
+
+
+def test_folders_of_classes_are_compared_in_composed_characters(tmp_path: Path) -> None:
+    for name in ("gutartig é", "bösartig"):
+        for number in range(6):
+            picture(tmp_path / decomposed(name) / f"{number}.png")
+    assert starter.survey(tmp_path).classes == ("bösartig", "gutartig é")
+    for classes in (["bösartig", "gutartig é"], [decomposed("bösartig"), "gutartig é"]):
+        assert len(own.labelled(tmp_path, classes, "train")) > 3
+    picture(tmp_path / "bösartig" / "9.png")
+    with pytest.raises(InputError, match=r"b\\xf6sartig' and '\S*/bo\\u0308sartig' have one name"):
+        own.labelled(tmp_path, ["bösartig", "gutartig é"], "train")
+
+
+def test_two_files_of_one_name_are_shown_as_they_differ(tmp_path: Path) -> None:
+    picture(tmp_path / "p" / "é.png")
+    picture(tmp_path / "p" / decomposed("é.png"))
+    with pytest.raises(InputError, match=r"/\\xe9\.png' and '\S*/e\\u0301\.png' have one name"):
+        starter.survey(tmp_path / "p", labels=picture(tmp_path / "t.csv"))
 
 
 def test_classes_that_differ_in_case_only_are_told(tmp_path: Path) -> None:
@@ -317,13 +423,105 @@ def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
 def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels}))
     with pytest.raises(InputError, match=r"dataset\.json"):
-        conventions.class_names(tmp_path / "dataset.json")
+        conventions.mask_labels(tmp_path / "dataset.json")
+
+
+def test_pixels_that_nnunet_ignores_are_no_class(tmp_path: Path) -> None:
+    """Nobody has labelled them: refused by name where masks have them, and no class where none has."""
+    labels = {"background": 0, "organ": 1, "ignore": 2}
+    nnunet(tmp_path / "with", labels=labels)
+    for names in ((), ("organ", "other")):
+        with pytest.raises(InputError, match=r"4 of 4 masks have the value 2, .* calls 'ignore'"):
+            starter.survey(tmp_path / "with", names=names)
+    nnunet(tmp_path / "without", labels={"background": 0, "organ": 1, "rest": 2, "ignore": 3})
+    assert starter.survey(tmp_path / "without").classes == ("background", "organ", "rest")
+
+
+@pytest.mark.parametrize(
+    ("channels", "otherwise"),
+    [
+        ({"channel_names": {"0": "CT", "1": "PET"}}, "CT, PET"),
+        ({"channel_names": {"0": "CT", "1": "CT"}}, "CT, CT"),
+        ({"channel_names": {"1": "noNorm", "0": "T1"}}, "T1, noNorm"),
+        ({"modality": {"0": "T2", "1": "ADC"}}, ""),
+        ({"modality": {"0": "nonorm", "1": "noNorm"}}, ""),
+        ({"modality": {"0": "rescale_to_0_1", "1": "rescale_0_1"}}, ""),
+    ],
+)
+def test_channels_are_called_as_nnunet_does_and_said_where_it_normalises_by_them(
+    channels: dict[str, Any], otherwise: str, tmp_path: Path
+) -> None:
+    nnunet(tmp_path / "d", 2, labels={"background": 0, "a": 1, "b": 2}, **channels)
+    seen = starter.survey(tmp_path / "d")
+    (names,) = channels.values()
+    bundle = starter.write(tmp_path / "b", seen)
+    described = json.loads((bundle / "configs" / "metadata.json").read_text())
+    assert described["network_data_format"]["inputs"]["image"]["channel_def"] == names
+    notes = [note for note in seen.notes if note.startswith("nnU-Net normalises")]
+    assert [otherwise in note for note in notes] == [True] * bool(otherwise)
+    (image, *_) = (read_volume(str(p)) for p in sorted((tmp_path / "d" / "imagesTr").iterdir()))
+    steps = (
+        Bundle(str(bundle), {"dataset_dir": str(tmp_path / "d")})
+        .get("validate#preprocessing")
+        .transforms
+    )
+    (step,) = [s for s in steps if "Intensity" in type(s).__name__] or [lambda data: data]
+    scaled = step({"image": torch.cat([image, 3 * image])})["image"].numpy()
+    voxels = np.concatenate([image.numpy(), 3 * image.numpy()])
+    if "nonorm" in names.values():
+        expected = voxels
+    elif "rescale_0_1" in names.values():
+        low, high = voxels.min((1, 2, 3), keepdims=True), voxels.max((1, 2, 3), keepdims=True)
+        expected = (voxels - low) / (high - low)
+    else:
+        expected = (voxels - voxels.mean()) / voxels.std()
+    np.testing.assert_allclose(scaled, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"background": 0, "whole": [1, 2], "core": 2},
+        {"background": 0, "whole": [1, 2], "core": [2], "ignore": 3},
+        {"background": [0], "all": [1, 2]},
+    ],
+)
+def test_regions_are_refused_by_name_unless_the_values_are_named(
+    labels: dict[str, Any], tmp_path: Path
+) -> None:
+    nnunet(tmp_path, labels=labels, regions_class_order=[1, 2])
+    with pytest.raises(
+        InputError, match=r"whole|all.* are regions, of several values; .*--classes"
+    ):
+        starter.survey(tmp_path)
+    seen = starter.survey(tmp_path, names=["edge", "core"])
+    assert seen.classes == ("background", "edge", "core")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"background": 0, "organ": 1, "tumour": 5},
+        {"0": "background", "5": "tumour", "1": "organ"},
+        {"tumour": "5", "organ": "1", "background": "0"},
+    ],
+)
+def test_names_belong_to_values_with_gaps(labels: dict[str, Any], tmp_path: Path) -> None:
+    nnunet(tmp_path, labels=labels)
+    for path in (tmp_path / "labelsTr").iterdir():
+        voxels = np.asanyarray(nib.load(path).dataobj)
+        nib.save(nib.Nifti1Image(np.array([0, 1, 5], np.uint8)[voxels], np.eye(4)), path)
+    seen = starter.survey(tmp_path)
+    assert seen.classes == ("background", "organ", "tumour")
+    assert seen.mask_values == (0, 1, 5)
+    assert seen.counts == (4, 4, 4)
+    assert "masks have the values 0, 1, 5: classes 0 to 2" in " ".join(seen.notes)
 
 
 def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "organ": 1})
     with pytest.raises(
-        InputError, match=r"dataset\.json names organ, and masks have values up to 2"
+        InputError, match=r"dataset\.json names background, organ, and masks have the value 2 too"
     ):
         starter.survey(tmp_path)
 

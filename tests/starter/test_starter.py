@@ -7,6 +7,8 @@ import errno
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,7 @@ def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -
     """A name more than there are values is a structure that no mask has."""
     data, bundle = pairs / "images", tmp_path / "named"
     with pytest.raises(
-        InputError, match="have the values 0, 255, the largest 255.*save class indices"
+        InputError, match="names Left lung, tumour, and masks have the values 255; "
     ):
         starter.survey(data, pairs / "masks", names=["Left lung", "tumour"])
     for mask in (pairs / "masks").iterdir():
@@ -270,7 +272,9 @@ def test_there_is_a_name_for_each_value(pairs: Path) -> None:
     mask = pairs / "masks" / "c03_mask.png"
     pixels = np.array(Image.open(mask))
     save(np.where(pixels > 0, 2, 0).astype(np.uint8), mask)
-    with pytest.raises(InputError, match="values up to 2; a name for each value.*; give 2 names"):
+    with pytest.raises(
+        InputError, match="the values 2, 255; a name for each value.*; give 2 names"
+    ):
         starter.survey(pairs / "images", pairs / "masks", names=["lung"])
     with pytest.raises(InputError, match="without --masks"):
         starter.survey(pairs / "images", names=["lung"])
@@ -592,3 +596,54 @@ def test_a_full_disk_leaves_no_part_of_a_bundle(
     with pytest.raises(InputError, match=r"mine cannot be written: no space left"):
         starter.write(tmp_path / "mine", starter.survey(labelled))
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.slow
+def test_predicted_masks_have_the_values_of_the_masks(tmp_path: Path) -> None:
+    """By medfl, of a run and of its export, and by MONAI's run of the export."""
+    values = np.array([0, 205, 420], np.int16)
+    for number in range(6):
+        voxels = np.random.default_rng(number).normal(0, 1, (16, 16, 16)).astype(np.float32)
+        labels = np.zeros(voxels.shape, np.int16)
+        labels[4:8] = 1
+        labels[8:12] = 2
+        for name, content in (("images", voxels + 3 * labels), ("masks", values[labels])):
+            (tmp_path / "d" / name).mkdir(parents=True, exist_ok=True)
+            file = tmp_path / "d" / name / f"c{number}.nii.gz"
+            nib.save(nib.Nifti1Image(content, np.eye(4)), file)
+    seen = starter.survey(tmp_path / "d" / "images", tmp_path / "d" / "masks")
+    assert seen.classes == ("background", "structure_205", "structure_420")
+    bundle = starter.write(tmp_path / "mine", seen)
+    checked(bundle)
+    words = [
+        "run",
+        str(bundle),
+        "--data",
+        f"{tmp_path}/d",
+        "--out",
+        f"{tmp_path}/run",
+        "--sites",
+        "1",
+    ]
+    assert cli.main([*words, "--rounds", "1", "--jobs", "1", "--save-predictions", "--quiet"]) == 0
+    run = medfl.load_run(tmp_path / "run")
+    run.predict(tmp_path / "d" / "images", out=tmp_path / "out", reference=tmp_path / "d" / "masks")
+    export(run.path, tmp_path / "card", formats=())
+    command = [
+        "run",
+        "--config_file",
+        f"{tmp_path}/card/configs/inference.yaml",
+        "--bundle_root",
+        f"{tmp_path}/card",
+    ]
+    command += ["--dataset_dir", f"{tmp_path}/d/images", "--output_dir", f"{tmp_path}/monai"]
+    subprocess.run(
+        [sys.executable, "-m", "monai.bundle", *command], check=True, capture_output=True
+    )
+    found = np.asanyarray(nib.load(tmp_path / "out" / "c0.nii.gz").dataobj)
+    assert found.dtype == np.uint16
+    assert {0, 205} <= {*np.unique(found).tolist()} <= {*values.tolist()}
+    (saved,) = (run.path / "predictions").rglob("c*.nii.gz")
+    assert {*np.unique(np.asanyarray(nib.load(saved).dataobj)).tolist()} & {205, 420}
+    by_monai = np.asanyarray(nib.load(tmp_path / "monai" / "c0_seg.nii.gz").dataobj)
+    assert (by_monai == found).mean() > 0.999

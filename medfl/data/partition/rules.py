@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import listed
+from medfl.core.names import composed, listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
@@ -111,7 +111,7 @@ class Partition:
             gone = []
             sites[site] = {}
             for name in SECTIONS:
-                stored = [str(ident) for ident in ids[site].get(name, ())]
+                stored = [composed(str(ident)) for ident in ids[site].get(name, ())]
                 position_of = where.get(name, {})
                 gone += [f"{ident!r} ({name})" for ident in stored if ident not in position_of]
                 positions = (position_of[ident] for ident in stored if ident in position_of)
@@ -128,10 +128,10 @@ class Partition:
 
 
 def _positions(sections: Sections) -> dict[str, dict[str, int]]:
-    """Return section -> id -> position."""
+    """Return section -> id, in composed characters -> position."""
     where = {}
     for name, section in sections.items():
-        where[name] = {str(item["id"]): i for i, item in enumerate(section)}
+        where[name] = {composed(str(item["id"])): i for i, item in enumerate(section)}
 
     return where
 
@@ -417,7 +417,7 @@ def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
                 f"{path}, line {line}: id {key!r} is unknown"
                 + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
-                "write such an id into the line, or remove it",
+                "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it",
             )
 
         for name in holding:
@@ -435,7 +435,7 @@ def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
     """Read the partition file as (line number, row)."""
     advice = "write a CSV file with the columns id,site and, if wanted, section"
     try:
-        names, rows = read_table(Path(path).expanduser())
+        names, rows = read_table(Path(path).expanduser(), is_composed=True)
     except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
         raise InputError(
             f"partition file {path!r}: {error}", "a readable CSV file", advice

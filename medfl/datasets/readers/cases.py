@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from medfl.core.errors import InputError
+from medfl.core.names import as_number, composed
 from medfl.core.task import SECTIONS
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
@@ -88,10 +89,15 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
         used[name], row_of[record.id] = record.id, rows[name]
 
     if missing:
+        advice = "add one for it"
+        bare_number = as_number(PurePosixPath(missing[0]).stem)
+        if bare_number and bare_number in map(as_number, rows):
+            advice = f"write column 'file' as text: {bare_number!r} has lost the zeros before it"
+
         raise InputError(
             f"{path} has no row for image {tables.several(missing, 'images')}",
             "a row for each image",
-            "add one for it",
+            advice,
         )
 
     return row_of
@@ -108,4 +114,4 @@ def _names(root: Path, record: Record) -> list[str]:
 
 def key(text: str) -> str:
     """Return a path or name in a table in the form that is compared: with slashes, without the ending of NIfTI."""
-    return bare(text.strip().replace("\\", "/").removeprefix("./"))
+    return bare(composed(text).strip().replace("\\", "/").removeprefix("./"))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.core.names import is_plain_text
-from medfl.core.untrusted import printable, read_json
+from medfl.core.names import is_plain_text, listed
+from medfl.core.untrusted import Plain, printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import JOINED
@@ -28,6 +29,18 @@ _OF_MASKS = ("label", "desc", "res", "den")
 _NATIVE = ("orig", "individual")
 """Values of the entity `space` that say the grid of the image itself."""
 _LONGEST = 60
+_LABELS = 'labels as {"background": 0, "tumour": 1}'
+_ADVICE = "change its labels, or move the file away"
+_WAYS = {
+    "ct": "",
+    "nonorm": "nonorm",
+    "rescale_0_1": "rescale_to_0_1",
+    "rescale_to_0_1": "rescale_to_0_1",
+    "rgb_to_0_1": "",
+}
+"""Name of a channel -> how nnU-Net normalises it, "" in a way that needs the values of all images."""
+_IGNORE = "ignore"
+"""What nnU-Net calls pixels of unknown class."""
 
 
 def apart(files: Named) -> tuple[Named, Named]:
@@ -170,38 +183,85 @@ def _is_mask(name: str) -> bool:
     return bool(match and match[3] in _MASKS)
 
 
-def class_names(path: Path) -> tuple[str, ...]:
-    """Return the names of the masks' values that an nnU-Net `dataset.json` has under `labels`; () where it has none.
+def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | None]:
+    """Return value -> name of what an nnU-Net `dataset.json` has under `labels`, {} where it has none, and "ignore".
+
+    Both forms are read: `{"tumour": 1}`, and `{"1": "tumour"}` of nnU-Net 1 and the Decathlon.
+
+    Args:
+        path: of the file.
+        named: the user names the structures; the names of the file are left out.
+
+    Returns:
+        The names, the background's first, and the value of pixels that nobody has labelled, None without one.
 
     Raises:
-        InputError: they are not one name for each of 0, 1, 2, ...
+        InputError: they are regions, of several values each, or not one name for each value.
     """
-    allowed = 'labels as {"background": 0, "tumour": 1}'
-    advice = "change its labels, or move the file away"
-    document = read_json(path, allowed, advice, 2**20)
-    labels = document.get("labels") if isinstance(document, dict) else None
-
+    labels = _document(path).get("labels")
     if labels is None:
+        return {}, None
+
+    values_of = labels if isinstance(labels, dict) else {"": ""}
+    if all(_index(name) is not None and isinstance(v, str) for name, v in values_of.items()):
+        values_of = {name: number for number, name in values_of.items()}
+
+    ignored = _index(values_of.get(_IGNORE))
+    regions = [name for name, value in values_of.items() if isinstance(value, list)]
+    if named:
+        return {}, ignored
+    if regions:
+        raise InputError(
+            f"{path}: the labels {listed([*map(printable, regions)])} are regions, of several values",
+            "one value a class, and one class a pixel",
+            "name the structures of the values 1, 2, ... with --classes, which the file's names give way to",
+        )
+
+    names = {}
+    for name, value in values_of.items():
+        number = _index(value)
+        if (
+            name != _IGNORE
+            and number is not None
+            and is_plain_text(name)
+            and 0 < len(name) <= _LONGEST
+        ):
+            names[number] = name
+
+    if 0 not in names or len(names) + (ignored is not None) != len(labels):
+        raise InputError(f"{path}: labels {printable(labels, 120)}", _LABELS, _ADVICE)
+
+    return dict(sorted(names.items())), ignored
+
+
+def channel_names(path: Path) -> tuple[str, ...]:
+    """Return the channels' names by `channel_names` or `modality` of nnU-Net's `dataset.json`, () where it has none."""
+    document = _document(path)
+    names = document.get("channel_names", document.get("modality"))
+    if not isinstance(names, dict) or not all(name.isdecimal() for name in names):
         return ()
 
-    pairs = list(labels.items()) if isinstance(labels, dict) else []
-    swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
-    names = {_index(number): name for number, name in swapped}
-    texts = [str(names.get(index, "")) for index in range(len(pairs))]
-    # A number without a name leaves a text empty, a name twice makes the set smaller.
-    distinct = {text for text in texts if is_plain_text(text) and 0 < len(text) <= _LONGEST}
-    are_texts = all(isinstance(name, str) for name in names.values())
+    return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))
 
-    if not pairs or not are_texts or len(distinct) != len(pairs):
-        raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
 
-    return tuple(texts)
+def normalised(names: Sequence[str]) -> str:
+    """Return how nnU-Net normalises channels of these names: "nonorm", "rescale_to_0_1" or "zscore".
+
+    It is "" where channels differ in it, or where the values of all images are needed, as of CT.
+    """
+    ways = {_WAYS.get(name.casefold(), "zscore") for name in names or ("",)}
+    return ways.pop() if len(ways) == 1 else ""
+
+
+def _document(path: Path) -> Plain:
+    document = read_json(path, _LABELS, _ADVICE, 2**20)
+    return document if isinstance(document, dict) else {}
 
 
 def _index(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 5:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6:
         return int(value)
 
     return None

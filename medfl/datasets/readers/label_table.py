@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import as_number, listed
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 
@@ -38,7 +39,8 @@ LABELS = (
 _CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
           "section": ("section",)}  # fmt: skip
 _MARKS = ("0", "1", "0.0", "1.0")
-_NOTHING = {"", "nan", "none", "na", "n/a", "null"}
+_NOTHING = {"nan", "none", "na", "n/a", "null"}
+"""What some programs write for a missing value."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Labels:
     notes: tuple[str, ...]
 
 
-def read(path: Path, images: Sequence[str]) -> Labels:
+def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labels:
     """Read a table of the classes of images.
 
     The column of the images is the first of `FILES` that names some, that of the classes the first of `LABELS`; without
@@ -67,9 +69,10 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     Args:
         path: parted by commas, semicolons or tabs, with a header line.
         images: paths below the folder of all images.
+        known: classes; a number in another spelling, as 1.0, is that of these.
 
     Raises:
-        InputError: no such columns, no image in the table, or an image of two classes.
+        InputError: no such columns, no image in the table, one that several rows fit, or an image of two classes.
     """
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for name in (rows[0] if rows else ()) if name}
@@ -79,6 +82,11 @@ def read(path: Path, images: Sequence[str]) -> Labels:
             matches[head] = _matched(path, rows, heads[head], images)
 
     column = next((column for column, index in matches.items() if index), None)
+    if column is None:
+        column = next(
+            (column for column in matches if _by_number(path, rows, heads[column], images, {})),
+            None,
+        )
 
     if column is None:
         raise InputError(
@@ -88,7 +96,10 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         )
 
     index = matches[column]
+    numbers = _by_number(path, rows, heads[column], images, index)
+    index |= numbers
     label, class_of = _classes(path, rows, heads, heads[column])
+    class_of, spelled = _one_spelling(class_of, known)
     classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
     case_heads = {}
     for name, spellings in _CASES.items():
@@ -102,13 +113,24 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         "images have no class in the table": [image for image in index if image not in classes],
         "rows of the table have no image": without_image,
     }
-    notes = []
+    notes = [*spelled]
+    if numbers:
+        image, number = next(iter(numbers.items()))
+        notes.append(
+            f"{len(numbers)} images are matched by their numbers, whose zeros the table has lost: "
+            f"{rows[number][heads[column]]} is {image}"
+        )
 
     for reason, entries in left_out.items():
         if entries:
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
     names = sorted(set(classes.values()))
+    if words := [repr(name) for name in names if name.lower() in _NOTHING]:
+        notes.append(
+            f"taken as names of classes: {listed(words)}; only an empty cell says no class"
+        )
+
     alike = defaultdict[str, list[str]](list)
     for name in names:
         alike[name.casefold()].append(name)
@@ -149,6 +171,59 @@ def _matched(
     return row_numbers
 
 
+def _by_number(
+    path: Path,
+    rows: Sequence[Mapping[str, str]],
+    column: str,
+    images: Sequence[str],
+    matched: Mapping[str, int],
+) -> dict[str, int]:
+    """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
+    images_of = defaultdict[str, list[str]](list)
+    for image in images:
+        if image not in matched and (shown := as_number(_forms(image)[-1])):
+            images_of[shown].append(image)
+
+    row_numbers: dict[str, int] = {}
+    for number in sorted(set(range(len(rows))) - set(matched.values())):
+        text = (rows[number][column] or "").strip()
+        fits = [image for image in images_of[as_number(text)] if _forms(image)[-1] != text]
+        if not fits:
+            continue
+        if len(fits) > 1 or rows[row_numbers.setdefault(fits[0], number)] != rows[number]:
+            raise InputError(
+                f"{path}: {text!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
+                "a row for each image, by the name of its file",
+                "write the column as text",
+            )
+
+    return row_numbers
+
+
+def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the class of each row with numbers in one spelling, and notes where the table has several of one."""
+    spelling: dict[str, str] = {}
+    for name in known:
+        spelling.setdefault(as_number(name), name)
+
+    written = defaultdict[str, set[str]](set)
+    for name in class_of:
+        written[as_number(name)].add(name)
+
+    notes = []
+    for number, names in sorted(written.items()):
+        if number and len(names) > 1:
+            name = spelling.setdefault(number, number)
+            notes.append(
+                f"one class by its number, {name!r}: {' and '.join(map(repr, sorted(names)))}"
+            )
+
+    spelling.pop("", None)
+    return [
+        name if name in known else spelling.get(as_number(name), name) for name in class_of
+    ], notes
+
+
 def _forms(name: str) -> list[str]:
     """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
     path = cases.key(name)
@@ -162,7 +237,7 @@ def _classes(
     """Return which columns name the classes, in words, and the class of each row, "" where it has none."""
     label = next((heads[name] for name in LABELS if name in heads and heads[name] != column), None)
     if label is not None:
-        return f"column {label!r}", [_plain(row[label]) for row in rows]
+        return f"column {label!r}", [" ".join((row[label] or "").split()) for row in rows]
 
     known_heads = set(FILES).union(*_CASES.values())
     free = [name for head, name in heads.items() if name != column and head not in known_heads]
@@ -185,8 +260,3 @@ def _classes(
         )
 
     return f"the columns {', '.join(marks)}", [names[0] if names else "" for names in class_of]
-
-
-def _plain(value: str | None) -> str:
-    text = " ".join((value or "").split())
-    return "" if text.lower() in _NOTHING else text

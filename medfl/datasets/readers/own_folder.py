@@ -21,7 +21,7 @@ _MASKS = {
 }  # fmt: skip
 
 
-def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
+def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
     """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes."""
     lower = {name.lower(): name for name in names}
     sections = [lower[name] for name in lower if name in _SECTIONS]
@@ -42,16 +42,16 @@ def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def refuse_masks_among(folder: Path, names: Sequence[str]) -> None:
+def refuse_masks_among(folders: Iterable[Path]) -> None:
     """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
-    for name in names:
-        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder / name)}
+    for folder in folders:
+        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder)}
         for stem, path in pictures.items():
             if stem.lower().endswith("_mask") and (
                 picture := pictures.get(matching.MASK_END.sub("", stem))
             ):
                 raise InputError(
-                    f"class folder {folder / name} holds {picture} and its mask {path}",
+                    f"class folder {folder} holds {picture} and its mask {path}",
                     "pictures only, or images and their masks in two folders",
                     "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
                 )

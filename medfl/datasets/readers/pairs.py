@@ -1,8 +1,8 @@
 """Pictures with their reference masks: paired by file name, read and checked together.
 
-A mask file has one channel (or equal colour channels, or a palette) with the class index of each pixel; of two classes
-the second may also be 255, as in an 8-bit or 1-bit picture of the mask. A mask in several files (left and right lung)
-is their URIs joined by ` | `: a pixel has the highest class that a file gives it.
+A mask file has one channel (or equal colour channels, or a palette) with the value of each pixel's class; of two
+classes the second may also be 255, as in an 8-bit or 1-bit picture of the mask. A mask in several files (left and right
+lung) is their URIs joined by ` | `: a pixel has the highest class that a file gives it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.core.names import listed
 from medfl.datasets.readers import matching
+from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import JOINED, Files, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.tables import (
@@ -157,7 +157,7 @@ def read_pair(
     mask_uri: str,
     *,
     channels: int | None = None,
-    classes: int = 2,
+    classes: Classes = 2,
     size: Shape | None = None,
     convert: bool = False,
 ) -> tuple[Pixels, Mask, Shape]:
@@ -167,7 +167,7 @@ def read_pair(
         image_uri: where the image lies, see `medfl.datasets.readers.reading`.
         mask_uri: where its mask lies; joined by ` | ` where in several files.
         channels: number of channels that the image must have.
-        classes: number of classes, the background among them.
+        classes: of the mask, the background among them.
         size: (H, W) to which both are resized, the image antialiased bilinear; the mask's classes likewise, a
             pixel has the one with the largest share.
         convert: convert the image between grey and RGB instead of refusing another number of channels.
@@ -179,16 +179,16 @@ def read_pair(
     pixels, shape = read_image(image_uri, channels, size, convert)
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
     mask = np.maximum.reduce(parts)
-    return pixels, mask if size in (None, shape) else _resized(mask, size or shape, classes), shape
+    return pixels, mask if size in (None, shape) else _resized(mask, size or shape), shape
 
 
-def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
+def _resized(mask: Mask, size: Shape) -> Mask:
     """Resize each class as the image is, antialiased bilinear, and give a pixel the largest, the lower one of equals.
 
     Nearest-neighbour resizing by an even factor would move masks by half a pixel of the file.
     """
     shares = []
-    for index in range(classes):
+    for index in range(int(mask.max()) + 1):
         plane = Image.fromarray((mask == index).astype(np.float32))
         shares.append(np.asarray(plane.resize(size[::-1], Image.Resampling.BILINEAR)))
 
@@ -243,7 +243,7 @@ def mask_plane(uri: str, image: str) -> Pixels:
     return plane
 
 
-def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
+def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:
     """Read one mask file as class indices (H, W)."""
     plane = mask_plane(uri, image)
     if plane.shape != shape:
@@ -254,19 +254,8 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             "copy the file again that was changed",
         )
 
-    if plane.dtype == np.uint8:
-        values = np.flatnonzero(np.bincount(plane.ravel()))
-    else:
-        values = np.unique(plane)
-
     # White is the foreground of two classes, whichever file format wrote it.
-    if classes == 2 and set(values.tolist()) <= {0, 255}:
+    if classes == 2 and ((plane == 0) | (plane == 255)).all():
         return (plane > 0).astype(np.uint8)
-    if wrong := [value for value in values.tolist() if value not in range(classes)]:
-        raise InputError(
-            f"mask {uri} of image {image} has the values {listed([f'{v:g}' for v in wrong])}",
-            "0 and 1, or 0 and 255" if classes == 2 else f"whole numbers from 0 to {classes - 1}",
-            "copy the file again, or save class indices",
-        )
 
-    return plane.astype(np.uint8)
+    return class_indices(f"{uri} of image {image}", plane, classes)

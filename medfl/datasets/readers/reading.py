@@ -28,6 +28,7 @@ from PIL import EpsImagePlugin, ExifTags, Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
+from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, many_bits, stacks
 from medfl.datasets.readers.stacks import check_unpacked
@@ -170,12 +171,30 @@ def shown_files(root: Path) -> Iterator[Path]:
 def files_below(root: Path, endings: tuple[str, ...]) -> Files:
     """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
     if root.is_file():
-        members = (name for name in archive(root).namelist() if not is_hidden(name))
-        return [
-            (name, f"{root}!{name}") for name in sorted(members) if name.lower().endswith(endings)
-        ]
-    paths = (path for path in shown_files(root) if path.name.lower().endswith(endings))
-    return sorted((path.relative_to(root).as_posix(), str(path)) for path in paths)
+        names = (name for name in archive(root).namelist() if not is_hidden(name))
+        files = [(name, f"{root}!{name}") for name in names]
+    else:
+        files = [(path.relative_to(root).as_posix(), str(path)) for path in shown_files(root)]
+
+    return by_name((name, uri) for name, uri in files if name.lower().endswith(endings))
+
+
+def by_name(files: Iterable[tuple[str, str]]) -> Files:
+    """Return files sorted by name, the names in composed characters, by which they are compared with others.
+
+    Raises:
+        InputError: two of them look the same, as their characters are composed in one and not in the other.
+    """
+    uri_of: dict[str, str] = {}
+    for name, uri in files:
+        if (other := uri_of.setdefault(composed(name), uri)) != uri:
+            raise InputError(
+                f"{ascii(other)} and {ascii(uri)} have one name, in composed and decomposed characters",
+                "names that differ to the eye (Unicode NFC)",
+                "rename one of them, or remove it",
+            )
+
+    return sorted(uri_of.items())
 
 
 def array(path: str | Path, name: str) -> Pixels:

@@ -61,7 +61,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         InputError: the file is not text, a needed column is missing, or a row is cut off.
     """
     try:
-        names, rows = read_table(path)
+        names, rows = read_table(path, is_composed=True)
     except Refused as error:
         raise InputError(
             f"table {path} cannot be read ({error})",

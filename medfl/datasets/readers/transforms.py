@@ -22,6 +22,7 @@ from PIL import Image
 from medfl.core.errors import InputError
 from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
+from medfl.datasets.readers.mask_values import Classes, check_classes, picture_values, stored
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
 from medfl.datasets.readers.reading import Pixels, files_of, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
@@ -169,7 +170,7 @@ class ReadPaird(ReadPixelsd):
     Args:
         keys: the image, then the mask.
         channels: number of channels that every image must have; None takes what the file has.
-        classes: number of classes, the background among them.
+        classes: number of classes, the background among them, or the values that they have in masks, ascending.
         convert: convert images between grey and RGB (and drop alpha) instead of refusing another number of channels.
         size: (H, W), or one number for both, to which both are resized; None keeps the file's.
         own_depth: as of ReadPixelsd.
@@ -182,18 +183,13 @@ class ReadPaird(ReadPixelsd):
         self,
         keys: KeysCollection = ("image", "label"),
         channels: int | None = None,
-        classes: int = 2,
+        classes: Classes = 2,
         convert: bool = False,
         size: int | Shape | None = None,
         own_depth: bool | int = False,
     ) -> None:
         super().__init__(keys, channels, convert, size, own_depth)
-        if not 2 <= classes <= 255:
-            raise InputError(
-                f"classes={classes}",
-                "2 to 255, the background among them",
-                "give the number of values that masks have",
-            )
+        check_classes(classes, 255)
         if len(self.keys) != 2:
             raise InputError(
                 f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys"
@@ -238,14 +234,15 @@ class WriteMaskd(MapTransform):
 
     Class scores (K, H, W[, D]) are brought to the file's grid by the affine of the image that they were made from,
     interpolated, and the best class of each pixel is written into `<output_dir>/<image file's name>.png`, in the
-    subfolder that the file has below `root`: 0 and 255 for two classes, else class indices. A volume's become
-    `<name>_seg.nii.gz`, with what `volumes.as_nifti` keeps of the source.
+    subfolder that the file has below `root`: the given values, else 0 and 255 for two classes, and class indices. A
+    volume's become `<name>_seg.nii.gz`, with what `volumes.as_nifti` keeps of the source.
 
     Args:
         keys: predictions: probabilities or logits; or a mask (1, H, W, D) that is on the file's grid.
         image: item with the MetaTensor that the predictions were made from.
         output_dir: is made if missing.
         root: a folder above the images, as `medfl.datasets.own.above` gives it; "" for no subfolders.
+        values: of the classes.
 
     Raises:
         InputError: the image's place is not known, or two images have the same file name.
@@ -257,11 +254,13 @@ class WriteMaskd(MapTransform):
         image: str = "image",
         output_dir: str | Path = "output",
         root: str | Path = "",
+        values: Sequence[int] = (),
     ) -> None:
         super().__init__(keys)
         self.image = image
         self.output_dir = Path(output_dir)
         self.root = root and Path(root).absolute()
+        self.values = values
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")
         self._written: dict[Path, str] = {}
 
@@ -282,17 +281,20 @@ class WriteMaskd(MapTransform):
             scores = torch.as_tensor(data[key]).detach().cpu()
             affine = np.asarray(meta["original_affine"])
             if len(scores) == 1:
-                indices = np.asarray(scores[0]).astype(np.uint8)
+                mask = np.asarray(scores[0])
+                indices = mask.astype(np.uint16 if mask.max() > 255 else np.uint8)
             else:
                 tracked = MetaTensor(scores, affine=image.affine, meta={})
                 on_file = self._resample(tracked, torch.as_tensor(affine), shape)
                 indices = np.asarray(on_file).argmax(0).astype(np.uint8)
 
             if indices.ndim == 3:
-                content = volumes.as_nifti(indices, affine, file)
+                mask = stored(indices, self.values, max(len(scores), len(self.values)))
+                content = volumes.as_nifti(mask, affine, file)
                 self._path_for(file, "_seg.nii.gz").write_bytes(content)
             else:
-                picture = Image.fromarray(indices * 255 if len(scores) == 2 else indices)
+                values = self.values or picture_values(len(scores))
+                picture = Image.fromarray(stored(indices, values, len(scores)))
                 picture.save(self._path_for(file, ".png"))
 
         return dict(data)
@@ -388,24 +390,24 @@ class ReadVolumed(FileReader):
 
     Args:
         keys: the image's, and after it the mask's; an item without a mask gives the image alone.
-        classes: number of labels of a mask, the background included.
+        classes: as of ReadPaird.
 
     Raises:
         InputError: as `read_pair`, when an item is read; more than two keys, or a mask's key without `classes`.
     """
 
     def __init__(
-        self, keys: KeysCollection = ("image", "label"), classes: int | None = None
+        self, keys: KeysCollection = ("image", "label"), classes: Classes | None = None
     ) -> None:
         super().__init__(keys)
-        if len(self.keys) > 2 or (
-            len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)
-        ):
+        if len(self.keys) > 2:
             raise InputError(
-                f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
-                "keys are the image's and the mask's, classes is a number from 2 to 256",
-                "change its keys and classes in the configuration",
+                f"ReadVolumed with keys {', '.join(map(str, self.keys))}",
+                "the image's and the mask's",
+                "change its keys in the configuration",
             )
+        if len(self.keys) == 2:
+            check_classes(classes, 256)
 
         self.classes = classes
 

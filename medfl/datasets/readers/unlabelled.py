@@ -17,6 +17,7 @@ from medfl.datasets.readers.reading import (
     Files,
     archive,
     array_shape,
+    by_name,
     files_below,
     shown_files,
 )
@@ -119,7 +120,7 @@ def images_at(source: Path, series: bool) -> Files:
     if not images:
         raise InputError(f"{source} holds no image", _READ, "check the path")
 
-    return images
+    return by_name(images)
 
 
 def without_ending(name: str) -> str:
@@ -155,7 +156,7 @@ def _below(root: Path, series: bool) -> Files:
         elif _is_dicom(path):
             images.append((name.rpartition("/")[0] or root.absolute().name, str(path.parent)))
 
-    return sorted(set(images))
+    return images
 
 
 def _packed(name: str, file: Path) -> Files:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 from medfl.core.errors import InputError
+from medfl.core.names import composed
 from medfl.datasets.readers import dicom
+from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
     UNREADABLE,
@@ -116,9 +118,9 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
 
 
 def read_pair(
-    image: str, mask: str, classes: int, channels: int | None = None
+    image: str, mask: str, classes: Classes, channels: int | None = None
 ) -> tuple[MetaTensor, MetaTensor]:
-    """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) uint8 with values 0..classes-1.
+    """Read an image, (C, D1, D2, D3) float32, and its mask, (1, D1, D2, D3) of class indices.
 
     A mask whose axes have another order or direction is turned to those of its image. C is `channels`, if given.
 
@@ -133,7 +135,7 @@ def read_pair(
     _require_channels(f"mask {mask}", labels.voxels.shape[3], 1)
     _require_channels(f"image {image}", len(tensor), channels or len(tensor))
 
-    indices = _classes(mask, labels.voxels[..., 0], classes)[None]
+    indices = class_indices(mask, labels.voxels[..., 0], classes)[None]
     return tensor, _tensor(mask, indices, labels)
 
 
@@ -215,9 +217,9 @@ def volume_index(folder: Path) -> dict[str, str]:
         if path.is_dir():
             if _is_series(path):
                 # A file goes before a series of the same name.
-                index.setdefault(path.name, str(path))
+                index.setdefault(composed(path.name), str(path))
         elif is_volume(path.name):
-            index[bare(path.name)] = str(path)
+            index[composed(bare(path.name))] = str(path)
 
     return index
 
@@ -419,7 +421,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
-    """Return a packed NIfTI file of a mask (D1, D2[, D3]) uint8 in the place of the volume that it was made of.
+    """Return a packed NIfTI file of a mask (D1, D2[, D3]) in the place of the volume that it was made of.
 
     What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another
     source, or one of another shape, both forms are its affine from index to mm, RAS.
@@ -434,7 +436,7 @@ def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
         for name in _PLACE:
             header[name] = original.header[name]
 
-        header.set_data_dtype(np.uint8)
+        header.set_data_dtype(mask.dtype)
         image = type(original)(mask, None, header)
     else:
         image.header.set_xyzt_units("mm")
@@ -452,8 +454,15 @@ def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
 def _values(uri: str, raw: _Raw) -> Array:
     """Return the voxels of an image as float32 (C, D1, D2, D3)."""
     with np.errstate(over="ignore"):
-        voxels: Array = np.moveaxis(raw.voxels.astype(np.float32), 3, 0)
+        voxels: Array = raw.voxels.astype(np.float32)
 
+    beyond = raw.voxels[np.isinf(voxels) & np.isfinite(raw.voxels)]
+    if beyond.size:
+        raise InputError(
+            f"volume {uri} has the value {beyond[0]:g} at {beyond.size} of {voxels.size} voxels, beyond float32",
+            f"every voxel has a value up to {np.finfo(np.float32).max:.3g}",
+            "divide the values, or replace these",
+        )
     if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
@@ -467,25 +476,7 @@ def _values(uri: str, raw: _Raw) -> Array:
             "remove the case from the data",
         )
 
-    return voxels
-
-
-def _classes(mask: str, values: Array, classes: int) -> Array:
-    with np.errstate(invalid="ignore"):  # NaN to a whole number
-        labels: Array = values.astype(np.uint8)
-
-    wrong = (labels != values) | (labels >= classes)
-    if wrong.any():
-        values_outside = np.unique(values[wrong])
-        numbers = ", ".join(f"{value:g}" for value in values_outside[:5])
-        more = ", ..." if len(values_outside) > 5 else ""
-        raise InputError(
-            f"mask {mask} has the value{'s' * (len(values_outside) > 1)} {numbers}{more} at {int(wrong.sum())} voxels",
-            f"its labels are the whole numbers 0 to {classes - 1}",
-            "relabel the mask, or remove the case",
-        )
-
-    return labels
+    return np.moveaxis(voxels, 3, 0)
 
 
 def _tensor(uri: str, voxels: Array, raw: _Raw) -> MetaTensor:

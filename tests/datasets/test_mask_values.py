@@ -1,0 +1,119 @@
+"""What stands in masks: whole numbers within rounding, values with gaps, and what is written of them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+from monai.data import MetaTensor
+from PIL import Image
+
+from medfl.core.errors import InputError
+from medfl.data.prepared import Geometry
+from medfl.datasets import ReadPaird, ReadVolumed, WriteMaskd
+from medfl.datasets.readers import pairs, volumes
+from medfl.evaluation import save_masks
+
+VALUES = np.arange(4**3).reshape(4, 4, 4) % 4
+PICTURE = np.arange(64, dtype=np.uint8).reshape(8, 8)
+
+
+def volume(path: Path, voxels: np.ndarray, slope: float | None = None) -> str:
+    """Save a volume, with a slope in its header that its stored values are multiplied by."""
+    image = nib.Nifti1Image(voxels, np.eye(4))
+    if slope is not None:
+        raw = bytearray(image.to_bytes())
+        raw[112:120] = np.array([slope, 0], np.float32).tobytes()
+        path.write_bytes(bytes(raw))
+    else:
+        nib.save(image, path)
+    return str(path)
+
+
+def scan(path: Path) -> str:
+    return volume(path, np.arange(64, dtype=np.float32).reshape(4, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("stored", "slope"),
+    [
+        (VALUES.astype(np.uint8) * 85, 1 / 85),
+        ((VALUES % 2).astype(np.uint8) * 255, 1 / 255),
+        ((VALUES % 2).astype(np.int16) * 1000, 0.001),
+        (VALUES + np.float32(4e-4), None),
+        (VALUES - 9.9e-4, None),
+    ],
+)
+def test_labels_within_rounding_are_whole_numbers(
+    tmp_path: Path, stored: np.ndarray, slope: float | None
+) -> None:
+    """The right ones are those of SimpleITK, rounded; nibabel gives 0.99999... for them."""
+    mask = volume(tmp_path / "m.nii", stored, slope)
+    _, read = volumes.read_pair(scan(tmp_path / "i.nii"), mask, 4)
+    expected = np.rint(sitk.GetArrayFromImage(sitk.ReadImage(mask, sitk.sitkFloat64))).T
+    assert read.dtype == torch.uint8
+    assert np.array_equal(read[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("far", [0.002, 0.5, -0.01])
+def test_labels_beyond_rounding_are_refused(tmp_path: Path, far: float) -> None:
+    mask = volume(tmp_path / "m.nii", VALUES + far)
+    with pytest.raises(InputError, match=r"m\.nii has the values .* whole numbers 0 to 3"):
+        volumes.read_pair(scan(tmp_path / "i.nii"), mask, 4)
+
+
+def test_a_picture_with_infinity_is_refused_without_a_warning(tmp_path: Path) -> None:
+    Image.fromarray(PICTURE).save(tmp_path / "i.png")
+    Image.fromarray(np.where(PICTURE > 9, np.inf, 0).astype(np.float32)).save(tmp_path / "m.tif")
+    with pytest.raises(InputError, match=r"has the value inf at 54 pixels"):
+        pairs.read_pair(f"{tmp_path}/i.png", f"{tmp_path}/m.tif")
+
+
+def test_a_picture_of_floats_is_read_within_rounding(tmp_path: Path) -> None:
+    Image.fromarray(PICTURE).save(tmp_path / "i.png")
+    Image.fromarray((PICTURE % 3 - np.float32(1e-4)).astype(np.float32)).save(tmp_path / "m.tif")
+    _, mask, _ = pairs.read_pair(f"{tmp_path}/i.png", f"{tmp_path}/m.tif", classes=3)
+    assert np.array_equal(mask, PICTURE % 3)
+
+
+@pytest.mark.parametrize("values", [(0, 1, 2, 4), (0, 7), (0, 50, 100, 255), (0, 205, 420, 65535)])
+def test_values_with_gaps_are_classes_and_written_as_values(
+    tmp_path: Path, values: tuple[int, ...]
+) -> None:
+    stored = np.array(values, np.uint16)[VALUES % len(values)]
+    item = {"image": scan(tmp_path / "i.nii"), "label": volume(tmp_path / "m.nii", stored)}
+    read = ReadVolumed(classes=list(values))(item)["label"]
+    assert np.array_equal(read[0].numpy(), VALUES % len(values))
+    geometry = Geometry(np.eye(4), np.eye(4), (4, 4, 4), str(tmp_path / "i.nii"))
+    written = save_masks.save(read[0], len(values), geometry, tmp_path / "out", values)
+    assert np.array_equal(np.asanyarray(nib.load(written).dataobj), stored)
+    with pytest.raises(
+        InputError,
+        match=r"m\.nii has the value.*; its labels are 0, 1, 3;",
+    ):
+        ReadVolumed(classes=[0, 1, 3])(item)
+
+
+@pytest.mark.parametrize("values", [(0, 128, 255), (0, 7), (0, 300, 1000)])
+def test_pictures_with_gaps_are_written_as_they_were(
+    tmp_path: Path, values: tuple[int, ...]
+) -> None:
+    stored = np.array(values, np.uint8 if values[-1] < 256 else np.uint16)[PICTURE % len(values)]
+    Image.fromarray(PICTURE).save(tmp_path / "i.png")
+    Image.fromarray(stored).save(tmp_path / "m.png")
+    item = ReadPaird(classes=values)({"image": f"{tmp_path}/i.png", "label": f"{tmp_path}/m.png"})
+    assert np.array_equal(item["label"][0].numpy(), PICTURE % len(values))
+    scores = torch.nn.functional.one_hot(item["label"][0].long(), len(values)).movedim(-1, 0)
+    data = {"image": item["image"], "pred": MetaTensor(scores.float())}
+    WriteMaskd(output_dir=tmp_path / "out", values=values)(data)
+    assert np.array_equal(np.array(Image.open(tmp_path / "out" / "i.png")), stored)
+
+
+@pytest.mark.parametrize("classes", [[0], [0, 2, 1], [0, 1, 1], [0, 70000], 1, 300])
+def test_classes_that_no_mask_can_have_are_refused(classes: int | list[int]) -> None:
+    with pytest.raises(InputError, match=r"classes="):
+        ReadPaird(classes=classes)
