@@ -43,7 +43,7 @@ def write_grid_page(folder: Path) -> Path:
     finished = [run for run in runs if run.summary is not None]
     if not finished:
         raise InputError(
-            f"{folder} with no finished run",
+            f"{folder} with 0 finished runs, none of them scored",
             "a comparison has finished runs",
             "repeat its medfl compare, which runs what is missing",
         )

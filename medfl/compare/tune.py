@@ -62,7 +62,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     cells, failed = run_missing(grid, launch)
     done = [cell for cell in cells if cell.done(None)]
     if not done:
-        raise RunError(f"no trial was finished: {'; '.join(failed.values())}")
+        raise RunError(f"no trial was validated: {'; '.join(failed.values())}")
 
     key = str(read_run(done[0].folder / "run.json")[1]["key_metric"])
     tried = []

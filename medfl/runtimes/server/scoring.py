@@ -456,7 +456,7 @@ def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
 
 
 def _predictions(
-    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str], key: str
+    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str], key: str = ""
 ) -> list[Document]:
     rows = []
     for index, ident in enumerate(cases.ids):
