@@ -505,7 +505,7 @@ class Bundle(Problem):
             leaves_out = getattr(getattr(metric, "metric_fn", None), "ignore_empty", False)
             if leaves_out or (name == "dice" and self._config.recounted):
                 texts.append(
-                    f"its own {title(name)} leaves out structures that a reference lacks; dice here is {IF_MISSING}"
+                    f"its own {title(name.removeprefix('own_'))} leaves out structures that a reference lacks; dice here is {IF_MISSING}"
                 )
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)
