@@ -11,8 +11,10 @@ _NAMED = 6  # rounds, sites, seeds or folds of a line
 
 def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None) -> str:
     """Return why a metric is not among those of these cases, "" where it is."""
-    if not metrics or cases is None:
+    if cases is None or not len(cases):
         return "there are none"
+
+    metrics = metrics or {}
     if name in metrics:
         return ""
     if name == "auroc" and cases.is_classification:

@@ -255,7 +255,7 @@ class Simulator:
 
         history = []
         for past in self.folder.rounds():
-            if past["val"]:
+            if past["val"] or "undefined" in past:
                 history.append((past["round"], past["val"]))
 
         ended = RoundEnd(
