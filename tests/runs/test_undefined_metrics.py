@@ -212,7 +212,7 @@ def test_one_seed_without_the_metric_leaves_the_mean_of_the_others(
     from medfl.compare.comparison import read
 
     comparison = read([path.parent for path in summaries])
-    text = write_tables(comparison, tmp_path / "tables")["md"].read_text()
+    text = write_tables(comparison, tmp_path)["md"].read_text()
     other = json.loads(summaries[1].read_text())["global"]["last"]["auroc"]
     assert f"{100 * other:.1f} (1 of 2)" in text
 
