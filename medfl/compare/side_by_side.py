@@ -155,11 +155,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
         "roc": _roc(entries),
         "calibrations": calibrations,
         "silent": silent,
-        "undefined": told_by(
-            (entry.name, line)
-            for entry in entries
-            for line in (entry.run.summary or {}).get("undefined") or ()
-        ),
+        "undefined": told_by((entry.name, entry.run.undefined) for entry in entries),
     }
 
 

@@ -13,8 +13,8 @@ from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
 from medfl.core.errors import RunError
-from medfl.evaluation import undefined
 from medfl.evaluation.metrics import higher_is_better
+from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.run_documents import read_run
@@ -74,7 +74,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     document = {
         "bundle": grid.bundle, "method": grid.entries[0].method, "metric": key, "trials": len(grid.entries),
         "search": grid.search, "seeds": grid.seeds, "failed": failed, "tried": tried,
-        "undefined": undefined.told_by([(cell.title, line) for cell in done for line in cell.undefined]),
+        "undefined": told_by((cell.title, cell.undefined) for cell in done),
     }  # fmt: skip
     if not validated:
         return document, None, failed

@@ -20,7 +20,9 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
     if name == "auroc" and cases.is_classification:
         return "all of them are of one class"
     if name not in cases.values:
-        return f"it is none of {', '.join(metrics)}"
+        # a round has its number and its structures among its metrics
+        names = [metric for metric, value in metrics.items() if isinstance(value, float)]
+        return f"it is none of {', '.join(names)}"
 
     structures = [values for column, values in cases.values.items() if column.startswith("dice_")]
     if structures and all(values.isnan().all() for values in structures):
@@ -79,11 +81,12 @@ def of_tests(
     return lines
 
 
-def told_by(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Return each line once, with those who say it; `lines` are pairs of who and what."""
+def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Return each line once, with those who say it; `said` has pairs of who and what lines."""
     names: dict[str, list[str]] = {}
-    for name, line in lines:
-        names.setdefault(line, []).append(name)
+    for name, lines in said:
+        for line in lines:
+            names.setdefault(line, []).append(name)
 
     return [f"{line} ({listed(sayers, '; ')})" for line, sayers in names.items()]
 

@@ -192,12 +192,8 @@ class Folds:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
-        lines = []
-        for number, run in self.runs.items():
-            for line in (run.summary or {}).get("undefined") or ():
-                lines.append((f"fold-{number}", line))
-
-        notes = (NOTE, *told_by(lines))
+        said = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
+        notes = (NOTE, *told_by(said))
         folds_by_rounds: dict[int, list[str]] = {}
         for number, run in self.runs.items():
             folds_by_rounds.setdefault(int(run.record["rounds"]), []).append(f"fold-{number}")

@@ -86,5 +86,5 @@ def test_test_images_and_sites() -> None:
 
 
 def test_a_line_is_said_once_with_those_who_say_it() -> None:
-    said = [("fold-1", "x"), ("fold-2", "y"), ("fold-3", "x")]
+    said = [("fold-1", ["x"]), ("fold-2", ["y"]), ("fold-3", ["x"]), ("fold-4", [])]
     assert told_by(said) == ["x (fold-1; fold-3)", "y (fold-2)"]
