@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import medfl
+from medfl.compare.comparison import read
 from medfl.compare.grid import Cell, Grid, compare
 from medfl.compare.grid_page import write_grid_page
 from medfl.compare.search import entry, trials
@@ -206,11 +207,9 @@ def test_one_seed_without_the_metric_leaves_the_mean_of_the_others(
     out = shutil.copytree(grid[0], tmp_path / "grid")
     summaries = sorted(out.rglob("summary.json"))
     document = json.loads(summaries[0].read_text())
-    for entry in (document["last"], document["global"]["last"]):
-        del entry["auroc"]
+    for scores in (document["last"], document["global"]["last"]):
+        del scores["auroc"]
     summaries[0].write_text(json.dumps(document))
-    from medfl.compare.comparison import read
-
     comparison = read([path.parent for path in summaries])
     text = write_tables(comparison, tmp_path)["md"].read_text()
     other = json.loads(summaries[1].read_text())["global"]["last"]["auroc"]
