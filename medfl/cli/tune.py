@@ -84,7 +84,16 @@ def _tune(args: Any) -> int:
 
 
 def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
-    lines = [f"trials: {document['trials']}", *_trials(document), *document["undefined"]]
+    from medfl.report import formatting
+
+    rows = []
+    for trial in document["tried"]:
+        value = formatting.number(trial["validation"])
+        rows.append([trial["trial"], value, f"{trial['validated']} of {len(document['seeds'])}"])
+
+    heads = ["trial", f"validation {document['metric']}", "seeds"]
+    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows, terminal.width())]
+    lines += document["undefined"]
     failures = [f"FAILED: {title}: {text}" for title, text in failed.items()]
     if "settings" not in document:
         return "\n".join([*lines, *failures, "no settings are chosen, and nothing is tested"])
@@ -100,15 +109,3 @@ def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
     lines += failures
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
     return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])
-
-
-def _trials(document: Any) -> list[str]:
-    """Return the table of the trials: a dash where the validation metric is undefined."""
-    rows = []
-    for trial in document["tried"]:
-        value = trial["validation"]
-        figure = "–" if value is None else f"{value:.4f}"
-        rows.append([trial["trial"], figure, f"{trial['validated']} of {len(document['seeds'])}"])
-
-    heads = ["trial", f"validation {document['metric']}", "seeds"]
-    return tables.text_table(heads, rows, terminal.width())

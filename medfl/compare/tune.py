@@ -98,11 +98,13 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
 
 def _validated(cells: Sequence[Cell], key: str) -> dict[str, Any]:
     """Return the mean of the validation figures of a trial's seeds, and how many have one; none if one has failed."""
-    values = []
+    figures = []
     if all(cell.done(None) for cell in cells):
-        values = [value for value in (cell.validated(key) for cell in cells) if value is not None]
+        figures = [cell.validated(key) for cell in cells]
 
-    return {"validation": statistics.fmean(values) if values else None, "validated": len(values)}
+    defined = [figure for figure in figures if figure is not None]
+    mean = statistics.fmean(defined) if defined else None
+    return {"validation": mean, "validated": len(defined)}
 
 
 def _settings(options: Mapping[str, object], entry: Entry) -> dict[str, object]:

@@ -20,9 +20,8 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
     if name == "auroc" and cases.is_classification:
         return "all of them are of one class"
     if name not in cases.values:
-        # a round has its number and its structures among its metrics
-        names = [metric for metric, value in metrics.items() if isinstance(value, float)]
-        return f"it is none of {', '.join(names)}"
+        names = metrics.keys() - {"round", "classes"}
+        return f"it is none of {', '.join(sorted(names))}"
 
     structures = [values for column, values in cases.values.items() if column.startswith("dice_")]
     if structures and all(values.isnan().all() for values in structures):

@@ -69,8 +69,8 @@ def with_missing(node: Config) -> Config:
         return node
 
     # the handler has no such argument, its metric has
-    metric: dict[str, Any] = {"_target_": "DiceMetric", "ignore_empty": False}
-    handler: dict[str, Any] = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
+    metric: dict[str, object] = {"_target_": "DiceMetric", "ignore_empty": False}
+    handler: dict[str, object] = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
     for key, value in node.items():
         if key in _OF_DICE:
             metric[key] = value

@@ -271,8 +271,11 @@ class Scoring:
 
     def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
-        scored = [entry for entry in self.folder.rounds() if entry["val"] or "undefined" in entry]
-        reasons = {entry["round"]: entry.get("undefined", "") for entry in scored}
+        reasons = {}
+        for entry in self.folder.rounds():
+            if entry["val"] or "undefined" in entry:
+                reasons[entry["round"]] = entry.get("undefined", "")
+
         lines = [*undefined.of_rounds(self.key, reasons), *lines]
         return {"undefined": lines} if lines else {}
 
