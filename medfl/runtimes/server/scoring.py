@@ -228,7 +228,7 @@ class Scoring:
 
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         reasons = {}
-        for name in self.federation.names:
+        for name in self.names:  # of those that are absent that is said
             reasons[name] = undefined.reason(
                 self.key, judged_scores.get(name), judged_cases.get(name)
             )
