@@ -30,7 +30,7 @@ from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.evaluation.metrics import KEY_METRICS
+from medfl.evaluation.metrics import IF_MISSING, KEY_METRICS, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
@@ -499,6 +499,14 @@ class Bundle(Problem):
         ]
         if by_loss and not self.custom_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
+
+        if self.task != "classification":
+            name, metric = self._key_metric
+            leaves_out = getattr(getattr(metric, "metric_fn", None), "ignore_empty", False)
+            if leaves_out or (name == "dice" and self._config.recounted):
+                own = title(name.removeprefix("own_"))
+                lacking = f"its own {own} leaves out structures that a reference lacks"
+                texts.append(f"{lacking}; dice here is {IF_MISSING}")
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)
 

@@ -84,6 +84,7 @@ class Configuration:
         self._first_file = files[0].name
         self.metadata = dict(metadata)
         self.dropped: set[str] = set()
+        self.recounted = False  # whether a Dice of it leaves out what a reference lacks
         self._folder = ""
         self._merged = parser = ConfigParser({})
 
@@ -168,6 +169,9 @@ class Configuration:
         if target != old:
             self.adapted.add(f"{old}:{target}")
 
+        counted = conventions.with_missing(safe)
+        self.recounted |= counted != safe
+        safe = dict(counted)
         for name in compatibility.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")

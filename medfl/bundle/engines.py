@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from monai.inferers import SimpleInferer
+from monai.metrics import DiceMetric
 
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
+from medfl.evaluation.mask_metrics import KINDS
 from medfl.evaluation.metrics import higher_is_better
 from medfl.problem.described import Config
 
@@ -80,17 +82,21 @@ def _part(config: Configuration, key: str) -> Any:
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     """Return name and ignite metric of the evaluator, or the loss where it has none.
 
-    "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
+    "dice" is MONAI's Dice, and no other metric has the name of one that medfl computes of masks; a metric of which less
+    is better says so in its name.
     """
     evaluator = find_evaluator(config)
     key, metrics = config.raw(f"{evaluator}#key_val_metric")
     if not isinstance(metrics, Mapping) or not metrics:
         return "loss", loss
 
-    name, node = next(iter(metrics.items()))
+    name = next(iter(metrics))
     metric = config.evaluated(f"{key}#{name}")
-    if isinstance(node, Mapping) and target_name(node) == "MeanDice":
+    if isinstance(getattr(metric, "metric_fn", None), DiceMetric):
         return "dice", metric
+
+    if name.startswith((*KINDS, "pixel_accuracy")):
+        name = f"own_{name}"
 
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")

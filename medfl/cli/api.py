@@ -212,8 +212,9 @@ def tune(
         best, comparison, failed = run_search(search, _launch(out, jobs, say))
 
     if comparison is None:
+        reasons = "; ".join([*best["undefined"], *failed.values()])
         raise RunError(
-            f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}"
+            f"no settings were chosen and tested; the trials are kept in {out}: {reasons}"
         )
 
     return best

@@ -124,7 +124,12 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
                 cases = scores.get(f"{name}_cases", document["scored"])
                 rows.append([title(name) + units.get(name, ""), f"{value:.3f}", f"{cases:.0f}"])
 
+        for name in document["undefined"]:
+            rows.append([title(name), "–", "0"])
+
         lines += tables.text_table(["metric", "value", "cases"], rows, width)
+        for name, why in document["undefined"].items():
+            lines.append(f"{name} is undefined on these images: {why}")
 
     lines += ["", *document["files"].values()]
     if document["data_source"] == "phantom":

@@ -9,6 +9,7 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
+from medfl.core import tables, terminal
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
 
@@ -79,18 +80,32 @@ def _tune(args: Any) -> int:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
 
     show(args, document, lambda: _text(document, comparison, failed, args.out))
-    return 1 if failed else 0
+    return 1 if failed or comparison is None else 0
 
 
 def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
+    from medfl.report import formatting
+
+    rows = []
+    for trial in document["tried"]:
+        value = formatting.number(trial["validation"])
+        rows.append([trial["trial"], value, f"{trial['validated']} of {len(document['seeds'])}"])
+
+    heads = ["trial", f"validation {document['metric']}", "seeds"]
+    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows, terminal.width())]
+    lines += document["undefined"]
+    failures = [f"FAILED: {title}: {text}" for title, text in failed.items()]
+    if "settings" not in document:
+        return "\n".join([*lines, *failures, "no settings are chosen, and nothing is tested"])
+
     settings = [
         f"{name}={value}" for part in document["settings"].values() for name, value in part.items()
     ]
-    lines = [f"trials: {document['trials']}", f"best: {' '.join([document['method'], *settings])}"]
+    lines += [f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
         lines += ["", Path(document["tables"]).read_text()]
 
-    lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
+    lines += failures
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
     return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])

@@ -21,6 +21,7 @@ from medfl.compare.checks import differing_settings, require_same
 from medfl.compare.labels import labels
 from medfl.core.errors import InputError
 from medfl.evaluation import metrics
+from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, Difference, between_models, word
 
@@ -217,7 +218,7 @@ class Comparison:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the tables that any run has."""
+        """The columns of the tables: what any run has, and the one that decides."""
         columns = []
         for name in dict.fromkeys([self.key, "accuracy", "auroc"]):
             higher = metrics.higher_is_better(name)
@@ -239,16 +240,35 @@ class Comparison:
             Column("seconds", "time", _total("seconds"), False, "seconds"),
         ]  # fmt: skip
 
-        return [column for column in columns if any(row.values(column) for row in self.rows)]
+        filled = []
+        for column in columns:
+            if column.name == self._judged_name or any(row.values(column) for row in self.rows):
+                filled.append(column)
+
+        return filled
 
     @property
     def judged_by(self) -> Column:
         """The column that decides: the mean of the sites where any method is personal, else the one model."""
-        name = f"global_last_{self.key}"
-        if any(run.judged == "personal" for run in self.runs()):
-            name = "sites_mean"
+        return next(column for column in self.columns if column.name == self._judged_name)
 
-        return next(column for column in self.columns if column.name == name)
+    @property
+    def _judged_name(self) -> str:
+        if any(run.judged == "personal" for run in self.runs()):
+            return "sites_mean"
+
+        return f"global_last_{self.key}"
+
+    @property
+    def undefined(self) -> list[str]:
+        """What the runs say of a metric that is undefined somewhere, each with the runs that say it."""
+        said = []
+        for row in self.rows:
+            on = f" on {row.partition}" if len(self.partitions) > 1 else ""
+            for seed, run in sorted(row.runs.items()):
+                said.append((f"{row.method}{on}, seed {seed}", run.undefined))
+
+        return told_by(said)
 
     def tests(self, against: str) -> list[PairedTest]:
         """Compare each row with that of the method `against` on the same partition, over at least two common seeds.
@@ -326,11 +346,13 @@ class Comparison:
         methods = [method for method in self.methods if method in places]
         return {method: statistics.fmean(places[method]) for method in methods}
 
-    def target_value(self, target: str, partition: str) -> float:
+    def target_value(self, target: str, partition: str) -> float | None:
         """Return a target's value on a partition: a number, or the mean best validation metric of a method.
 
+        It is None where that metric is undefined in all rounds.
+
         Raises:
-            InputError: neither a number nor a method with scored rounds.
+            InputError: neither a number nor a method.
         """
         with suppress(ValueError):
             return float(target)
@@ -345,24 +367,24 @@ class Comparison:
                 if row.method == target and points:
                     values.append(best_of(value for *_, value in points))
 
-        if not values:
+        if target not in methods:
             raise InputError(
                 f"target {target}",
-                f"a number, or one of {', '.join(methods)} with scored rounds",
+                f"a number, or one of {', '.join(methods)}",
                 "give --target one of these",
             )
 
-        return statistics.fmean(values)
+        return statistics.fmean(values) if values else None
 
-    def to_reach(self, row: Row, value: float) -> CostToTarget:
-        """Return what a row's runs took until their validation metric reached a value."""
+    def to_reach(self, row: Row, value: float | None) -> CostToTarget:
+        """Return what a row's runs took until their validation metric reached a value; None: an undefined one."""
         sign = 1 if self.higher else -1
         rounds = []
         sent = []
         seconds = []
         for run in row.runs.values():
             for number, bytes_so_far, seconds_so_far, score in run.progress():
-                if sign * score >= sign * value:
+                if value is not None and sign * score >= sign * value:
                     rounds.append(number)
                     sent.append(bytes_so_far)
                     seconds.append(seconds_so_far)

@@ -92,8 +92,8 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     if not any(curve.by_bytes or curve.by_seconds for curve in curves):
         raise InputError(
             f"{len(runs)} runs without scored rounds",
-            "curves need some",
-            "give runs with --eval-every 1",
+            f"curves need some in which {runs[0].key} is defined",
+            "give runs with --eval-every 1 and validation images that have it",
         )
 
     colour = dict(zip(names, colours(len(names)), strict=True))

@@ -16,6 +16,7 @@ from medfl.core import tables
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
+from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
 from medfl.report.picture import Picture, colours, plain_axes, render, require_png, slant, write_png
@@ -45,7 +46,7 @@ class Gains:
         words: method -> reference -> site -> what may be said of the gain: by its interval over the seeds, of one seed
             over the site's test cases.
         phantom: whether the images were drawn by a program.
-        notes: sentences about runs whose reference has other settings.
+        notes: sentences about runs whose reference has other settings, and what the runs say of an undefined metric.
     """
 
     key: str
@@ -162,6 +163,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     differences: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
+    said: list[tuple[str, Sequence[str]]] = []
 
     has_reference = False
     for label, by_pairing in by_label.items():
@@ -171,6 +173,7 @@ def gains(folders: Sequence[Path]) -> Gains:
         words[label] = {name: {} for name in differences[label]}
         for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
+            said.append((f"{label}, seed {run.seed}", run.undefined))
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
 
@@ -187,12 +190,12 @@ def gains(folders: Sequence[Path]) -> Gains:
                 if base is None:
                     continue
 
+                has_reference = True
                 base_scores = base.site_values(base.judged, base.key)
                 for site, score in scores.items():
                     if site not in base_scores:
                         continue
 
-                    has_reference = True
                     column.setdefault(site, []).append(sign * (score - base_scores[site]))
                     words[label][reference][site] = _verdict(column[site], run, base, site)
 
@@ -221,7 +224,15 @@ def gains(folders: Sequence[Path]) -> Gains:
 
     train = {site: runs[0].size(site, "train") for site in sites}
     return Gains(
-        runs[0].key, sites, train, small, values, differences, words, runs[0].phantom, tuple(notes)
+        runs[0].key,
+        sites,
+        train,
+        small,
+        values,
+        differences,
+        words,
+        runs[0].phantom,
+        (*notes, *told_by(said)),
     )
 
 
@@ -319,7 +330,8 @@ def draw(result: Gains) -> Picture:
             if differences:
                 methods_of.setdefault(reference, []).append(name)
 
-    references = [reference for reference in REFERENCES if reference in methods_of]
+    # where the metric is undefined at all sites there is one panel, and nothing in it
+    references = [reference for reference in REFERENCES if reference in methods_of] or ["local"]
     tone = dict(zip(result.methods, colours(len(result.methods)), strict=True))
     title = f"{metrics.title(result.key)}: what each site gains"
     if result.phantom:
@@ -328,8 +340,8 @@ def draw(result: Gains) -> Picture:
     def fill(figure: Figure) -> None:
         panels: Any = figure.subplots(len(references), 1, sharex=True, squeeze=False)
         for axes, reference in zip(panels[:, 0], references, strict=True):
-            methods = methods_of[reference]
-            step = 0.8 / len(methods)
+            methods = methods_of.get(reference, [])
+            step = 0.8 / max(1, len(methods))
             for column, site in enumerate(result.sites):
                 if site in result.small:
                     axes.axvspan(column - 0.5, column + 0.5, color="#eef0f3", zorder=0, linewidth=0)
@@ -359,9 +371,10 @@ def draw(result: Gains) -> Picture:
         for name in result.methods:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
 
-        figure.legend(
-            loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK
-        )
+        if result.methods:
+            figure.legend(
+                loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK
+            )
 
     caption = (
         f"Difference in {metrics.title(result.key).lower()} on each site's own test items; bars are means over "

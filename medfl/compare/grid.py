@@ -79,6 +79,11 @@ class Cell:
         path = self.folder / (TRIAL if self.untested else "summary.json")
         return read_summary(path) if path.is_file() else {}
 
+    @property
+    def undefined(self) -> Sequence[str]:
+        """What a trial says of rounds whose validation metric is undefined."""
+        return self._summary().get("undefined") or ()
+
     def validated(self, key: str) -> float | None:
         """Return a trial's best validation metric, None where there is none."""
         return (self._summary().get("best") or {}).get(key)

@@ -41,10 +41,10 @@ def write_grid_page(folder: Path) -> Path:
     """
     runs = runs_of(folder)
     finished = [run for run in runs if run.summary is not None]
-    if not any(run.progress() for run in finished):
+    if not finished:
         raise InputError(
-            f"{folder} with {len(finished)} finished runs, none of them scored",
-            "a comparison has finished runs whose rounds were scored",
+            f"{folder} with 0 finished runs, none of them scored",
+            "a comparison has finished runs",
             "repeat its medfl compare, which runs what is missing",
         )
 
@@ -63,15 +63,8 @@ def _context(comparison: Comparison, begun: int) -> dict[str, object]:
     else:
         against = methods[0]
 
-    # without scored rounds of the reference on every partition there is no value to reach
-    target: str | None = against
-    for partition in comparison.partitions:
-        rows = [row for row in comparison.on(partition) if row.method == against]
-        if not any(run.progress() for row in rows for run in row.runs.values()):
-            target = None
-
     tables = []
-    for title, table in all_tables(comparison, against, target, "html"):
+    for title, table in all_tables(comparison, against, against, "html"):
         tables.append((title, Markup(table)))  # noqa: S704
 
     costs = []
@@ -92,6 +85,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, object]:
         "against": against,
         "judged_by": comparison.judged_by.title,
         "tables": tables,
+        "undefined": comparison.undefined,
         "learning": [_learning(comparison, partition) for partition in comparison.partitions],
         "costs": costs,
     }

@@ -12,6 +12,7 @@ from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, metrics, roc
+from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
 from medfl.report.differences import between_models
@@ -154,6 +155,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
         "roc": _roc(entries),
         "calibrations": calibrations,
         "silent": silent,
+        "undefined": told_by((entry.name, entry.run.undefined) for entry in entries),
     }
 
 
@@ -260,7 +262,7 @@ def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
         return None
 
     columns = _columns(entries)
-    if not any(by_site for _, by_site in columns):
+    if not any(entry.run.finished for entry in entries):
         return None
 
     sizes = [

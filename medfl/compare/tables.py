@@ -29,7 +29,8 @@ _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "metric": (0.01, "%")}
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
     """Return the result table of a partition as "md" or "tex": a row a method, mean ± sd over the seeds.
 
-    A value is bold where it is better than every other's by the paired interval over the seeds.
+    Where some seeds have no value the mean is of the others, and says of how many. A value is bold where it is better
+    than every other's by the paired interval over the seeds.
     """
     heads = ["method", "seeds"]
     best = {}
@@ -44,7 +45,11 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
     for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
-            text = _spread(MeanSd.of(list(row.values(column).values())), _UNITS[column.scale][0], 1)
+            spread = MeanSd.of(list(row.values(column).values()))
+            text = _spread(spread, _UNITS[column.scale][0], 1)
+            if spread and spread.count < len(row.runs):
+                text += f" ({spread.count} of {len(row.runs)})"
+
             if best.get(column.name) is row:
                 text = f"**{text}**"
 
@@ -108,8 +113,8 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> st
     return formatted_table(heads, lines, format_)
 
 
-def target_table(comparison: Comparison, partition: str, value: float, format_: str) -> str:
-    """Return the table of what each method took to reach a value of the validation metric."""
+def target_table(comparison: Comparison, partition: str, value: float | None, format_: str) -> str:
+    """Return the table of what each method took to reach a value of the validation metric; None: it is undefined."""
     heads = ["method", "reached", "rounds", "MB sent", "seconds"]
     lines = []
     for row in comparison.on(partition):
@@ -119,7 +124,8 @@ def target_table(comparison: Comparison, partition: str, value: float, format_: 
             _spread(target.bytes, 1e6, 1),
             _spread(target.seconds, 1.0, 0),
         ]
-        lines.append([row.method, f"{target.reached} of {target.count}", *cells])
+        reached = "–" if value is None else f"{target.reached} of {target.count}"
+        lines.append([row.method, reached, *cells])
 
     return formatted_table(heads, lines, format_)
 
@@ -187,15 +193,18 @@ def write_tables(
         for title, table in all_tables(comparison, against, target or against, format_):
             texts.append(titled(f"{title}; {comparison.describe()}", table, format_))
 
+        for line in comparison.undefined:
+            texts.append(latex_text(line) if format_ == "tex" else line)
+
         write_atomic(written[format_], ("\n\n".join(texts) + "\n").encode())
 
     return written
 
 
 def all_tables(
-    comparison: Comparison, against: str, target: str | None, format_: str
+    comparison: Comparison, against: str, target: str, format_: str
 ) -> list[tuple[str, str]]:
-    """Return title and text of each table; arguments as of `write_tables`, no table of costs without a target."""
+    """Return title and text of each table; arguments as of `write_tables`."""
     parts: list[tuple[str, str]] = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
@@ -204,10 +213,10 @@ def all_tables(
             title += "; bold: better than all others by the paired 95 % interval"
 
         parts.append((title, table))
-        if target is not None:
-            value = comparison.target_value(target, partition)
-            title = f"To reach {100 * value:.1f} on the validation set ({target}), partition {partition}"
-            parts.append((title, target_table(comparison, partition, value, format_)))
+        value = comparison.target_value(target, partition)
+        reached = "–" if value is None else f"{100 * value:.1f}"
+        title = f"To reach {reached} on the validation set ({target}), partition {partition}"
+        parts.append((title, target_table(comparison, partition, value, format_)))
 
     if tests := comparison.tests(against):
         parts.append(

@@ -14,6 +14,7 @@ from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
+from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.run_documents import read_run
@@ -48,37 +49,43 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
     The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
-    validation metric's best round counts; of equal trials the first one.
+    validation metric's best round counts, over those that have one; of equal trials the first one. Where it is
+    undefined in all trials, none is chosen: best.json is not written, and nothing is tested.
 
     Returns:
         The content of best.json; the comparison of the chosen settings' runs; title -> error of runs that failed.
 
     Raises:
         InputError: a folder of another search, or anything that a run would refuse.
-        RunError: no trial could be validated.
+        RunError: no trial was finished.
     """
     cells, failed = run_missing(grid, launch)
     done = [cell for cell in cells if cell.done(None)]
-    key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
-    figures = []
+    if not done:
+        raise RunError(f"no trial was validated: {'; '.join(failed.values())}")
+
+    key = str(read_run(done[0].folder / "run.json")[1]["key_metric"])
+    tried = []
     for entry in grid.entries:
-        figures.append(_mean([cell for cell in cells if cell.entry == entry], key))
+        trial = [cell for cell in cells if cell.entry == entry]
+        tried.append({"trial": entry.label, **_settings({}, entry), **_validated(trial, key)})
 
-    validated = [figure for figure in figures if figure is not None]
-
-    if not validated:
-        raise RunError(
-            "no trial was validated: " + ("; ".join(failed.values()) or "no validation images")
-        )
-
-    best = (max if higher_is_better(key) else min)(validated)
-    winner = grid.entries[figures.index(best)]
+    validated = [trial for trial in tried if trial["validation"] is not None]
     document = {
-        "bundle": grid.bundle, "method": winner.method, "metric": key, "validation": best, "trials": len(grid.entries),
-        "settings": _settings(grid.options, winner), "search": grid.search, "seeds": grid.seeds, "failed": failed,
-        "tried": [{**_settings({}, entry), "validation": v} for entry, v in zip(grid.entries, figures, strict=True)],
-        "tested": TESTED,
+        "bundle": grid.bundle, "method": grid.entries[0].method, "metric": key, "trials": len(grid.entries),
+        "search": grid.search, "seeds": grid.seeds, "failed": failed, "tried": tried,
+        "undefined": told_by((cell.title, cell.undefined) for cell in done),
     }  # fmt: skip
+    if not validated:
+        return document, None, failed
+
+    best = (max if higher_is_better(key) else min)(trial["validation"] for trial in validated)
+    winner = grid.entries[[trial["validation"] for trial in tried].index(best)]
+    document |= {
+        "validation": best,
+        "settings": _settings(grid.options, winner),
+        "tested": TESTED,
+    }
     write_atomic(launch.folder / BEST, (json.dumps(document, indent=1) + "\n").encode())
     launch.say(
         f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
@@ -89,17 +96,15 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     return document, comparison, {**failed, **more}
 
 
-def _mean(cells: Sequence[Cell], key: str) -> float | None:
-    """Return the mean of the validation figures of a trial's seeds, None unless all have one."""
-    values = []
-    for cell in cells:
-        value = cell.validated(key) if cell.done(None) else None
-        if value is None:
-            return None
+def _validated(cells: Sequence[Cell], key: str) -> dict[str, Any]:
+    """Return the mean of the validation figures of a trial's seeds, and how many have one; none if one has failed."""
+    figures = []
+    if all(cell.done(None) for cell in cells):
+        figures = [cell.validated(key) for cell in cells]
 
-        values.append(value)
-
-    return statistics.fmean(values)
+    defined = [figure for figure in figures if figure is not None]
+    mean = statistics.fmean(defined) if defined else None
+    return {"validation": mean, "validated": len(defined)}
 
 
 def _settings(options: Mapping[str, object], entry: Entry) -> dict[str, object]:

@@ -227,8 +227,8 @@ class MaskEvaluator:
 class CaseEvaluator:
     """Any other task, and foreign bundles: the bundle's inferer, postprocessing and key metric, case by case.
 
-    A segmentation also has the metrics of `medfl.evaluation.mask_metrics`, but for one that its key metric is named
-    like. They are NaN unless postprocessing makes "pred" and "label" binary channels of the image's size.
+    A segmentation also has the metrics of `medfl.evaluation.mask_metrics`, NaN unless postprocessing makes "pred" and
+    "label" binary channels of the image's size. The bundle's own "dice" is taken only where they are not.
 
     Args:
         name: the metric's name in results.
@@ -281,17 +281,17 @@ class CaseEvaluator:
                     y = annotated.renumbered(y)
                     prediction = annotated.marginal_logits(prediction)
 
-                row = {self.name: self._score(cases, y, prediction)}
+                row: dict[str, float] = {}
                 if self.tolerance is not None:
                     if annotated is None:
                         names = self.structures
                     else:
                         names = annotated.named(self.structures)
 
-                    row = {
-                        **self._mask_row(x, cases, shard.prepared, index, surface_metrics, names),
-                        **row,
-                    }
+                    row = self._mask_row(x, cases, shard.prepared, index, surface_metrics, names)
+
+                if math.isnan(row.get(self.name, math.nan)):
+                    row[self.name] = self._score(cases, y, prediction)
 
                 rows.append(row)
 

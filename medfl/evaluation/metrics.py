@@ -30,6 +30,8 @@ class Metric:
     higher_is_better: bool = True
 
 
+IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
+"""What Dice and surface Dice are where a structure is missing."""
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "accuracy": Metric(
@@ -47,8 +49,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
         "dice": Metric(
             "Dice",
-            "overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; 1 for a structure "
-            "that neither mask has, 0 where one has it",
+            f"overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; {IF_MISSING}",
         ),
         "hd95": Metric(
             "HD95",
@@ -60,7 +61,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "surface_dice": Metric(
             "Surface Dice",
             "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
-            "of a case, then over cases; 1 for a structure that neither mask has, 0 where one has it",
+            f"of a case, then over cases; {IF_MISSING}",
         ),
         "pixel_accuracy": Metric(
             "Pixel accuracy", "share of a case's pixels of the right class, mean over cases"

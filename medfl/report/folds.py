@@ -24,6 +24,7 @@ from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
 from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
+from medfl.evaluation.undefined import told_by
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
@@ -154,8 +155,8 @@ class Folds:
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        names = dict.fromkeys([self.first.key, *metrics.METRICS])
-        return [name for name in names if name in self.pooled]
+        known = [name for name in metrics.METRICS if name in self.pooled]
+        return list(dict.fromkeys([self.first.key, *known]))
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -190,20 +191,22 @@ class Folds:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures rest on, and where the folds were trained for different numbers of rounds."""
+        """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
+        said = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
+        notes = (NOTE, *told_by(said))
         folds_by_rounds: dict[int, list[str]] = {}
         for number, run in self.runs.items():
             folds_by_rounds.setdefault(int(run.record["rounds"]), []).append(f"fold-{number}")
 
         if len(folds_by_rounds) == 1:
-            return (NOTE,)
+            return notes
 
         rounds_text = "; ".join(
             f"{rounds} in {', '.join(names)}" for rounds, names in folds_by_rounds.items()
         )
         again = f"medfl run --resume --out {self.path} --rounds {max(folds_by_rounds)}"
         return (
-            NOTE,
+            *notes,
             f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same",
         )
 
@@ -223,9 +226,13 @@ class Folds:
 
         # a metric that no fold has has no spread
         means = [formatting.number(spread.get("mean")) for spread in spreads]
-        deviations = [formatting.sd(spread) if spread else "–" for spread in spreads]
+        deviations = [formatting.sd(spread) for spread in spreads]
+        counts = [spread.get("count", 0) for spread in spreads]
         rows.append(["mean", "", "", *means])
         rows.append(["sd", "", "", *deviations])
+        if min(counts) < len(self.runs):
+            rows.append(["folds with it", "", "", *map(str, counts)])
+
         rows.append(["pooled", "", str(len(self.ids)), *numbers(self.pooled)])
 
         return ["", "train", "test", *map(self.first.title, names)], rows

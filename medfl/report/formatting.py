@@ -39,8 +39,8 @@ def each(values: Sequence[float]) -> str:
 
 
 def sd(spread: Mapping[str, Any]) -> str:
-    """Return the standard deviation of `metrics.spread`, a dash for a single site."""
-    return number(spread["sd"]) if spread["count"] > 1 else "–"
+    """Return the standard deviation of `metrics.spread`, a dash for a single site or none."""
+    return number(spread["sd"]) if spread and spread["count"] > 1 else "–"
 
 
 def count(value: float) -> str:

@@ -34,6 +34,7 @@ _SHOWN = (
     "rise",
     "rounds",
     "summary",
+    "undefined",
 )
 """What the page is given of `RunFiles` by the same name."""
 

@@ -38,7 +38,9 @@ def result_table(run_folder: Path) -> str:
     columns = []
     for name in names:
         for kind, _ in MODEL_KINDS:
-            if values := run.site_values(kind, name):
+            values = run.site_values(kind, name)
+            # the metric that decides has a column even where it is undefined
+            if values or (run.finished and (name, kind) == (run.key, run.judged)):
                 columns.append((name, kind, values))
 
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
@@ -116,11 +118,14 @@ def _site_lines(
         return [text.rstrip() for text in lines]
 
     summary: dict[str, list[str]] = {"mean": [], "sd": [], "worst": []}
+    if any(len(values) < len(run.site_names) for _, _, values in columns):
+        summary["sites with it"] = [str(len(values)) for _, _, values in columns]
+
     for name, _, values in columns:
         spread = metrics.spread(values, metrics.higher_is_better(name))
-        summary["mean"].append(formatting.number(spread["mean"]))
+        summary["mean"].append(formatting.number(spread.get("mean")))
         summary["sd"].append(formatting.sd(spread))
-        summary["worst"].append(formatting.number(spread["worst"]))
+        summary["worst"].append(formatting.number(spread.get("worst")))
 
     rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
     return [*lines, rule, *rows]

@@ -110,7 +110,7 @@ class RunNetworks:
             if best is None or not (self.path / "best.safetensors").is_file():
                 raise InputError(
                     f"the run in {self.path} has kept no best round",
-                    "one is kept where rounds are evaluated",
+                    "one is kept where the validation metric is defined in a round",
                     "use --which last",
                 )
 

@@ -26,7 +26,7 @@ from medfl.datasets.readers import own_folder
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_volume, read_volume
-from medfl.evaluation import save_masks
+from medfl.evaluation import save_masks, undefined
 from medfl.evaluation.evaluators import ClassEvaluator, Masks
 from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases, is_distance, summarise
@@ -438,12 +438,17 @@ def _document(
     folder.mkdir(parents=True, exist_ok=True)
     scores = None
     structures = None
+    without = {}
     scored = 0
 
     if predictions.cases:
         cases = Cases.concat(predictions.cases)
         scores = summarise(cases)
         scored = len(cases)
+        for name in ("auroc",) if cases.is_classification else cases.values:
+            if why := undefined.reason(name, scores, cases):
+                without[name] = why
+
         if predictor.task == "segmentation":
             structures = by_structure(scores, cases.values, predictor.classes, scored)
 
@@ -473,6 +478,7 @@ def _document(
         "predictions": [*predictions.rows.values()],
         "failed": failed,
         "scores": scores,
+        "undefined": without,
         "structures": structures,
         "scored": scored,
         "with_reference": len(targets),

@@ -55,19 +55,23 @@ class RoundEnd:
 
         return copies
 
-    def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
-        """Return number and value of the best round so far, the first of equals.
+    def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float] | None:
+        """Return number and value of the best round so far, the first of equals; None while it was undefined.
 
         Args:
             metric: "" for the key metric.
             min_delta: a round counts as better only if it improves on the best before it by more.
 
         Raises:
-            InputError: no round has this metric.
+            InputError: no round can have this metric.
         """
         name = metric or self.key_metric
         scored = [(number, values[name]) for number, values in self.history if name in values]
         if not scored:
+            # these alone are left out of a round that has other metrics
+            if name in (self.key_metric, "auroc") or name.startswith("dice_"):
+                return None
+
             metrics: set[str] = set()
             for _, values in self.history:
                 metrics.update(values)
@@ -93,7 +97,7 @@ class EarlyStopping:
     """End a run whose validation metric has not become better for some rounds.
 
     Attributes:
-        patience: rounds since the best one, from 1.
+        patience: rounds since the best one, from 1; those whose metric is undefined do not count.
         metric: "" for the key metric.
         min_delta: by how much a round has to be better to count.
     """
@@ -109,15 +113,22 @@ class EarlyStopping:
 
     def __call__(self, ended: RoundEnd) -> str | None:
         """Return why the run ends, None while it goes on."""
-        if not ended.metrics:
-            return None
-
-        number, value = ended.best(self.metric, self.min_delta)
-        if ended.round - number < self.patience:
-            return None
-
         name = self.metric or ended.key_metric
-        return f"{name} has not become better than {value:.4g} of round {number} for {ended.round - number} rounds"
+        best = ended.best(self.metric, self.min_delta) if ended.metrics else None
+        if best is None or name not in ended.metrics:
+            return None
+
+        waited = 0
+        before = best[0]
+        for number, values in ended.history:
+            if number > best[0]:
+                waited += (number - before) * (name in values)
+                before = number
+
+        if waited < self.patience:
+            return None
+
+        return f"{name} has not become better than {best[1]:.4g} of round {best[0]} for {waited} rounds"
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,8 @@ class BestCheckpoint:
 
     def __call__(self, ended: RoundEnd) -> None:
         """Write the weights if this round is the best."""
-        if not ended.metrics or ended.best(self.metric)[0] != ended.round:
+        best = ended.best(self.metric) if ended.metrics else None
+        if best is None or best[0] != ended.round:
             return
 
         if not ended.weights:

@@ -136,7 +136,7 @@ class Simulator:
                 str(self.folder.path / "profile.json")
             )
 
-        for line in self._missing():
+        for line in (*self._missing(), *summary.get("undefined", ())):
             self.say(line)
 
         return summary
@@ -255,7 +255,7 @@ class Simulator:
 
         history = []
         for past in self.folder.rounds():
-            if past["val"]:
+            if past["val"] or "undefined" in past:
                 history.append((past["round"], past["val"]))
 
         ended = RoundEnd(
@@ -375,6 +375,9 @@ class Simulator:
         parts = [loss]
         if value is not None:
             parts.append(f"{self.key} {value:.3f}")
+        elif "undefined" in entry:
+            parts.append(f"{self.key} –")
+
         if best:
             shown += f", best {self.key} {best['value']:.3f} ({best['round']})"
             parts.append(f"best {best['value']:.3f} (round {best['round']})")
@@ -433,7 +436,7 @@ class Simulator:
         return {
             "rounds": self.done, "status": "finished", "seconds": self.record["seconds"],
             "best": best and {"round": best["round"], self.key: best["value"]}, "run_hash": self.run.run_hash,
-            **_peak_device_memory(self.run.device),
+            **self.scoring.undefined_lines(), **_peak_device_memory(self.run.device),
         }  # fmt: skip
 
     def _missing(self) -> Iterator[str]:

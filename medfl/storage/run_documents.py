@@ -65,7 +65,7 @@ _COSTS = dict.fromkeys(
 ROUND: Form = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
-    "observed": _METRICS, "left_out": dict[str, str] | None,
+    "observed": _METRICS, "left_out": dict[str, str] | None, "undefined": str | None,
 }  # fmt: skip
 SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
@@ -74,7 +74,7 @@ SUMMARY: Form = {
     "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},
     "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
-    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None,
+    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": list[str] | None,
 }  # fmt: skip
 MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,

@@ -250,6 +250,11 @@ class RunReader:
         return manifest["record"].get("best") or (self.final_summary or {}).get("best")
 
     @property
+    def undefined(self) -> Sequence[str]:
+        """What the run says of its key metric where that is undefined."""
+        return (self.summary or {}).get("undefined") or ()
+
+    @property
     def rise(self) -> tuple[float, float] | None:
         """The best validation metric before the last third of the rounds and in it, None where it no longer rose."""
         scores = [row["val"][self.key] for row in self.rounds if self.key in (row.get("val") or ())]

@@ -1,4 +1,4 @@
-"""How the zoo's bundles say where things are: folders with a slash, data lists beside the bundle, devices by name."""
+"""How the zoo's bundles say things: folders with a slash, data lists beside the bundle, devices by name, Dice."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _LIST = re.compile(
     r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*"
 )
 """An expression for a file below the bundle's folder that may be a data list."""
+_OF_DICE = ("include_background", "reduction", "num_classes", "return_with_label")
 _CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
 
 
@@ -57,6 +58,26 @@ def without_fetching(node: Any) -> Any:
         content[key] = False if fetches else without_fetching(value)
 
     return content
+
+
+def with_missing(node: Config) -> Config:
+    """Return a Dice of MONAI's that counts the structures which a reference lacks, and any other component as it is."""
+    target = str(node.get("_target_", "")).rpartition(".")[2]
+    if target == "DiceMetric":
+        return {**node, "ignore_empty": False}
+    if target != "MeanDice":
+        return node
+
+    # the handler has no such argument, its metric has
+    metric: dict[str, object] = {"_target_": "DiceMetric", "ignore_empty": False}
+    handler: dict[str, object] = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
+    for key, value in node.items():
+        if key in _OF_DICE:
+            metric[key] = value
+        elif key != "_target_":
+            handler[key] = value
+
+    return handler
 
 
 def rewritten(key: str, text: str, device: torch.device) -> str:

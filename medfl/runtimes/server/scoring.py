@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from medfl import methods
 from medfl.core.message import Weights
 from medfl.core.task import SECTIONS
+from medfl.evaluation import undefined
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.mask_metrics import KINDS, by_structure, slug
-from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
+from medfl.evaluation.mask_metrics import by_structure, slug
+from medfl.evaluation.metrics import METRICS, Cases, higher_is_better, spread, summarise
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
@@ -29,7 +30,6 @@ _CHUNK = 1024
 _CHUNK_OF_MAPS = 16
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
-_OF_STRUCTURES = tuple(f"{kind}_" for kind in KINDS)
 _OWN = "the site's own model, as the method leaves it"
 _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
@@ -87,14 +87,14 @@ class Scoring:
         else:
             personal = {name: result.cases for name, result in results.items() if result.cases}
 
-        val_global = None
-        if global_cases is not None:
-            val_global = summarise(global_cases)
-
-        val_personal = None
         personal_cases = {name: cases["validate"] for name, cases in personal.items()}
+        pooled = {"global": global_cases, "personal": None}
         if personal_cases:
-            val_personal = summarise(Cases.concat(list(personal_cases.values())))
+            pooled["personal"] = Cases.concat(list(personal_cases.values()))
+
+        vals: dict[str, Metrics | None] = {}
+        for model, outcomes in pooled.items():
+            vals[f"val_{model}"] = None if outcomes is None else summarise(outcomes)
 
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
         sites: dict[str, dict[str, Metrics]] = {}
@@ -103,14 +103,18 @@ class Scoring:
                 if name in cases:
                     sites.setdefault(name, {})[model] = summarise(cases[name])
 
-        val = (val_global if self.method.judged == "global" else val_personal) or {}
+        val = vals[f"val_{self.method.judged}"] or {}
         self._remember(round_, server, val)
-        return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
+        entry: Document = {"val": val, **vals, "sites": sites}
+        if why := undefined.reason(self.key, val, pooled[self.method.judged]):
+            entry["undefined"] = why
+
+        return entry
 
     def _remember(self, round_: int, server: State, val: Metrics) -> None:
         value = val.get(self.key)
         best = self.record["best"]
-        if value is None or value != value:
+        if value is None:
             return
 
         sign = 1 if higher_is_better(self.key) else -1
@@ -223,6 +227,12 @@ class Scoring:
             site_models = self._site_models(last, server)
 
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
+        reasons = {}
+        for name in self.names:  # of those that are absent that is said
+            reasons[name] = undefined.reason(
+                self.key, judged_scores.get(name), judged_cases.get(name)
+            )
+
         summary = {
             "judged": judged,
             "last": judged_last,
@@ -234,6 +244,14 @@ class Scoring:
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
+            **self.undefined_lines(
+                undefined.of_tests(
+                    self.key,
+                    judged_last,
+                    global_cases if judged == "global" else personal_cases,
+                    reasons,
+                )
+            ),
             "weights_sha256": weights_sha256(weights),
         }
         if self.record["best"]:
@@ -250,6 +268,16 @@ class Scoring:
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
 
         return Final(summary, judged_cases)
+
+    def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
+        """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
+        reasons = {}
+        for entry in self.folder.rounds():
+            if entry["val"] or "undefined" in entry:
+                reasons[entry["round"]] = entry.get("undefined", "")
+
+        lines = [*undefined.of_rounds(self.key, reasons), *lines]
+        return {"undefined": lines} if lines else {}
 
     def _scored(self, round_: int, cases: Cases | None) -> Document | None:
         """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
@@ -361,7 +389,7 @@ class Scoring:
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
         models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
-        for metric in next(iter(scores.values())):
+        for metric in dict.fromkeys(name for metrics in scores.values() for name in metrics):
             over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
             models["mean"][metric] = over_sites["mean"]
             models["sd"][metric] = over_sites["sd"]
@@ -408,7 +436,8 @@ class Scoring:
 
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
-            self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
+            rows = _predictions(cases, classes, owner, self.key)
+            self.folder.write_table("predictions.csv", rows)
 
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
@@ -430,7 +459,7 @@ def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
 
 
 def _predictions(
-    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]
+    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str], key: str = ""
 ) -> list[Document]:
     rows = []
     for index, ident in enumerate(cases.ids):
@@ -450,8 +479,8 @@ def _predictions(
                 row[f"p_{title}"] = f"{probability:.9g}"
         else:
             for metric, values in cases.values.items():
-                # a structure has its columns in every run, other metrics where they are of these cases
-                if metric.startswith(_OF_STRUCTURES) or not values.isnan().all():
+                # those that medfl computes of masks are left out where it cannot; folds have the same columns
+                if metric not in METRICS or metric == key or not values.isnan().all():
                     value = float(values[index])
                     row[metric] = "" if value != value else value
 

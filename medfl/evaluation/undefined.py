@@ -1,0 +1,99 @@
+"""What is said where a metric has no value: on which images, how often, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from medfl.evaluation.metrics import Cases
+
+_NAMED = 6  # rounds, sites, seeds or folds of a line
+
+
+def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None) -> str:
+    """Return why a metric is not among those of these cases, "" where it is."""
+    if cases is None or not len(cases):
+        return "there are none"
+
+    metrics = metrics or {}
+    if name in metrics:
+        return ""
+    if name == "auroc" and cases.is_classification:
+        return "all of them are of one class"
+    if name not in cases.values:
+        names = metrics.keys() - {"round", "classes"}
+        return f"it is none of {', '.join(sorted(names))}"
+
+    structures = [values for column, values in cases.values.items() if column.startswith("dice_")]
+    if structures and all(values.isnan().all() for values in structures):
+        return "no reference mask has a structure"
+
+    return "none of them has it"
+
+
+def of_rounds(name: str, reasons: Mapping[int, str]) -> list[str]:
+    """Return what is said of a validation metric; `reasons` are why the scored rounds lack it, "" where they do not."""
+    lacking = [str(number) for number, why in reasons.items() if why]
+    if not lacking:
+        return []
+
+    where = f"{len(lacking)} of {len(reasons)} rounds"
+    best = "there is no best round"
+    if len(lacking) < len(reasons):
+        where += f" ({listed(lacking)})"
+        best = "the best round is one of the others"
+
+    why = "; ".join(dict.fromkeys(filter(None, reasons.values())))
+    return [f"{name} is undefined on the validation images in {where}: {why}; {best}"]
+
+
+def of_tests(
+    name: str, metrics: Mapping[str, object] | None, cases: Cases | None, sites: Mapping[str, str]
+) -> list[str]:
+    """Return what is said of a metric that test images do not have: all of them, some, or those of some sites.
+
+    Args:
+        name: of the metric.
+        metrics: of all test images.
+        cases: their outcomes.
+        sites: site -> the reason why its images lack the metric, "" where they have it.
+    """
+    if why := reason(name, metrics, cases):
+        return [f"{name} is undefined on the test images: {why}"]
+
+    lines = []
+    if metrics and cases is not None and f"{name}_cases" in metrics:
+        scored = f"{metrics[f'{name}_cases']:.0f} of {len(cases)} test images"
+        lines.append(f"{name} is the mean over {scored}: the others have none")
+
+    by_reason: dict[str, list[str]] = {}
+    for site, why in sites.items():
+        if why:
+            by_reason.setdefault(why, []).append(site)
+
+    if by_reason:
+        where = ", ".join(f"{listed(names)} ({why})" for why, names in by_reason.items())
+        count = list(sites.values()).count("")
+        lines.append(
+            f"{name} is undefined on the test images of {where}; mean and worst are of {count} of {len(sites)} sites"
+        )
+
+    return lines
+
+
+def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Return each line once, with those who say it; `said` has pairs of who and what lines."""
+    names: dict[str, list[str]] = {}
+    for name, lines in said:
+        for line in lines:
+            names.setdefault(line, []).append(name)
+
+    return [f"{line} ({listed(sayers, '; ')})" for line, sayers in names.items()]
+
+
+def listed(names: Sequence[str], between: str = ", ") -> str:
+    """Return the first names of many, and how many more there are."""
+    more = len(names) - _NAMED
+    if more > 0:
+        return f"{between.join(names[:_NAMED])} and {more} more"
+
+    return between.join(names)
