@@ -504,8 +504,8 @@ class Bundle(Problem):
             name, metric = self._key_metric
             leaves_out = getattr(getattr(metric, "metric_fn", None), "ignore_empty", False)
             if leaves_out or (name == "dice" and self._config.recounted):
-                own = title(name.removeprefix("own_"))
-                lacking = f"its own {own} leaves out structures that a reference lacks"
+                metric_name = title(name.removeprefix("own_"))
+                lacking = f"its own {metric_name} leaves out structures that a reference lacks"
                 texts.append(f"{lacking}; dice here is {IF_MISSING}")
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)

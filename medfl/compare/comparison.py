@@ -262,13 +262,13 @@ class Comparison:
     @property
     def undefined(self) -> list[str]:
         """What the runs say of a metric that is undefined somewhere, each with the runs that say it."""
-        said = []
+        undefined = []
         for row in self.rows:
             on = f" on {row.partition}" if len(self.partitions) > 1 else ""
             for seed, run in sorted(row.runs.items()):
-                said.append((f"{row.method}{on}, seed {seed}", run.undefined))
+                undefined.append((f"{row.method}{on}, seed {seed}", run.undefined))
 
-        return told_by(said)
+        return told_by(undefined)
 
     def tests(self, against: str) -> list[PairedTest]:
         """Compare each row with that of the method `against` on the same partition, over at least two common seeds.

@@ -163,7 +163,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     differences: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
-    said: list[tuple[str, Sequence[str]]] = []
+    undefined: list[tuple[str, Sequence[str]]] = []
 
     has_reference = False
     for label, by_pairing in by_label.items():
@@ -173,7 +173,7 @@ def gains(folders: Sequence[Path]) -> Gains:
         words[label] = {name: {} for name in differences[label]}
         for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
-            said.append((f"{label}, seed {run.seed}", run.undefined))
+            undefined.append((f"{label}, seed {run.seed}", run.undefined))
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
 
@@ -232,7 +232,7 @@ def gains(folders: Sequence[Path]) -> Gains:
         differences,
         words,
         runs[0].phantom,
-        (*notes, *told_by(said)),
+        (*notes, *told_by(undefined)),
     )
 
 

@@ -155,8 +155,8 @@ class Folds:
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        known = [name for name in metrics.METRICS if name in self.pooled]
-        return list(dict.fromkeys([self.first.key, *known]))
+        pooled = [name for name in metrics.METRICS if name in self.pooled]
+        return list(dict.fromkeys([self.first.key, *pooled]))
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -192,8 +192,8 @@ class Folds:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
-        said = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
-        notes = (NOTE, *told_by(said))
+        undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
+        notes = (NOTE, *told_by(undefined))
         folds_by_rounds: dict[int, list[str]] = {}
         for number, run in self.runs.items():
             folds_by_rounds.setdefault(int(run.record["rounds"]), []).append(f"fold-{number}")

@@ -124,15 +124,15 @@ def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
 
     parts = {}
     for place, value in todo:
-        named = {}
+        tensors = {}
         for name, part in value.items():
             if isinstance(part, Tensor):
-                named[str(name)] = part
+                tensors[str(name)] = part
             elif isinstance(part, Mapping):
                 todo.append((f"{place}{name}.", part))
 
-        if named:
-            parts[place] = named
+        if tensors:
+            parts[place] = tensors
 
     if not parts:
         raise ValueError("it holds no tensors")

@@ -45,20 +45,21 @@ def class_indices(mask: str, voxels: Values, classes: Classes) -> Values:
             wrong = (indices != values) | (indices >= classes)
         else:
             allowed += listed([*map(str, classes)], _MOST_NAMED)
-            known = np.array(classes)
-            indices = np.searchsorted(known, values).clip(max=len(known) - 1)
-            wrong = known[indices] != values
-            indices = indices.astype(_kind(len(known)))
+            class_values = np.array(classes)
+            indices = np.searchsorted(class_values, values).clip(max=len(class_values) - 1)
+            wrong = class_values[indices] != values
+            indices = indices.astype(_kind(len(class_values)))
 
     if wrong.any():
-        others = [f"{value:g}" for value in np.unique(values[wrong]).tolist()]
+        odd_values = [f"{value:g}" for value in np.unique(values[wrong]).tolist()]
         places = "voxels"
         if voxels.ndim == 2:
             places = "pixels"
             allowed += ", or 0 and 255" * (classes == 2)
 
         raise InputError(
-            f"mask {mask} has the value{'s' * (len(others) > 1)} {listed(others)} at {int(wrong.sum())} {places}",
+            f"mask {mask} has the value{'s' * (len(odd_values) > 1)} {listed(odd_values)} "
+            f"at {int(wrong.sum())} {places}",
             allowed,
             "relabel the mask, or remove the case",
         )

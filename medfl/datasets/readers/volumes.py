@@ -151,7 +151,7 @@ def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
     shape = base.voxels.shape[:3]
     turned = raw
     if not (raw.voxels.shape[:3] == shape and _is_close(raw.affine, base.affine)):
-        before, after = (orientations.io_orientation(some.affine) for some in (raw, base))
+        before, after = (orientations.io_orientation(volume.affine) for volume in (raw, base))
         turn = orientations.ornt_transform(before, after)
         voxels = orientations.apply_orientation(raw.voxels, turn)
         affine = raw.affine @ orientations.inv_ornt_aff(turn, raw.voxels.shape[:3])
