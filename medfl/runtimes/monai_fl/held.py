@@ -180,6 +180,7 @@ class Worker:
             self._end()
             raise RunError(f"the worker was ended: {reason}")
 
+        # Again and again: a signal that comes before the next question is read is lost
         if self.stop.is_set():
             self._stopped = self._stopped or time.monotonic()
             if time.monotonic() - self._stopped > _PATIENCE:
@@ -199,6 +200,7 @@ class Worker:
         if process is None:
             return "it could not be started"
 
+        # It may be ending by itself: what it says last tells why
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)
         with suppress(ProcessLookupError):
@@ -234,11 +236,13 @@ class HeldSite(SiteEnd):
         self.stop = worker.stop
         self._worker = worker
         self._is_reviewed = is_reviewed
+        # Names and forms are the worker's word: a broadcast that has others is refused, so it cannot name what it likes
         self._stated = stated = worker.ask("begin")
         odd = [key for key, kind in _STATED.items() if not matches_type(stated.get(key), kind)]
         if odd or not (len(stated["run_hash"]) == _HASH and stated["run_hash"].isalnum()):
             raise RunError(f"site {name!r}: its worker says something odd of {odd or 'the run'}")
 
+        # Which groups a site sends is the method's own code, which both ends have
         method = methods.load(run.method, run.options)
         network = _forms(stated["network"])
         self.run_hash = stated["run_hash"]
@@ -273,6 +277,7 @@ class HeldSite(SiteEnd):
         self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
         """Return what a function of `step` makes of (this site, round, name, State, ...); only what sites may tell."""
+        # The others show cases or weights, which stay at a site that is no simulation's
         if function not in (site_step, score_site):
             raise RunError(f"site {self.name!r} is not asked for {function.__name__}")
 
