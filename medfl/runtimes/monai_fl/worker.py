@@ -78,7 +78,6 @@ def _stated(view: SiteView, _: State) -> State:
         "leaves": forms_state(rules.leaves),
         "network": forms_state(rules.network),
         "personal": sorted(rules.personal),
-        "like_weights": sorted(rules.like_weights),
         "exact": sorted(view.wire_compression.exact),
         "held_out": [section for section in SECTIONS if view.is_held_out(section)],
         "facts": {name: list(values) for name, values in view.facts.items()},
