@@ -18,7 +18,7 @@ from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
-from medfl.report.templating import environment
+from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import damaged
@@ -50,9 +50,8 @@ def write_report(run_folder: Path) -> Path:
         return folds.write(Path(run_folder)).path / "report.html"
 
     run = RunFiles(Path(run_folder))
-    page = environment().get_template("report.html.j2").render(context(run))
     path = run.path / "report.html"
-    write_atomic(path, page.encode())
+    write_atomic(path, rendered("report.html.j2", context(run)))
 
     return path
 

@@ -166,6 +166,22 @@ def test_names_of_users_are_text(make: Make) -> None:
     assert "$\\frac{1}{0}$" in page.text
 
 
+@pytest.mark.parametrize(
+    "sign", ["\x1b[2J", "\x9b31m", "\u202egnp", "\u2066x", "\u2028", "\U000e0041"], ids=ascii
+)
+def test_no_name_steers_a_page(make: Make, sign: str) -> None:
+    """JSON writes such characters as escapes, so that no look at a file's text finds them."""
+    page = write_report(
+        make(sites=[f"a{sign}", "b"], classes=[sign, "b", "c"], bundle=sign, method=sign)
+    )
+    assert sign[0] not in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["क्\u200dष", "می\u200cخواهم", "בית חולים", "👩\u200d⚕️"])
+def test_names_of_any_language_stay_as_they_are(make: Make, name: str) -> None:
+    assert name in write_report(make(sites=[name, "b"])).read_text()
+
+
 def test_key_metric_from_a_foreign_bundle_is_text_in_charts(make: Make) -> None:
     key = "$x_<b>"
     folder = make(key_metric=key)
