@@ -100,10 +100,11 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # here: only comparisons print in these formats
 
-    align = ["left", *["right"] * (len(head) - 1)]
+    align = None
     if format_ == "md":
-        align = None
-        head, *rows = [[markdown_text(cell) for cell in row] for row in (head, *rows)]
+        head, *rows = [list(map(markdown_text, row)) for row in (head, *rows)]
+    else:
+        align = ["left", *["right"] * (len(head) - 1)]
 
     table = str(
         tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align)
