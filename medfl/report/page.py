@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from medfl.evaluation.mask_metrics import slug
 from medfl.report import folds, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
+from medfl.report.picture import Picture
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
@@ -82,7 +82,6 @@ def context(run: RunFiles) -> dict[str, Any]:
                 gains[site] = value - local[site]
 
     pooled = run.pooled()
-    picture = run.path / "partition.png"
     sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
@@ -106,7 +105,6 @@ def context(run: RunFiles) -> dict[str, Any]:
         "traffic": _traffic(run),
         "changes": _changes(run),
         "class_counts": _class_counts(run),
-        "partition_picture": _embedded(picture) if picture.is_file() else None,
         **_predicted(run),
         **_pictures(run),
         "settings": _settings(record),
@@ -276,10 +274,6 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _embedded(picture: Path) -> str:
-    return b64encode(picture.read_bytes()).decode()
-
-
 def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     counts = run.record.get("site_class_counts") or {}
     rows = []
@@ -300,14 +294,17 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _pictures(run: RunFiles) -> dict[str, Any]:
+    partition = run.path / "partition.png"
     try:
+        sites = Picture.read(partition).embedded[2] if partition.is_file() else None
         models, more_grids = saved_pictures.model_pictures(run.path)
         masks, more_sites = saved_pictures.mask_pictures(run.path)
         worst = saved_pictures.worst_images(run.path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a mark that is no number
         raise damaged(run.path / "pictures", f"cannot be shown: {error}") from None
 
     return {
+        "partition_picture": sites,
         "pictures": [picture.embedded for picture in models],
         "more_pictures": more_grids,
         "segmented": [picture.embedded for picture in masks],
