@@ -50,9 +50,9 @@ def check_places(out: Path, paths: Sequence[Path]) -> None:
         for place in (path, *path.parents):
             if place == out:
                 break
-            if place.is_symlink() or (place.exists() and not (place.is_dir() or place.is_file())):
+            if place.is_symlink() or place.is_fifo():
                 raise InputError(
-                    f"{printable(place)} is a link or a device",
+                    f"{printable(place)} is a link or a pipe",
                     "a comparison's folder has plain files and folders",
                     "remove it, or give --out another folder",
                 )

@@ -145,7 +145,7 @@ def test_nothing_is_written_by_way_of_a_link_in_a_comparison_s_folder(
 
     (out / "compare.json").write_text("{}")
     cell = grid.Cell(None, "iid", 1, methods / "seed-1", False)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="is a link or a device"):
+    with pytest.raises(InputError, match="is a link or a pipe"):
         checks.check_places(out, (cell.folder, grid._log_file(cell)))
 
     assert list(precious.iterdir()) == []
@@ -160,7 +160,7 @@ def test_a_comparison_that_goes_on_looks_where_it_writes(
     assert compare(scans, out, *arguments, "0") == 0
     (out / "iid" / "fedavg" / "seed-1-log.txt").symlink_to(precious)
     assert compare(scans, out, *arguments, "0,1") == 2
-    assert "seed-1-log.txt is a link or a device" in capsys.readouterr().err
+    assert "seed-1-log.txt is a link or a pipe" in capsys.readouterr().err
     assert precious.read_text() == "as it was"
 
 

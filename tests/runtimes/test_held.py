@@ -239,6 +239,8 @@ def test_a_worker_begun_anew_has_to_say_the_same(tmp_path: Path) -> None:
 
 def test_only_what_a_site_may_tell_is_asked_of_a_worker() -> None:
     site = held(federation())
+    with pytest.raises(RunError, match="not asked for statistics"):
+        site.statistics(None, 0)
     with pytest.raises(RunError, match="is not asked for copy_site_weights"):
         site.call(copy_site_weights, 1, None, Message())
 

@@ -300,7 +300,7 @@ class HeldSite(SiteEnd):
             arguments=arguments,
         )
         assert isinstance(arguments[0], Sequence)
-        cases = self._cases(answer.get("cases"), arguments[0])
+        cases = self._cases(answer.get("cases", State()), arguments[0])
         if function is score_site:
             return cases
 
@@ -312,17 +312,16 @@ class HeldSite(SiteEnd):
 
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
         """Return what the site says before its first training."""
-        message = self._message(self._ask("introduction", initial=introduce is None))
+        message = self._message(self._ask("introduction"))
         # Before the server has sent any, the names of tensors are the worker's own
-        if introduce is not None and message.tensors:
+        if message.tensors:
             raise RunError(f"site {self.name!r}: its worker introduces itself with tensors")
 
         return message
 
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
-        """Return statistics of the site's images."""
-        asked = None if bins is None else asdict(bins)
-        return dict(self._ask("statistics", bins=asked, min_count=min_count)["statistics"])
+        """Raise a RunError: they would be what the worker says, and no job asks for them."""
+        raise RunError(f"site {self.name!r}: a worker is not asked for statistics")
 
     def is_held_out(self, section: str) -> bool:
         """Tell whether a bundle that was reviewed says so."""
@@ -344,9 +343,9 @@ class HeldSite(SiteEnd):
 
         return self._worker.ask(question, **values)
 
-    def _cases(self, value: Any, asked: Sequence[str]) -> dict[str, Cases]:
+    def _cases(self, value: State, asked: Sequence[str]) -> dict[str, Cases]:
         """Return outcomes of the sections that were asked for."""
-        if not matches_type(value, dict[str, dict[str, Any]]) or not value.keys() <= {*asked}:
+        if not matches_type(value, dict[str, State]) or not value.keys() <= {*asked}:
             raise RunError(f"site {self.name!r}: its worker scores something else")
 
         cases = {section: _outcomes(outcome) for section, outcome in value.items()}
@@ -403,7 +402,7 @@ def cases_state(cases: Mapping[str, Cases]) -> State:
     }
 
 
-def _outcomes(value: Mapping[str, Any]) -> Cases:
+def _outcomes(value: State) -> Cases:
     try:
         return Cases(tuple(map(str, value["ids"])), dict(value["values"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
