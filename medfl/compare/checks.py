@@ -12,7 +12,7 @@ from typing import Any
 from medfl.compare.labels import labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
-from medfl.core.untrusted import Refused, json_values
+from medfl.core.untrusted import Refused, json_values, printable
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
 from medfl.storage.places import require_unused
@@ -42,6 +42,20 @@ def require_same(
         values = sorted({read(run) for run in runs})
         if len(values) > 1:
             raise InputError(f"runs of different {kind}: {' and '.join(values)}", allowed, advice)
+
+
+def check_places(out: Path, paths: Sequence[Path]) -> None:
+    """Raise an InputError where something that is written below a comparison's folder would land elsewhere."""
+    for path in paths:
+        for place in (path, *path.parents):
+            if place == out:
+                break
+            if place.is_symlink() or place.is_fifo():
+                raise InputError(
+                    f"{printable(place)} is a link or a pipe",
+                    "a comparison's folder has plain files and folders",
+                    "remove it, or give --out another folder",
+                )
 
 
 def check_folder(settings: Mapping[str, Any], out: Path) -> None:

@@ -213,6 +213,9 @@ def run_missing(
         for planned in plan_by_images.values():
             shared.sections(planned)
 
+    for cell in missing:
+        checks.check_places(out, (cell.folder, _log_file(cell)))
+
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     launch.say(f"{len(cells)} runs, {len(done)} of them there already")
@@ -312,6 +315,10 @@ def _failure_file(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-failed.txt")
 
 
+def _log_file(cell: Cell) -> Path:
+    return cell.folder.with_name(f"{cell.folder.name}-log.txt")
+
+
 def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
     parent = multiprocessing.parent_process()
@@ -321,7 +328,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
 
-    with cell.folder.with_name(f"{cell.folder.name}-log.txt").open("a") as log:
+    with _log_file(cell).open("a") as log:
         try:
             launch = Launch(
                 out=cell.folder,

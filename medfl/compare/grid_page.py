@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.evaluation import metrics
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
-from medfl.report.templating import environment
+from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 
 _BASE = "fedavg"  # the others are tested against it where it is there
@@ -48,11 +48,8 @@ def write_grid_page(folder: Path) -> Path:
             "repeat its medfl compare, which runs what is missing",
         )
 
-    page = (
-        environment().get_template("grid.html.j2").render(_context(Comparison(finished), len(runs)))
-    )
     path = folder / "report.html"
-    write_atomic(path, page.encode())
+    write_atomic(path, rendered("grid.html.j2", _context(Comparison(finished), len(runs))))
     return path
 
 

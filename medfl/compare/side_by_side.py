@@ -20,7 +20,7 @@ from medfl.report.formatting import setting
 from medfl.report.page import context
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import MODEL_KINDS
-from medfl.report.templating import environment
+from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 
 ByRound = Mapping[int, float | None]  # round -> value, None or left out where there is none
@@ -51,9 +51,9 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
         name = "several.html.j2"
         values = _context(runs)
 
-    page = environment().get_template(name).render(values)
+    page = rendered(name, values)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, page.encode())
+    write_atomic(file, page)
 
     return file
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.names import as_cell
-from medfl.core.tables import formatted_table, latex_text
+from medfl.core.tables import formatted_table, latex_text, markdown_text
+from medfl.core.terminal import visible
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic
@@ -196,7 +197,7 @@ def write_tables(
         for line in comparison.undefined:
             texts.append(latex_text(line) if format_ == "tex" else line)
 
-        write_atomic(written[format_], ("\n\n".join(texts) + "\n").encode())
+        write_atomic(written[format_], visible("\n\n".join(texts) + "\n").encode())
 
     return written
 
@@ -236,7 +237,7 @@ def all_tables(
 def titled(title: str, table: str, format_: str) -> str:
     """Return a table with its title; in LaTeX the title is the caption, and wide tables are scaled to the page."""
     if format_ == "md":
-        return f"## {title}\n\n{table}"
+        return f"## {markdown_text(title)}\n\n{table}"
     lines = ["\\begin{table}", "\\centering", f"\\caption{{{latex_text(title)}}}"]
     # the first line is \begin{tabular}{lrr...}: a letter a column, and the closing brace
     columns = len(table.partition("\n")[0].rpartition("{")[2]) - 1

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
+from medfl.core.terminal import visible
 
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -138,6 +139,11 @@ class MessageLimits:
         _require(
             len(name) <= self.name,
             f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}",
+        )
+        # Errors name tensors, in the logs of who received them
+        _require(
+            visible(name) == name and "\n" not in name,
+            f"{name!r} is no name, it would steer a terminal",
         )
 
     # Restored tensors

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
+_MARKDOWN = {"<": "&lt;", "|": "\\|", "](": "]\\("}
 
 
 def text_table(
@@ -99,7 +100,12 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # here: only comparisons print in these formats
 
-    align = None if format_ == "md" else ["left", *["right"] * (len(head) - 1)]
+    align = None
+    if format_ == "md":
+        head, *rows = [list(map(markdown_text, row)) for row in (head, *rows)]
+    else:
+        align = ["left", *["right"] * (len(head) - 1)]
+
     table = str(
         tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align)
     )
@@ -109,6 +115,15 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
         return _BOLD.sub(r"<b>\1</b>", table)
 
     return _BOLD.sub(r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
+
+
+def markdown_text(text: object) -> str:
+    """Return a value in one line, without what Markdown takes for HTML, a link or the end of a cell."""
+    line = " ".join(str(text).splitlines())
+    for sign, shown in _MARKDOWN.items():
+        line = line.replace(sign, shown)
+
+    return line
 
 
 def latex_text(text: str) -> str:

@@ -18,11 +18,14 @@ from medfl.core.tables import WIDTH, wrap
 
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+"""Controls, and what breaks lines, turns or hides in them; joiners are not: words of some languages have them."""
 
 
 def visible(text: str) -> str:
-    """Return a text without what would steer a terminal: files of others name images, classes and sites."""
+    """Return a text without what would steer a terminal or a page: files of others name images, classes and sites."""
     return _STEERING.sub("?", text)
 
 

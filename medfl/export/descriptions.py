@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
+from medfl.core.tables import markdown_text
 from medfl.core.task import SECTIONS
+from medfl.core.terminal import visible
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.problem.described import Config, Document
@@ -366,7 +369,7 @@ def readme(
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else markdown_text(value),
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": format_difference}
     content = read(inference) if inference else {}
@@ -386,7 +389,7 @@ def readme(
         structures=by_structure,
         steps=transforms,
         partition=_without_paths(run.partition.spec),
-        command=_command(str(trained.document.get("command", ""))),
+        command=Markup(" ".join(_command(str(trained.document.get("command", ""))).splitlines())),  # noqa: S704 (in a block of code)
         tags=tags(meta, run),
         notes=notes, inference=inference.name if inference else "", any_folder=any_folder,
         segments=trained.task.kind == "segmentation",
@@ -394,7 +397,7 @@ def readme(
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
     )  # fmt: skip
 
-    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+    return visible(re.sub(r"\n{3,}", "\n\n", text).rstrip()) + "\n"
 
 
 def tags(meta: Config, run: Run) -> list[str]:

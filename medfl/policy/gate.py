@@ -195,13 +195,16 @@ class Gate:
             if noise is None and not scale < 1:
                 continue
 
-            limited = base[name].double() + scale * change
+            limited = scale * change
             if noise is not None:
                 drawn = torch.from_numpy(normal(change.numel(), self._entropy))
                 limited += noise * drawn.reshape(change.shape).to(change)
-                # A variance below 0 has no root; to bound it needs no look at the images.
-                if name.endswith(_VARIANCE):
-                    limited = limited.clamp(min=0)
+
+            # Last: a server that sends large numbers would have the change rounded up before the noise
+            limited += base[name].double()
+            # A variance below 0 has no root; to bound it needs no look at the images.
+            if noise is not None and name.endswith(_VARIANCE):
+                limited = limited.clamp(min=0)
 
             limited_weights[name] = limited.to(weights[name].dtype)
 

@@ -5,8 +5,6 @@ It has `folds.json`, what was asked for, and a run folder `fold-<number>` for ea
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -28,10 +26,11 @@ from medfl.evaluation.undefined import told_by
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
-from medfl.report.templating import environment
+from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
-from medfl.storage.run_documents import damaged, read_document
+from medfl.storage.run_documents import read_document
+from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_reader import Predictions
 
 FORM: Mapping[str, Any] = {
@@ -272,39 +271,29 @@ def write(folder: Path) -> Folds:
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     _write_predictions(cross_validation)
     head, rows = cross_validation.cells()
-    page = environment().get_template("folds.html.j2").render(
-        folds=cross_validation,
-        head=head,
-        rows=rows,
-        notes=[*cross_validation.notes, *(cross_validation.first.record["data"].get("notes") or ())],
-        links=[f"fold-{number}" for number in cross_validation.runs],
-    )  # fmt: skip
-    write_atomic(folder / "report.html", page.encode())
+    values = {
+        "folds": cross_validation,
+        "head": head,
+        "rows": rows,
+        "notes": [
+            *cross_validation.notes,
+            *(cross_validation.first.record["data"].get("notes") or ()),
+        ],
+        "links": [f"fold-{number}" for number in cross_validation.runs],
+    }
+    write_atomic(folder / "report.html", rendered("folds.html.j2", values))
 
     return cross_validation
 
 
 def _write_predictions(folds: Folds) -> None:
     """Write the predictions of all folds as one table, with a column that says the fold."""
-    text = io.StringIO()
-    writer = None
+    rows = []
     for number, run in folds.runs.items():
-        with (run.path / "predictions.csv").open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if writer is None:  # the head is that of the first fold
-                writer = csv.DictWriter(
-                    text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n"
-                )
-                writer.writeheader()
+        for row in run.prediction_rows() or ():
+            rows.append({"id": row["id"], "fold": number, **row})
 
-            if set(reader.fieldnames or ()) - set(writer.fieldnames):
-                raise damaged(
-                    run.path / "predictions.csv", "has other columns than those of the other folds"
-                )
-
-            writer.writerows({**row, "fold": number} for row in reader)
-
-    write_atomic(folds.path / "predictions.csv", text.getvalue().encode())
+    RunFolder(folds.path).write_table("predictions.csv", rows)
 
 
 def _predictions(run: RunFiles) -> Predictions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,10 @@ from medfl.evaluation.mask_metrics import slug
 from medfl.report import folds, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
+from medfl.report.picture import Picture
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
-from medfl.report.templating import environment
+from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import damaged
@@ -51,9 +51,8 @@ def write_report(run_folder: Path) -> Path:
         return folds.write(Path(run_folder)).path / "report.html"
 
     run = RunFiles(Path(run_folder))
-    page = environment().get_template("report.html.j2").render(context(run))
     path = run.path / "report.html"
-    write_atomic(path, page.encode())
+    write_atomic(path, rendered("report.html.j2", context(run)))
 
     return path
 
@@ -84,7 +83,6 @@ def context(run: RunFiles) -> dict[str, Any]:
                 gains[site] = value - local[site]
 
     pooled = run.pooled()
-    picture = run.path / "partition.png"
     sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
@@ -108,7 +106,6 @@ def context(run: RunFiles) -> dict[str, Any]:
         "traffic": _traffic(run),
         "changes": _changes(run),
         "class_counts": _class_counts(run),
-        "partition_picture": _embedded(picture) if picture.is_file() else None,
         **_predicted(run),
         **_pictures(run),
         "settings": _settings(record),
@@ -278,10 +275,6 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _embedded(picture: Path) -> str:
-    return b64encode(picture.read_bytes()).decode()
-
-
 def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     counts = run.record.get("site_class_counts") or {}
     rows = []
@@ -302,14 +295,17 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _pictures(run: RunFiles) -> dict[str, Any]:
+    partition = run.path / "partition.png"
     try:
+        sites = Picture.read(partition).embedded[2] if partition.is_file() else None
         models, more_grids = saved_pictures.model_pictures(run.path)
         masks, more_sites = saved_pictures.mask_pictures(run.path)
         worst = saved_pictures.worst_images(run.path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a mark that is no number
         raise damaged(run.path / "pictures", f"cannot be shown: {error}") from None
 
     return {
+        "partition_picture": sites,
         "pictures": [picture.embedded for picture in models],
         "more_pictures": more_grids,
         "segmented": [picture.embedded for picture in masks],

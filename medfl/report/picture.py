@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, read_bytes
 from medfl.data.partition.table import shorten
 from medfl.report.style import INK, SOFT
 from medfl.storage.files import write_atomic
@@ -33,6 +34,7 @@ LETTER = 0.085  # inches a letter takes
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
 _THUMBNAIL = 256  # pixels of the longer side of a single image, at most
 # Of a legend; more rows make the figure higher.
+_MOST_BYTES = 1 << 26
 _COLUMNS = 2
 _ROWS = 6
 _STYLE: dict[Any, Any] = {
@@ -63,18 +65,21 @@ class Picture:
 
     @classmethod
     def read(cls, path: Path) -> Picture:
-        """Read a picture that medfl wrote.
+        """Read a picture that medfl wrote, or that somebody has put into a run's folder to have it shown.
 
         Raises:
-            OSError: it cannot be read, or is no whole PNG file.
+            OSError: it cannot be read, is a link, or is no whole PNG file.
         """
-        png = path.read_bytes()
+        if path.is_symlink() or path.parent.is_symlink():
+            raise OSError(f"{path.name} is a link, and a report shows a run's own pictures")
+
         try:
+            png = read_bytes(path, _MOST_BYTES)
             with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
                 image.load()
                 texts = dict(getattr(image, "text", {}))
         # Pillow raises one or another by what is damaged
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except (Refused, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise OSError(f"{path.name} is no whole PNG file") from error
 
         return cls(

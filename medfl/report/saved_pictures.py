@@ -55,6 +55,7 @@ def mask_pictures(folder: Path) -> tuple[list[Picture], int]:
 
     Raises:
         OSError: a picture cannot be read.
+        ValueError: the mark of one is no number.
     """
     strips = _read_all(folder, "dice*.png")
     sites = _read_all(folder, "masks-*.png")

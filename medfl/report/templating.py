@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import jinja2
 
+from medfl.core.terminal import visible
 from medfl.evaluation import metrics
 from medfl.report import formatting
 
 
+def rendered(template: str, values: Mapping[str, object]) -> bytes:
+    """Return a page; a name that is not among the values is an error, and values are escaped."""
+    return visible(_environment().get_template(template).render(values)).encode()
+
+
 @cache
-def environment() -> jinja2.Environment:
-    """Return the environment of the templates; a name that is not in the context is an error, values are escaped."""
+def _environment() -> jinja2.Environment:
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.report"),
         autoescape=True,

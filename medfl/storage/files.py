@@ -164,7 +164,7 @@ def _separated(state: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
     return tree, {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
 
 
-def _joined(tree: str, tensors: Mapping[str, Tensor]) -> State:
+def _joined(tree: str, tensors: dict[str, Tensor]) -> State:
     """Invert `_separated`; an error of any type if it is something else."""
     shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
     state: State = _filled(shape, tensors)
@@ -174,14 +174,14 @@ def _joined(tree: str, tensors: Mapping[str, Tensor]) -> State:
     return state
 
 
-def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _filled(node: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
     if not isinstance(node, dict) or len(node) != 1:
         raise ValueError(f"{node!r:.60} describes no part of a state")
 
     ((kind, value),) = node.items()
     if kind == "tensor" and type(value) is int:
-        return tensors[str(value)]
+        return tensors.pop(str(value))  # once: a copy of it each time would fill a disk
     if kind == "dict" and isinstance(value, dict):
         return {key: _filled(child, tensors) for key, child in value.items()}
     if kind == "list" and isinstance(value, list):

@@ -232,7 +232,8 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
         # csv puts the cells beyond the header under None.
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
-        cleaned.append((number, {name: from_cell(cell or "") for name, cell in row.items()}))
+        cells = {from_cell(name): from_cell(cell or "") for name, cell in row.items()}
+        cleaned.append((number, cells))
 
     return cleaned
 

@@ -292,11 +292,13 @@ class RunFolder:
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Plain]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
-        columns = list(dict.fromkeys(chain.from_iterable(rows)))
+        columns = dict.fromkeys(chain.from_iterable(rows))
         text = io.StringIO()
-        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: as_cell(value) for key, value in row.items()} for row in rows)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(map(as_cell, columns))
+        for row in rows:
+            writer.writerow(as_cell(row.get(column, "")) for column in columns)
+
         write_atomic(self.path / name, text.getvalue().encode())
 
     def write_picture(self, name: str, png: bytes) -> None:

@@ -15,6 +15,8 @@ def test_no_text_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None
     show(argparse.Namespace(json=False), {}, lambda: "\x1b]0;x\x07")
     assert (said := capsys.readouterr()).err == "a?[31m??\tb\nü\n"
     assert said.out == "?]0;x?\n"
+    warn("gnp\u202egpj\u2066\u2028 \u05d1\u05d9\u05ea \u200d")
+    assert capsys.readouterr().err == "gnp?gpj?? \u05d1\u05d9\u05ea \u200d\n"
 
 
 def test_out_of_memory_is_a_line(

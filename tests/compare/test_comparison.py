@@ -255,6 +255,46 @@ def test_one_seed_is_compared_over_its_test_cases(tmp_path: Path) -> None:
     assert "| -50.0 " in text
 
 
+HOSTILE = {
+    "html": "<script>alert(1)</script>",
+    "picture": "<img src=x onerror=alert(1)>",
+    "link": "[x](javascript:alert(1))",
+    "cell": "a | b | c",
+    "line": "a\n\n# b",
+    "terminal": "\x1b[31mred",
+    "direction": "\u202egnp",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_a_foreign_run_is_called_is_text_in_a_table(kind: str, tmp_path: Path) -> None:
+    """As Python-Markdown and markdown-it read it, the one with HTML."""
+    markdown = pytest.importorskip("markdown")
+    commonmark = pytest.importorskip("markdown_it")
+    name = HOSTILE[kind]
+    runs = [finished(tmp_path, "fedavg", 0, 0.5, str(number)) for number in range(2)]
+    for run, value in zip(runs, (name, "iid"), strict=True):
+        record = json.loads((run / "run.json").read_text())
+        record["partition"]["spec"] = value
+        (run / "run.json").write_text(json.dumps(record))
+
+    (tmp_path / "out").mkdir()
+    text = tables.write_tables(read(runs), tmp_path / "out")["md"].read_text()
+    plain = markdown.markdown(text, extensions=["tables"])
+    for page in (plain, commonmark.MarkdownIt("commonmark").enable("table").render(text)):
+        assert "<script" not in page
+        assert "<img" not in page
+        assert "<a " not in page
+        assert "<h1" not in page
+
+    lengths = {row.count("<td") for row in plain.split("<tr>")} - {0}
+    heads = {row.count("<th") for row in plain.split("<tr>")} - {0}
+    assert lengths <= heads
+    assert lengths
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
 def test_a_table_in_latex_has_its_title_as_caption() -> None:
     table = formatted_table(["a", *"bcd"], [["x", "1", "2", "3"]], "tex")
     made = titled("50 % of data_1; PHANTOM data", table, "tex")

@@ -17,6 +17,7 @@ import medfl
 from medfl import datasets
 from medfl.bundle.files import shipped_folders
 from medfl.cli import verbs as cli
+from medfl.compare import checks, grid
 from medfl.compare.entry import Entry
 from medfl.core.errors import InputError
 from tests.support.programs import python_path
@@ -122,6 +123,45 @@ def test_what_has_changed_since_is_told_before_anything_runs(
     assert compare(data, out, *grid, "--seeds", "0,1") == 2
     assert f"error: images real, and phantom in {record.parent}; " in capsys.readouterr().err
     assert not record.parent.with_name("seed-1").exists()
+
+
+@pytest.mark.parametrize("place", ["seed-1", "seed-1-log.txt", "", "pipe"])
+def test_nothing_is_written_by_way_of_a_link_in_a_comparison_s_folder(
+    scans: Path, tmp_path: Path, place: str
+) -> None:
+    """Of a folder that somebody has sent, to be gone on with."""
+    out, precious = tmp_path / "grid", tmp_path / "precious"
+    precious.mkdir()
+    methods = out / "iid" / "fedavg"
+    if not place:
+        out.mkdir()
+        (out / "iid").symlink_to(precious)
+    else:
+        methods.mkdir(parents=True)
+        if place == "pipe":
+            os.mkfifo(methods / "seed-1-log.txt")
+        else:
+            (methods / place).symlink_to(precious / "new")
+
+    (out / "compare.json").write_text("{}")
+    cell = grid.Cell(None, "iid", 1, methods / "seed-1", False)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="is a link or a pipe"):
+        checks.check_places(out, (cell.folder, grid._log_file(cell)))
+
+    assert list(precious.iterdir()) == []
+
+
+def test_a_comparison_that_goes_on_looks_where_it_writes(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, precious = tmp_path / "grid", tmp_path / "precious.txt"
+    precious.write_text("as it was")
+    arguments = ("--methods", "fedavg", "--partition", "iid", "--rounds", "1", "--seeds")
+    assert compare(scans, out, *arguments, "0") == 0
+    (out / "iid" / "fedavg" / "seed-1-log.txt").symlink_to(precious)
+    assert compare(scans, out, *arguments, "0,1") == 2
+    assert "seed-1-log.txt is a link or a pipe" in capsys.readouterr().err
+    assert precious.read_text() == "as it was"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from medfl.core.errors import RunError
@@ -197,3 +198,19 @@ def test_caps_grow_with_the_largest_network() -> None:
     assert MessageLimits.for_networks(small, large) == MessageLimits(
         size=8 * 9000 * 4 * 10**7, tensors=72_000
     )
+
+
+@pytest.mark.parametrize("sign", ["\n", "\x1b[31m", "\u202e", "\u2028"], ids=ascii)
+def test_no_name_writes_a_line_of_its_own_into_a_log(sign: str) -> None:
+    """Neither that of what a transport restored nor that in a document."""
+    named = {f"weights/a{sign}2026-01-01 INFO all is well": torch.ones(1)}
+    with pytest.raises(RunError, match="is no name") as caught:
+        MessageLimits().checked(named, "x")
+    assert sign not in str(caught.value)
+    with pytest.raises(RunError, match="is no name"):
+        Message.decode(safetensors.torch.save(named))
+
+
+@pytest.mark.parametrize("name", ["weights/क्\u200dष", "prototypes/bone lesion", "weights/0.weight"])
+def test_names_of_any_language_are_names(name: str) -> None:
+    assert MessageLimits().checked({name: torch.ones(1)}, "x").keys() == {name}

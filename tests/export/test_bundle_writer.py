@@ -401,6 +401,26 @@ def test_the_commands_that_resumed_a_run_say_no_places_either(plain: Path, tmp_p
     assert not any(str(run).encode() in text for text in texts)
 
 
+def test_what_a_run_says_of_itself_is_text_in_the_readme(plain: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(plain, tmp_path / "run"))
+    document = json.loads((run / "run.json").read_text())
+    document["command"] = "medfl run 'a\n```\n<script>'"
+    document["data"]["notes"] = [
+        "<script>",
+        "\x1b[31mred",
+        "[x](javascript:a)",
+        "# a\n# b",
+        "\u202e",
+    ]
+    (run / "run.json").write_text(json.dumps(document))
+    export(run, tmp_path / "bundle", formats=())
+    text = (tmp_path / "bundle" / "docs" / "README.md").read_text()
+    assert text.count("\n# ") == 0
+    assert "\n<script" not in text
+    assert "- &lt;script>\n- ?[31mred\n- [x]\\(javascript:a)\n- # a # b\n- ?\n" in text
+    assert "medfl run 'a ``` <script>'" in text
+
+
 def test_an_interrupted_run_is_exported_and_says_so(plain: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(plain, tmp_path / "run"))
     for name in ("summary.json", "weights.safetensors"):

@@ -237,3 +237,21 @@ def test_the_training_loss_stays_where_noise_is_and_where_keys_do_not_name_it() 
     for rules in (Outbound(keys=("weights",)), Outbound(clip=1.0, noise=1.0)):
         assert gate(rules).allowed_numbers(told, "train_loss") == {"steps": 3}
         assert gate(rules).allowed_numbers({**told, "labels": [1]}, "labels", "channels") == told
+
+
+@pytest.mark.parametrize(("base", "change"), [(2.0**53, 1.5), (2.0**54, 2.5), (-(2.0**53), -1.5)])
+def test_large_numbers_of_a_server_do_not_round_a_change_before_it_has_its_noise(
+    base: float, change: float
+) -> None:
+    """Rounded up first, it would move by more than the clip; by NumPy, of two numbers side by side."""
+    seed = next(s for s in range(9) if normal(1, repeated(s))[0] * change < 0)
+    drawn = float(normal(1, repeated(seed))[0])
+    rules = Outbound(clip=abs(change), noise=0.6 / abs(drawn))
+    weights = torch.tensor([base], dtype=torch.float64)
+    down = Message({"weights": {"a": weights}})
+    moved_by = Message({"weights": {"a": weights + change}})  # rounded up, so clipped to the change
+    left = Gate(rules, Account(), "clinic", repeated(seed)).reply(moved_by, down, 5)
+    assert float(left["weights"]["a"][0]) == np.float64(base) + np.float64(
+        change - np.sign(change) * 0.6
+    )
+    assert float(left["weights"]["a"][0]) == base

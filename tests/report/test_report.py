@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,6 +169,71 @@ def test_names_of_users_are_text(make: Make) -> None:
     assert "$\\frac{1}{0}$" in page.text
 
 
+@pytest.mark.parametrize(
+    "sign", ["\x1b[2J", "\x9b31m", "\u202egnp", "\u2066x", "\u2028", "\U000e0041"], ids=ascii
+)
+def test_no_name_steers_a_page(make: Make, sign: str) -> None:
+    """JSON writes such characters as escapes, so that no look at a file's text finds them."""
+    page = write_report(
+        make(sites=[f"a{sign}", "b"], classes=[sign, "b", "c"], bundle=sign, method=sign)
+    )
+    assert sign[0] not in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["क्\u200dष", "می\u200cخواهم", "בית חולים", "👩\u200d⚕️"])
+def test_names_of_any_language_stay_as_they_are(make: Make, name: str) -> None:
+    assert name in write_report(make(sites=[name, "b"])).read_text()
+
+
+@pytest.mark.parametrize("name", ["partition.png", "pictures/worst-01.png", "pictures/dice.png"])
+@pytest.mark.parametrize("kind", ["text", "link", "link to a picture", "pipe", "huge"])
+def test_a_report_shows_pictures_of_its_run_alone(
+    make: Make, tmp_path: Path, name: str, kind: str
+) -> None:
+    """Of a folder that somebody has sent: the page, which is sent back, would carry a key or a patient's image."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"PRIVATE KEY")
+    picture = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(picture, "PNG")
+    image = tmp_path / "patient.png"
+    image.write_bytes(picture.getvalue())
+    folder = make()
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    put = {
+        "text": lambda: path.write_bytes(secret.read_bytes()),
+        "link": lambda: path.symlink_to(secret),
+        "link to a picture": lambda: path.symlink_to(image),
+        "pipe": lambda: os.mkfifo(path),
+        "huge": lambda: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40),
+    }
+    put[kind]()
+    if (name, kind) == ("partition.png", "pipe"):
+        assert "PRIVATE" not in write_report(folder).read_text()
+        return
+
+    with pytest.raises(InputError, match="cannot be shown"):
+        write_report(folder)
+
+
+def test_a_folder_of_pictures_elsewhere_and_a_mark_that_is_no_number_are_refused(
+    make: Make, tmp_path: Path
+) -> None:
+    words = PngInfo()
+    words.add_text("Mark", "abc")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    Image.new("RGB", (4, 4)).save(elsewhere / "masks-a.png", pnginfo=words)
+    folder = make()
+    (folder / "pictures").symlink_to(elsewhere)
+    with pytest.raises(InputError, match="is a link"):
+        write_report(folder)
+    (folder / "pictures").unlink()
+    shutil.copytree(elsewhere, folder / "pictures")
+    with pytest.raises(InputError, match="could not convert string to float"):
+        write_report(folder)
+
+
 def test_key_metric_from_a_foreign_bundle_is_text_in_charts(make: Make) -> None:
     key = "$x_<b>"
     folder = make(key_metric=key)
@@ -307,14 +375,15 @@ def test_segmentation_run_shows_the_stored_partition_picture(make: Make) -> None
     run = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "predictions.csv").unlink()
-    (folder / "partition.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    Image.new("RGB", (4, 4)).save(folder / "partition.png")
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
         text = (folder / name).read_text()
         (folder / name).write_text(
             text.replace("balanced_accuracy", "dice").replace("auroc", "hd95")
         )
     _, page = render(folder)
-    assert "data:image/png;base64,iVBORw0KGgo=" in page.loads
+    shown = base64.b64encode((folder / "partition.png").read_bytes()).decode()
+    assert f"data:image/png;base64,{shown}" in page.loads
     assert "Dice at each site" in page.text
     assert "95th percentile of surface distances" in page.text
 

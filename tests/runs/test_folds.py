@@ -319,6 +319,24 @@ def test_shipped_data_sets_have_folds_too(tmp_path: Path) -> None:
             sections("mednist", tmp_path / "data", wrong)
 
 
+def test_the_table_of_all_folds_has_no_formula_that_one_of_them_has(
+    done: tuple, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(done[2], tmp_path / "folds"))
+    file = folder / "fold-2" / "predictions.csv"
+    head, first, *lines = file.read_text().splitlines()
+    odd = first.split(",")
+    odd[1] = "=cmd()"
+    file.write_text("\n".join([head, ",".join(odd), *lines]) + "\n")
+    write_report(folder)
+    with (folder / "predictions.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [row["site"] for row in rows].count("'=cmd()") == 1
+    assert not any(cell.startswith("=") for row in rows for cell in row.values())
+    assert next(iter(rows[0])) == "id"
+    assert [*rows[0]][1] == "fold"
+
+
 def test_folds_of_somebody_else_are_refused_in_a_line(done: tuple, tmp_path: Path) -> None:
     """Folds that are of different runs, and a record with more than `medfl run --folds` writes."""
     _, _, out, _ = done

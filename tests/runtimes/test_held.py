@@ -20,7 +20,7 @@ from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.monai_fl.held import HeldSite, Worker, cases_state
 from medfl.runtimes.monai_fl.view import Aborted, SiteView
 from medfl.runtimes.monai_fl.worker import _ANSWERS
-from medfl.runtimes.step import copy_site_weights
+from medfl.runtimes.step import copy_site_weights, introduce
 from medfl.safety import sandbox
 from medfl.safety.sandbox import Allowed, devices, private_folders, python_and_system
 from medfl.storage.files import State, decode_state, encode_state
@@ -124,6 +124,33 @@ LIES = {
     "no message": (put("message", 3), "has no message"),
     "a text for a loss": (put("loss", "patient 17"), "no result of a training"),
     "steps below zero": (put("steps", -1), "no result of a training"),
+    "a text in its steps": (
+        put("steps", int.from_bytes(b"patient seventeen")),
+        "no result of a training",
+    ),
+    "no names of sections": (put("cases", [1]), "scores something else"),
+    "a section of its own": (
+        put("cases", {"patient 17": {"ids": ["a"], "values": {"loss": torch.ones(1)}}}),
+        "scores something else",
+    ),
+    "texts as names of metrics": (
+        put(
+            "cases",
+            {
+                "validate": {
+                    "ids": ["a"],
+                    "values": {f"{i}{'x' * 100}": torch.ones(1) for i in range(500)},
+                }
+            },
+        ),
+        "too many names",
+    ),
+    "texts as names of numbers": (
+        lambda answer: [
+            add(f"scalars/{i}{'x' * 100}", torch.tensor(1.0))(answer) for i in range(500)
+        ],
+        "too many names",
+    ),
     "no state": (put("state", [1]), "no result of a training"),
     "no cases": (put("cases", {"validate": {"ids": 3}}), "no outcomes of cases"),
     "cases of other counts": (
@@ -151,8 +178,8 @@ def test_a_worker_that_lies_is_refused_and_nothing_leaves(what: str, tmp_path: P
     assert not verify(tmp_path / "audit.jsonl").problems
 
 
-ODD = {
-    "run_hash": "../../../../" + "0" * 52,
+ODD: dict[str, Any] = {
+    "run_hash": 3,
     "training_items": "many",
     "leaves": [["weights", [1], "torch.load"]],
     "network": [[1, 2, 3]],
@@ -166,6 +193,41 @@ def test_a_worker_that_says_odd_things_of_itself_is_not_taken(name: str) -> None
         held(federation(), put(name, ODD[name]))
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [{"labels": [2, 1]}, {"labels": [1, 1]}, {"labels": [10**6]}, {"patients": [1]}],
+    ids=["descending", "twice", "no position", "of its own"],
+)
+def test_what_a_worker_says_of_its_data_is_positions_of_a_kind_that_is_known(
+    facts: dict[str, list[int]],
+) -> None:
+    with pytest.raises(RunError, match="odd"):
+        held(federation(), put("facts", facts))
+
+
+def test_a_worker_gets_no_state_of_another_run_whatever_run_it_says_it_works_for(
+    tmp_path: Path,
+) -> None:
+    folders = []
+    for method in ("fedavg", "scaffold"):
+        made = federation(method)
+        site = held(made, put("run_hash", "../../../../" + "0" * 52))
+        algo = MedflClientAlgo(lambda site=site: site, "x", folder=tmp_path)
+        algo.initialize()
+        algo.train(broadcast(made, "x"))
+        folders.append(algo.states.folder)
+
+    assert folders[0] != folders[1]
+    assert {folder.parent.parent for folder in folders} == {tmp_path}
+
+
+def test_a_worker_introduces_itself_without_tensors_as_no_server_has_named_them_yet() -> None:
+    site = held(federation(), add("weights/0.weight", torch.ones(1)))
+    site.rules.leaves["0.weight"] = (torch.Size([1]), torch.float32)  # type: ignore[index]
+    with pytest.raises(RunError, match="introduces itself with tensors"):
+        site.introduction(introduce)
+
+
 def test_a_worker_begun_anew_has_to_say_the_same(tmp_path: Path) -> None:
     made = federation()
     site = held(made)
@@ -177,6 +239,8 @@ def test_a_worker_begun_anew_has_to_say_the_same(tmp_path: Path) -> None:
 
 def test_only_what_a_site_may_tell_is_asked_of_a_worker() -> None:
     site = held(federation())
+    with pytest.raises(RunError, match="not asked for statistics"):
+        site.statistics(None, 0)
     with pytest.raises(RunError, match="is not asked for copy_site_weights"):
         site.call(copy_site_weights, 1, None, Message())
 
@@ -247,7 +311,7 @@ def test_a_worker_that_ends_or_hangs_is_said_and_begun_anew(tmp_path: Path) -> N
             begun.ask("begin")
 
     begun, _ = worker("garbage", tmp_path)
-    with pytest.raises(RunError, match="at most 17,179,869,184"):
+    with pytest.raises(RunError, match="at most 67,108,864"):
         begun.ask("begin")
     assert not begun.is_running
 
@@ -258,6 +322,12 @@ def test_a_worker_that_ends_or_hangs_is_said_and_begun_anew(tmp_path: Path) -> N
         begun.ask("begin")
     assert time.monotonic() - started < 60
     begun.close()
+
+    begun, lines = worker("talk", tmp_path)
+    with pytest.raises(RunError, match="has ended"):
+        begun.ask("begin")
+    assert len(lines) == 10_000
+    assert lines[-1] == "worker: more than 10,000 lines, of which no others follow"
 
 
 def test_cases_cross_the_pipe() -> None:

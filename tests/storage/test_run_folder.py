@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -277,6 +279,15 @@ def test_no_cell_is_a_formula_and_names_come_back(folder: RunFolder) -> None:
     folder.write_table("sites.csv", [{"site": "=cmd()", "x": -1.5}, {"site": "north", "x": 2}])
     assert (folder.path / "sites.csv").read_text() == "site,x\n'=cmd(),-1.5\nnorth,2\n"
     assert [row["site"] for _, row in read_rows(folder.path / "sites.csv")] == ["=cmd()", "north"]
+
+
+@pytest.mark.parametrize("name", ["=cmd()", "@x", "-1+a|b", "'=1"])
+def test_no_name_of_a_column_is_a_formula(folder: RunFolder, name: str) -> None:
+    """A bundle calls its own metric as it likes."""
+    folder.write_table("predictions.csv", [{"id": "a", name: 0.5}])
+    written = (folder.path / "predictions.csv").read_text()
+    assert next(csv.reader(io.StringIO(written)))[1] == f"'{name}"
+    assert read_rows(folder.path / "predictions.csv") == [(2, {"id": "a", name: "0.5"})]
 
 
 def test_weights_and_summary(folder: RunFolder) -> None:

@@ -50,6 +50,10 @@ def opened(job: dict[str, Any]) -> Any:
         raise RuntimeError(f"attacked: {attack(job['paths'])}")
     if task == "end":
         os._exit(7)
+    if task == "talk":
+        sys.stdout.write("one more line\n" * 30_000)
+        sys.stdout.flush()
+        os._exit(0)
     if task == "hang":
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if "--hard" in sys.argv else stop)
         time.sleep(300)

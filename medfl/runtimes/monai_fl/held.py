@@ -7,6 +7,7 @@ worker (`worker.serve`) keeps nothing: ended, it is begun anew with the next que
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,11 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -28,9 +29,9 @@ from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.message_limits import MessageLimits
-from medfl.core.run import Run
+from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
-from medfl.core.type_checks import matches_type
+from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes.message_rules import Form, MessageRules
@@ -47,19 +48,22 @@ _PATIENCE = 60.0
 """Seconds from an abort until a worker that goes on is ended."""
 _STATED = {
     "run_hash": str,
-    "training_items": int,
+    "training_items": Count,
     "leaves": list[list[object]],
     "network": list[list[object]],
     "personal": list[str],
-    "like_weights": list[str],
     "exact": list[str],
     "held_out": list[str],
-    "facts": dict[str, list[int]],
+    "facts": dict[str, list[Annotated[int, range(1000)]]],
 }
 """What a worker says of itself at its start, and the type of each."""
-_TRAINED = {"state": State, "loss": float, "steps": int}
-_HASH = 64
+_TRAINED = {"state": State, "loss": float, "steps": Count}
+_FACTS = {"labels", "channels"}
+_MOST_TEXT = 50_000
+"""Characters of all names, of metrics and numbers, that a worker may use: a few for each structure."""
 _LINE = 500
+_MOST_LINES = 10_000
+"""Of one process: its keeper's log lies where the States do."""
 
 
 class Worker:
@@ -167,8 +171,13 @@ class Worker:
             process.stdin.close()
 
         with process.stdout as output:
+            left = _MOST_LINES
             while line := output.readline(_LINE):
-                self._say(f"worker: {printable(line.decode(errors='replace').rstrip(), _LINE)}")
+                left -= 1
+                if left > 0:
+                    self._say(f"worker: {printable(line.decode(errors='replace').rstrip(), _LINE)}")
+                elif left == 0:
+                    self._say(f"worker: more than {_MOST_LINES:,} lines, of which no others follow")
 
     def _wait(self) -> None:
         """Pass a stop on, and end a worker that goes beyond its bounds or does not stop."""
@@ -239,22 +248,26 @@ class HeldSite(SiteEnd):
         # Names and forms are the worker's word: a broadcast that has others is refused, so it cannot name what it likes
         self._stated = stated = worker.ask("begin")
         odd = [key for key, kind in _STATED.items() if not matches_type(stated.get(key), kind)]
-        if odd or not (len(stated["run_hash"]) == _HASH and stated["run_hash"].isalnum()):
-            raise RunError(f"site {name!r}: its worker says something odd of {odd or 'the run'}")
+        self.facts = {} if odd else stated["facts"]
+        ascend = all(values == sorted(set(values)) for values in self.facts.values())
+        if odd or self.facts.keys() - _FACTS or not ascend:
+            raise RunError(f"site {name!r}: its worker says something odd of {odd or 'its data'}")
 
         # Which groups a site sends is the method's own code, which both ends have
         method = methods.load(run.method, run.options)
         network = _forms(stated["network"])
-        self.run_hash = stated["run_hash"]
+        # Where the States are: of this run, whatever the worker says of the images
+        both = f"{without_round_limit(run).run_hash} {stated['run_hash']}"
+        self.run_hash = hashlib.sha256(both.encode()).hexdigest()
         self.training_items = stated["training_items"]
-        self.facts = stated["facts"]
+        self._names: set[str] = set()
         self.rules = MessageRules(
             name,
             _forms(stated["leaves"]),
             network,
             personal=frozenset(stated["personal"]),
             uploads=frozenset(["weights", *(group.name for group in method.groups() if group.up)]),
-            like_weights=frozenset(stated["like_weights"]),
+            like_weights=frozenset(group.name for group in method.groups() if group.like_weights),
             fedavg=methods.has_fedavg_server(method),
             limits=MessageLimits.for_networks(
                 {
@@ -291,12 +304,12 @@ class HeldSite(SiteEnd):
             message=message.flat(),
             arguments=arguments,
         )
-        cases = {section: _cases(value) for section, value in answer.get("cases", {}).items()}
+        assert isinstance(arguments[0], Sequence)
+        cases = self._cases(answer.get("cases", State()), arguments[0])
         if function is score_site:
             return cases
 
-        typed = all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items())
-        if not (typed and answer["steps"] >= 0):
+        if not all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items()):
             raise RunError(f"site {self.name!r}: its worker's answer is no result of a training")
 
         reply = self._message(answer)
@@ -304,12 +317,16 @@ class HeldSite(SiteEnd):
 
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
         """Return what the site says before its first training."""
-        return self._message(self._ask("introduction", initial=introduce is None))
+        message = self._message(self._ask("introduction"))
+        # Before the server has sent any, the names of tensors are the worker's own
+        if message.tensors:
+            raise RunError(f"site {self.name!r}: its worker introduces itself with tensors")
+
+        return message
 
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
-        """Return statistics of the site's images."""
-        asked = None if bins is None else asdict(bins)
-        return dict(self._ask("statistics", bins=asked, min_count=min_count)["statistics"])
+        """Raise a RunError: they would be what the worker says, and no job asks for them."""
+        raise RunError(f"site {self.name!r}: a worker is not asked for statistics")
 
     def is_held_out(self, section: str) -> bool:
         """Tell whether a bundle that was reviewed says so."""
@@ -331,6 +348,17 @@ class HeldSite(SiteEnd):
 
         return self._worker.ask(question, **values)
 
+    def _cases(self, value: State, asked: Sequence[str]) -> dict[str, Cases]:
+        """Return outcomes of the sections that were asked for."""
+        if not matches_type(value, dict[str, State]) or not value.keys() <= {*asked}:
+            raise RunError(f"site {self.name!r}: its worker scores something else")
+
+        cases = {section: _outcomes(outcome) for section, outcome in value.items()}
+        for outcome in cases.values():
+            self._count_names(outcome.values)
+
+        return cases
+
     def _message(self, answer: State) -> Message:
         """Return the message in an answer, checked as at the server."""
         flat = answer.get("message")
@@ -339,7 +367,17 @@ class HeldSite(SiteEnd):
 
         message = self.rules.decode_reply(flat)
         self.rules.check_reply(message)
+        self._count_names(message.scalars)
+        for group in message.tensors.keys() - {"weights"} - self.rules.like_weights:
+            self._count_names(message[group])
+
         return message
+
+    def _count_names(self, names: Iterable[str]) -> None:
+        """Bound what a worker can say by names that neither the server nor the network has."""
+        self._names.update(names)
+        if sum(map(len, self._names)) > _MOST_TEXT:
+            raise RunError(f"site {self.name!r}: its worker uses too many names")
 
 
 def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
@@ -369,7 +407,7 @@ def cases_state(cases: Mapping[str, Cases]) -> State:
     }
 
 
-def _cases(value: Any) -> Cases:
+def _outcomes(value: State) -> Cases:
     try:
         return Cases(tuple(map(str, value["ids"])), dict(value["values"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

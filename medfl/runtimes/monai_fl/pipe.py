@@ -5,15 +5,19 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 
 from medfl.core.errors import RunError
+from medfl.core.untrusted import JSON_BYTES
+from medfl.safety.bounds import most_memory
 from medfl.storage.files import State, decode_state, encode_state
 
 _HEAD = struct.Struct("!QQ")
-_LARGEST = 1 << 34
-"""Bytes of one document: a State of more is none that a site has."""
+_SHARE = 0.25
+"""Of the memory that a worker may use: what comes is held more than once while it is read."""
 _PIECE = 1 << 20
+_EVERY = 0.25
 
 
 class Pipe:
@@ -21,20 +25,23 @@ class Pipe:
 
     Args:
         end: a connected stream socket.
-        wait: called four times a second while nothing comes; raises to stop waiting.
+        wait: called four times a second, whether something crosses or not; raises to stop.
     """
 
     def __init__(self, end: socket.socket, wait: Callable[[], object] = str) -> None:
         """Take the socket over."""
         self._end = end
         self._wait = wait
+        self._next = 0.0
 
     def send(self, state: Mapping[str, object]) -> None:
         """Send a State; OSError if nobody is there."""
         documents = encode_state(state)
-        self._end.sendall(_HEAD.pack(*map(len, documents)))
-        for document in documents:
-            self._end.sendall(document)
+        for part in (_HEAD.pack(*map(len, documents)), *documents):
+            rest = memoryview(part)
+            while rest:
+                self._until_ready(select.POLLOUT)
+                rest = rest[self._end.send(rest[:_PIECE], socket.MSG_DONTWAIT) :]
 
     def receive(self) -> State:
         """Return what comes next.
@@ -44,8 +51,9 @@ class Pipe:
             RunError: it is no State, or too large.
         """
         sizes = _HEAD.unpack(self._read(_HEAD.size))
-        if max(sizes) > _LARGEST:
-            raise RunError(f"a message of {max(sizes):,} bytes; at most {_LARGEST:,}")
+        for size, most in zip(sizes, (JSON_BYTES, int(_SHARE * most_memory())), strict=True):
+            if size > most:
+                raise RunError(f"a message of {size:,} bytes; at most {most:,}")
 
         return decode_state(*[self._read(size) for size in sizes])
 
@@ -56,12 +64,21 @@ class Pipe:
     def _read(self, size: int) -> bytes:
         content = bytearray()
         while len(content) < size:
-            while not select.select([self._end], [], [], 0.25)[0]:
-                self._wait()
-
+            self._until_ready(select.POLLIN)
             piece = self._end.recv(min(_PIECE, size - len(content)))
             if not piece:
                 raise EOFError("the other process has ended")
             content += piece
 
         return bytes(content)
+
+    def _until_ready(self, event: int) -> None:
+        """Wait for the other process, which may let a byte pass now and then so that this never ends."""
+        poll = select.poll()
+        poll.register(self._end, event)
+        is_ready = False
+        while not is_ready:
+            is_ready = bool(poll.poll(1000 * _EVERY))
+            if time.monotonic() >= self._next:
+                self._wait()
+                self._next = time.monotonic() + _EVERY

@@ -78,7 +78,6 @@ def _stated(view: SiteView, _: State) -> State:
         "leaves": forms_state(rules.leaves),
         "network": forms_state(rules.network),
         "personal": sorted(rules.personal),
-        "like_weights": sorted(rules.like_weights),
         "exact": sorted(view.wire_compression.exact),
         "held_out": [section for section in SECTIONS if view.is_held_out(section)],
         "facts": {name: list(values) for name, values in view.facts.items()},
@@ -117,18 +116,10 @@ def _called(view: SiteView, function: Callable[..., Any], question: State) -> An
     return result
 
 
-def _introduced(view: SiteView, question: State) -> State:
+def _introduced(view: SiteView, _: State) -> State:
     from medfl.runtimes.step import introduce
 
-    return {"message": view.introduction(None if question["initial"] else introduce).flat()}
-
-
-def _described(view: SiteView, question: State) -> State:
-    from medfl.runtimes.monai_fl.data_stats import Bins
-
-    bins = question["bins"]
-    asked = None if bins is None else Bins(**bins)
-    return {"statistics": view.statistics(asked, question["min_count"])}
+    return {"message": view.introduction(introduce).flat()}
 
 
 _ANSWERS: dict[str, Callable[[SiteView, State], State]] = {
@@ -136,5 +127,4 @@ _ANSWERS: dict[str, Callable[[SiteView, State], State]] = {
     "site_step": _trained,
     "score_site": _scored,
     "introduction": _introduced,
-    "statistics": _described,
 }
