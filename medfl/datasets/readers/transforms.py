@@ -15,7 +15,6 @@ import torch
 from monai.config.type_definitions import KeysCollection
 from monai.data import MetaTensor
 from monai.transforms import SpatialResample
-from monai.transforms.io.array import SUPPORTED_READERS
 from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from PIL import Image
@@ -26,9 +25,6 @@ from medfl.datasets.readers import volumes
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
 from medfl.datasets.readers.reading import Pixels, files_of, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
-
-# Every LoadImage makes it where pydicom is installed, and it warns each time that NVIDIA's decoder is not.
-SUPPORTED_READERS.pop("nvimgcodecpydicomreader", None)
 
 Entry = Mapping[Hashable, Any]
 NewEntry = dict[Hashable, Any]
