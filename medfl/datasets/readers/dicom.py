@@ -58,7 +58,8 @@ class Header(tuple[Untyped, ...]):
     def numbers(self, keyword: str) -> Affine:
         """Return the numbers of a tag, none where it is missing or empty."""
         values = np.atleast_1d(np.array(self.get(keyword), object))
-        return np.array([value for value in values if value not in (None, "")], np.float64)
+        filled = [value for value in values if value not in (None, "")]
+        return np.array(filled, np.float64)
 
     def number(self, keyword: str, default: float) -> float:
         """Return the first number of a tag, the default where there is none."""
@@ -197,7 +198,8 @@ def _damaged(file: str, error: Exception) -> InputError:
 
 def _named(keyword: str) -> str:
     """Return number and keyword of a tag."""
-    return f"{importlib.import_module('pydicom.tag').Tag(keyword)} {keyword}"
+    tag = importlib.import_module("pydicom.tag").Tag(keyword)
+    return f"{tag} {keyword}"
 
 
 def _dataset(file: str, **options: Untyped) -> Untyped:
@@ -250,7 +252,9 @@ def _frames(file: str, header: Header) -> Iterator[Frame]:
     for number in range(header.whole("NumberOfFrames", 1)):
         parts = []
         for (group,) in (*groups[number : number + 1], *shared):
-            parts += [item for element in group if element.VR == "SQ" for item in element.value[:1]]
+            for element in group:
+                if element.VR == "SQ":
+                    parts += element.value[:1]
 
         yield Frame(file, number, Header((*parts, *header)))
 
