@@ -5,8 +5,8 @@
 The machine has PyTorch, torchvision and the usual scientific packages; the kit has the others, without their own
 dependencies, and the METADATA of medfl, which runs from the working tree. Of the images it has all of HAM10000, resized
 to the protocol's 128 pixels by medfl's own reader, as JPEG of quality 85, MedNIST at 64 pixels as it is, and some
-hippocampus volumes, from the folder that --data or $MEDFL_DATA names. SimpleITK is left out: only DICOM and formats of
-its own need it.
+hippocampus volumes, from the folder that --data or $MEDFL_DATA names. SimpleITK and pydicom are left out: only DICOM
+and formats of SimpleITK's own need them.
 """
 
 from __future__ import annotations

@@ -56,10 +56,11 @@ def environment(day: Day) -> None:
     day.save(
         python=sys.version.split()[0], versions=versions, device=gpu or "CPU", cores=os.cpu_count()
     )
-    day.add({"name": "missing packages", "found": lacking, "allowed": ["SimpleITK"]})
-    if set(lacking) - {"SimpleITK"}:
+    of_dicom = ["SimpleITK", "pydicom"]
+    day.add({"name": "missing packages", "found": lacking, "allowed": of_dicom})
+    if set(lacking) - set(of_dicom):
         raise RuntimeError(
-            f"without {', '.join(lacking)}; all but SimpleITK are needed: add their wheels to the kit"
+            f"without {', '.join(lacking)}; all but {' and '.join(of_dicom)} are needed: add their wheels to the kit"
         )
     if gpu is None and day.device != "cpu":
         raise RuntimeError("there is no CUDA device; --dry and --device cpu go without one")

@@ -17,6 +17,7 @@ from monai.transforms import LoadImage
 from monai.utils import ensure_tuple
 from monai.utils.enums import MetaKeys
 
+import medfl.data.samples  # noqa: F401 - a reader that warns is taken out of MONAI's there
 from medfl.core.untrusted import Refused, printable
 from medfl.datasets.readers.reading import names_other_file
 

@@ -13,6 +13,7 @@ import torch
 from monai import transforms as mt
 from monai.data import MetaTensor, PILReader
 from monai.transforms import Compose, LoadImage, Randomizable
+from monai.transforms.io.array import SUPPORTED_READERS
 from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
@@ -23,6 +24,9 @@ from medfl.data.incomplete_entries import first_random, is_unlabelled
 from medfl.data.prepared import Item, Sample, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
+
+# Every LoadImage makes it where pydicom is installed, and it warns each time that NVIDIA's decoder is not.
+SUPPORTED_READERS.pop("nvimgcodecpydicomreader", None)
 
 # Modules of MONAI's transforms; those of others may draw from a global generator.
 _OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")

@@ -245,9 +245,10 @@ def test_a_kit_without_its_images_is_refused(
     assert not (tmp_path / "kit").exists()
 
 
-def test_without_simpleitk_everything_but_dicom_works(
+def test_without_simpleitk_and_pydicom_everything_but_dicom_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "SimpleITK", None)
+    monkeypatch.setitem(sys.modules, "pydicom", None)
     volumes = datasets.write_phantom("hippocampus", tmp_path / "volumes", per_class=10, size=24)
     assert main(["data", "check", "hippocampus", "--data", str(volumes)]) == 0

@@ -52,7 +52,7 @@ for words, code in json.load(sys.stdin):
             found = main(words)
         except SystemExit as error:
             found = error.code or 0
-    heavy = sorted({"torch", "monai", "scipy", "nibabel", "pandas"} & set(sys.modules))
+    heavy = sorted({"torch", "monai", "scipy", "nibabel", "pydicom", "pandas"} & set(sys.modules))
     assert (found, heavy, told.getvalue().startswith("error: ")) == (code, [], code == 2), (words, told.getvalue())
     assert told.getvalue().count("\\n") == (code == 2), words
 """

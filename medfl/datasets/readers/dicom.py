@@ -1,7 +1,6 @@
-"""DICOM series as volumes and DICOM files as pictures: headers are read here, pixels by SimpleITK.
+"""DICOM series as volumes and DICOM files as pictures: headers are read by pydicom, pixels by SimpleITK.
 
-Values, lookup tables and padding are those of PS3.3 C.11 and C.7.5.1.1.2, places those of C.7.6; files are laid out as
-in PS3.5 and PS3.10.
+Values, lookup tables and padding are those of PS3.3 C.11 and C.7.5.1.1.2, places those of C.7.6.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 import importlib
 import locale
 import math
-import mmap
 import os
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,137 +32,62 @@ _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, rea
 _ALIKE = 1e-3  # of orientations, and of distances in mm
 _PREAMBLE = 128
 _MAGIC = b"DICM"
-_DEFLATED = b"1.2.840.10008.1.2.1.99"
-_BIG_ENDIAN = b"1.2.840.10008.1.2.2"
-_LONG = {
-    b"OB",
-    b"OD",
-    b"OF",
-    b"OL",
-    b"OV",
-    b"OW",
-    b"SQ",
-    b"SV",
-    b"UC",
-    b"UN",
-    b"UR",
-    b"UT",
-    b"UV",
-}
-"""Kinds of values whose length has four bytes."""
-_PACKED = {b"OB", b"OW"}
-_UNDEFINED = 0xFFFFFFFF
-_PIXELS = 0x7FE0  # group
-_DEEPEST = 16  # sequences in sequences
+_DEFLATED = "1.2.840.10008.1.2.1.99"
+_LARGE = 2**16  # bytes of a value that stays in its file until it is asked for
 _MOST_FRAMES = 2**16
+_UNDEFINED = 2**32 - 1  # length of pixels that are compressed
+_DEEPEST = 16  # sequences in sequences
+_STORED = [
+    "SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated", "BitsStored",
+    "HighBit", "PixelRepresentation", "PixelData",
+]  # fmt: skip
+"""What says how pixels are stored; of these alone SimpleITK returns them as they are."""
 
 
-class Tag(IntEnum):
-    """Tags that are read, by keyword."""
+class Header(tuple[Untyped, ...]):
+    """What a file says of a frame: data sets of pydicom, of which the first that has a tag goes before the others."""
 
-    TransferSyntaxUID = 0x00020010
-    SeriesDescription = 0x0008103E
-    SliceThickness = 0x00180050
-    SeriesInstanceUID = 0x0020000E
-    ImagePositionPatient = 0x00200032
-    ImageOrientationPatient = 0x00200037
-    PlanePositionSequence = 0x00209113
-    PlaneOrientationSequence = 0x00209116
-    SamplesPerPixel = 0x00280002
-    PhotometricInterpretation = 0x00280004
-    NumberOfFrames = 0x00280008
-    Rows = 0x00280010
-    Columns = 0x00280011
-    PixelSpacing = 0x00280030
-    BitsAllocated = 0x00280100
-    PixelRepresentation = 0x00280103
-    PixelPaddingValue = 0x00280120
-    PixelPaddingRangeLimit = 0x00280121
-    WindowCenter = 0x00281050
-    WindowWidth = 0x00281051
-    RescaleIntercept = 0x00281052
-    RescaleSlope = 0x00281053
-    VOILUTFunction = 0x00281056
-    ModalityLUTSequence = 0x00283000
-    LUTDescriptor = 0x00283002
-    LUTData = 0x00283006
-    VOILUTSequence = 0x00283010
-    PixelMeasuresSequence = 0x00289110
-    FrameVOILUTSequence = 0x00289132
-    PixelValueTransformationSequence = 0x00289145
-    PresentationLUTShape = 0x20500020
-    SharedFunctionalGroupsSequence = 0x52009229
-    PerFrameFunctionalGroupsSequence = 0x52009230
-    Item = 0xFFFEE000
-    ItemDelimitationItem = 0xFFFEE00D
-    SequenceDelimitationItem = 0xFFFEE0DD
+    def get(self, keyword: str) -> Untyped:
+        """Return the value of a tag, None where it is missing or empty."""
+        return next((part[keyword].value for part in self if keyword in part), None)
 
-    def __str__(self) -> str:
-        """Return number and keyword."""
-        return f"({self >> 16:04X},{self & 0xFFFF:04X}) {self.name}"
-
-
-_TAGS = frozenset(Tag)
-_NUMBERS = {
-    Tag.SamplesPerPixel,
-    Tag.Rows,
-    Tag.Columns,
-    Tag.BitsAllocated,
-    Tag.PixelRepresentation,
-    Tag.PixelPaddingValue,
-    Tag.PixelPaddingRangeLimit,
-    Tag.LUTDescriptor,
-    Tag.LUTData,
-}
-"""Tags of whole numbers of two bytes; those of others are text."""
-_SEQUENCES = frozenset(tag for tag in Tag if tag.name.endswith("Sequence"))
-_NEUTRAL: Mapping[int, bytes] = {
-    Tag.RescaleIntercept: b"0",
-    Tag.RescaleSlope: b"1",
-    Tag.PhotometricInterpretation: b"MONOCHROME2",
-}
-"""With these SimpleITK returns pixels as they are stored."""
-
-
-class Header(dict[Tag, Any]):
-    """What a header says: text, an array of whole numbers (without a sign), or the headers of a sequence's items."""
-
-    def text(self, tag: Tag) -> str:
+    def text(self, keyword: str) -> str:
         """Return the text of a tag, "" where there is none."""
-        return str(self.get(tag, ""))
+        return str(self.get(keyword) or "")
 
-    def numbers(self, tag: Tag) -> Affine:
+    def numbers(self, keyword: str) -> Affine:
         """Return the numbers of a tag, none where it is missing or empty."""
-        value = self.get(tag, "")
-        if isinstance(value, str):
-            value = [float(part) for part in value.split("\\") if part.strip()]
+        values = np.atleast_1d(np.array(self.get(keyword), object))
+        filled = [value for value in values if value not in (None, "")]
+        return np.array(filled, np.float64)
 
-        return np.asarray(value, np.float64)
-
-    def number(self, tag: Tag, default: float) -> float:
+    def number(self, keyword: str, default: float) -> float:
         """Return the first number of a tag, the default where there is none."""
-        return next(iter(self.numbers(tag).tolist()), default)
+        return next(iter(self.numbers(keyword).tolist()), default)
 
-    def whole(self, tag: Tag, default: int = 0, signed: bool = False) -> int:
-        """Return the first number of a tag as a whole one; with `signed` two bytes that were read without a sign."""
-        value = int(self.number(tag, default))
-        return (value + 2**15) % 2**16 - 2**15 if signed else value
+    def whole(self, keyword: str, default: int = 0) -> int:
+        """Return the first number of a tag as a whole one."""
+        return int(self.number(keyword, default))
+
+    def items(self, keyword: str) -> Sequence[Header]:
+        """Return the headers that a sequence has."""
+        return [Header((item,)) for item in self.get(keyword) or ()]
 
     @property
     def is_coloured(self) -> bool:
         """Whether a pixel has a colour."""
-        palette = "PALETTE" in self.text(Tag.PhotometricInterpretation)
-        return palette or self.whole(Tag.SamplesPerPixel, 1) != 1
+        palette = "PALETTE" in self.text("PhotometricInterpretation")
+        return palette or self.whole("SamplesPerPixel", 1) != 1
 
     @property
     def is_signed(self) -> bool:
         """Whether stored pixels have a sign."""
-        return self.whole(Tag.PixelRepresentation) == 1
+        return self.whole("PixelRepresentation") == 1
 
     @property
     def voxels(self) -> int:
         """How many pixels all frames have."""
-        return self.whole(Tag.Rows) * self.whole(Tag.Columns) * self.whole(Tag.NumberOfFrames, 1)
+        return self.whole("Rows") * self.whole("Columns") * self.whole("NumberOfFrames", 1)
 
 
 class Frame(NamedTuple):
@@ -196,14 +119,14 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     _check_size(headers)
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
     places, affine = _placed(folder, frames)
-    (columns,), (rows,) = (_require_equal(frames, tag) for tag in (Tag.Columns, Tag.Rows))
+    (columns,), (rows,) = (_require_equal(frames, keyword) for keyword in ("Columns", "Rows"))
     voxels = np.empty((len(frames), int(rows), int(columns)), np.float32)
     padded = np.zeros(voxels.shape, bool)
 
     stored = np.empty(0)
     for place, (file, number, header) in zip(places, frames, strict=True):
         if number == 0:
-            stored = _stored(file)
+            stored = _stored(file, header)
 
         with np.errstate(over="ignore"):
             voxels[place] = _modality(stored[number], header)
@@ -213,7 +136,7 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     changes = ""
     if padded.any() and not padded.all():
         voxels[padded] = voxels[~padded].min()
-        changes = f"{Tag.PixelPaddingValue} is read as the least other value"
+        changes = f"{_named('PixelPaddingValue')} is read as the least other value"
 
     # Slices and rows come first in files, columns in a volume.
     return voxels.T, affine, changes
@@ -229,14 +152,14 @@ def _series(folder: str) -> Mapping[str, Header]:
     for file in (os.path.join(folder, name) for name in names if name != "DICOMDIR"):
         header = _header(file) if os.path.isfile(file) else None
         if header is not None:
-            series[header.text(Tag.SeriesInstanceUID)][file] = header
+            series[header.text("SeriesInstanceUID")][file] = header
 
     if len(series) == 1:
         return next(iter(series.values()))
 
     descriptions = []
     for uid, headers in series.items():
-        text = next(iter(headers.values())).text(Tag.SeriesDescription)
+        text = next(iter(headers.values())).text("SeriesDescription")
         descriptions.append(f"{uid} ({f'{text!r}, ' * bool(text)}{len(headers)} files)")
 
     problem = f"folder {folder} holds no DICOM series in its {len(names)} files"
@@ -254,20 +177,16 @@ def _header(file: str) -> Header | None:
     Raises:
         InputError: it begins as DICOM, but cannot be read, or its header is packed.
     """
-    header = Header()
     try:
-        with (
-            open(file, "rb") as opened,
-            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            _Parser(content).read(header)
-    except (IndexError, OSError, ValueError) as error:
+        header = Header((_dataset(file, stop_before_pixels=True, defer_size=_LARGE),))
+        voxels = header.voxels
+    except Exception as error:  # whatever pydicom stumbles over
         if is_dicom(file):
             raise _damaged(file, error) from error
 
         return None
 
-    return header if header.voxels else None
+    return header if voxels else None
 
 
 def _damaged(file: str, error: Exception) -> InputError:
@@ -277,129 +196,76 @@ def _damaged(file: str, error: Exception) -> InputError:
     )
 
 
-class _Parser:
-    """Reads the elements of a file one after the other, up to its pixels; what is not of `Tag` is passed over.
+def _named(keyword: str) -> str:
+    """Return number and keyword of a tag."""
+    tag = importlib.import_module("pydicom.tag").Tag(keyword)
+    return f"{tag} {keyword}"
 
-    Attributes:
-        spans: tag, start and length of each value.
-    """
 
-    def __init__(self, content: mmap.mmap | bytearray) -> None:
-        self.content = content
-        self.spans: list[tuple[int, int, int]] = []
-        self.at = 0
-        self.order: Literal["little", "big"] = "little"
-        self.explicit = True
-
-    def read(self, header: Header) -> None:
-        """Read a file; a ValueError or IndexError if it is no DICOM file, or is packed."""
-        content = self.content
-        if content[_PREAMBLE : _PREAMBLE + 4] == _MAGIC:
-            self.at = _PREAMBLE + 4
-            while content[self.at : self.at + 2] == b"\2\0":
-                self._element(header, 0)
-
-        syntax = header.text(Tag.TransferSyntaxUID).encode()
-        if syntax == _DEFLATED:
+def _dataset(file: str, **options: Untyped) -> Untyped:
+    """Return what pydicom reads of a file; a ValueError if the header is packed, which it would unpack without end."""
+    pydicom = importlib.import_module("pydicom")
+    # What it warns of is refused here, or no matter.
+    pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+    pydicom.config.convert_wrong_length_to_UN = True
+    warnings.filterwarnings("ignore", module="pydicom")
+    with open(file, "rb") as opened:
+        pydicom.filereader.read_preamble(opened, force=True)
+        about = pydicom.filereader.read_dataset(
+            opened, False, True, stop_when=lambda tag, *_: tag.group != 2
+        )
+        # All are looked at: of a kind that it does not know pydicom would read them in another way.
+        if _DEFLATED in [element.value for element in about]:
             raise ValueError("its header is packed: save it uncompressed")
 
-        self.order = "big" if syntax == _BIG_ENDIAN else "little"
-        self.explicit = content[self.at + 4 : self.at + 6].isalpha()
-        self._elements(header, len(content), 0)
+        opened.seek(0)
+        return pydicom.dcmread(opened, force=True, **options)
 
-    def _elements(self, header: Header, end: int, depth: int) -> None:
-        """Read elements up to a position, or to what ends an item."""
-        if depth > _DEEPEST:
-            raise ValueError("its sequences are too deep")
 
-        while self.at < end and self._element(header, depth):
-            pass
+def _require_shallow(file: str) -> None:
+    """Refuse a file with sequences so deep in others that SimpleITK would crash."""
+    try:
+        _check_depth(_dataset(file, defer_size=_LARGE))
+    except Exception as error:  # whatever pydicom stumbles over
+        raise _damaged(file, error) from error
 
-    def _element(self, header: Header, depth: int) -> bool:
-        """Read an element; return whether others may follow."""
-        number = self._whole(2) << 16 | self._whole(2)
-        if number == Tag.ItemDelimitationItem or (number >> 16 == _PIXELS and not depth):
-            self.at += 4
-            return False
 
-        kind = self._bytes(2 * self.explicit)
-        has_gap = kind in _LONG
-        self.at += 2 * has_gap
-        length = self._whole(4 if has_gap or not self.explicit else 2)
-        if length == _UNDEFINED or kind == b"SQ" or number in _SEQUENCES:
-            explicit = self.explicit
-            self.explicit &= kind != b"UN"
-            items = self._items(length, depth, is_packed=kind in _PACKED)
-            self.explicit = explicit
-            if number in _TAGS:
-                header[Tag(number)] = items
+def _check_depth(dataset: Untyped, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise ValueError("its sequences are too deep")
 
-            return True
+    for tag in list(dataset.keys()):
+        try:
+            element = dataset[tag]
+        except (ArithmeticError, NotImplementedError, TypeError, ValueError):
+            continue  # no sequence
 
-        self.spans.append((number, self.at, length))
-        value = self._bytes(length)
-        if number in _TAGS:
-            tag = Tag(number)
-            if tag in _NUMBERS:
-                header[tag] = np.frombuffer(value, "<u2" if self.order == "little" else ">u2")
-            else:
-                header[tag] = value.decode("latin-1").strip(" \0")
-
-        return True
-
-    def _items(self, length: int, depth: int, is_packed: bool) -> list[Header]:
-        items = []
-        end = len(self.content) if length == _UNDEFINED else self.at + length
-        while self.at < end:
-            number = self._whole(2) << 16 | self._whole(2)
-            size = self._whole(4)
-            if number != Tag.Item:
-                break
-
-            items.append(Header())
-            item_end = end if size == _UNDEFINED else self.at + size
-            if not is_packed:
-                self._elements(items[-1], item_end, depth + 1)
-            if size != _UNDEFINED:
-                self.at = item_end
-
-        return items
-
-    def _whole(self, count: int) -> int:
-        """Read a whole number of so many bytes."""
-        return int.from_bytes(self._bytes(count), self.order)
-
-    def _bytes(self, count: int) -> bytes:
-        value = bytes(self.content[self.at : self.at + count])
-        if len(value) < count:
-            raise ValueError("it is cut off")
-
-        self.at += count
-        return value
+        if element.VR == "SQ":
+            for item in element.value:
+                _check_depth(item, depth + 1)
 
 
 def _frames(file: str, header: Header) -> Iterator[Frame]:
     """Yield the frames of a file; what a functional group says of one goes before what all have."""
-    shared = header.get(Tag.SharedFunctionalGroupsSequence, [])[:1]
-    groups = header.get(Tag.PerFrameFunctionalGroupsSequence, [])
-    for number in range(header.whole(Tag.NumberOfFrames, 1)):
-        flat = Header()
-        flat.update(header)
-        for group in (*shared, *groups[number : number + 1]):
-            for items in group.values():
-                if isinstance(items, list):
-                    flat.update(*items[:1])
+    shared = header.items("SharedFunctionalGroupsSequence")[:1]
+    groups = header.items("PerFrameFunctionalGroupsSequence")
+    for number in range(header.whole("NumberOfFrames", 1)):
+        parts = []
+        for (group,) in (*groups[number : number + 1], *shared):
+            for element in group:
+                if element.VR == "SQ":
+                    parts += element.value[:1]
 
-        yield Frame(file, number, flat)
+        yield Frame(file, number, Header((*parts, *header)))
 
 
-def _numbers(frame: Frame, tag: Tag, count: int) -> Affine:
+def _numbers(frame: Frame, keyword: str, count: int) -> Affine:
     """Return the numbers of a tag; an InputError names it where a frame lacks them."""
-    numbers = frame.header.numbers(tag)
+    numbers = frame.header.numbers(keyword)
     if len(numbers) != count or not np.isfinite(numbers).all():
         where = f"DICOM file {frame.file}" + f", frame {frame.number + 1}," * bool(frame.number)
         raise InputError(
-            f"{where} has no {tag}",
+            f"{where} has no {_named(keyword)}",
             "each slice of a volume says where it lies",
             "export the series again with this tag, or convert it to NIfTI with its true place",
         )
@@ -407,15 +273,15 @@ def _numbers(frame: Frame, tag: Tag, count: int) -> Affine:
     return numbers
 
 
-def _require_equal(frames: Sequence[Frame], tag: Tag, count: int = 1) -> Affine:
+def _require_equal(frames: Sequence[Frame], keyword: str, count: int = 1) -> Affine:
     """Return the numbers of a tag that all frames have alike; an InputError names the tag where they differ."""
-    first = _numbers(frames[0], tag, count)
+    first = _numbers(frames[0], keyword, count)
     for frame in frames:
-        numbers = _numbers(frame, tag, count)
+        numbers = _numbers(frame, keyword, count)
         if not np.allclose(numbers, first, rtol=0, atol=_ALIKE):
             raise InputError(
-                f"{tag} is {frames[0].header.text(tag)} in DICOM file {frames[0].file} and "
-                f"{frame.header.text(tag)} in {frame.file}",
+                f"{_named(keyword)} is {frames[0].header.text(keyword)} in DICOM file {frames[0].file} and "
+                f"{frame.header.text(keyword)} in {frame.file}",
                 "the slices of a volume have one grid",
                 "keep slices of one orientation, size and spacing in each folder",
             )
@@ -428,21 +294,21 @@ def _require_equal(frames: Sequence[Frame], tag: Tag, count: int = 1) -> Affine:
 
 def _placed(folder: str, frames: Sequence[Frame]) -> tuple[Sequence[int], Affine]:
     """Return each frame's place in the order of their positions, and the affine from index to mm, RAS."""
-    right, down = _require_equal(frames, Tag.ImageOrientationPatient, 6).reshape(2, 3)
-    rows, columns = _require_equal(frames, Tag.PixelSpacing, 2)
+    right, down = _require_equal(frames, "ImageOrientationPatient", 6).reshape(2, 3)
+    rows, columns = _require_equal(frames, "PixelSpacing", 2)
     normal = np.cross(right, down)
     if not math.isclose(float(np.linalg.norm(normal)), 1, abs_tol=0.01):
         raise InputError(
-            f"{Tag.ImageOrientationPatient} of DICOM file {frames[0].file} is {[*right, *down]}",
+            f"{_named('ImageOrientationPatient')} of DICOM file {frames[0].file} is {[*right, *down]}",
             "two directions of length 1 at a right angle",
             "export the series again",
         )
 
-    positions = np.stack([_numbers(frame, Tag.ImagePositionPatient, 3) for frame in frames])
+    positions = np.stack([_numbers(frame, "ImagePositionPatient", 3) for frame in frames])
     order = np.argsort(positions @ normal, kind="stable")
     positions = positions[order]
     if len(frames) == 1:
-        step = normal * _numbers(frames[0], Tag.SliceThickness, 1)
+        step = normal * _numbers(frames[0], "SliceThickness", 1)
     else:
         step = (positions[-1] - positions[0]) / (len(frames) - 1)
         _check_positions(folder, positions, normal, min(rows, columns))
@@ -463,7 +329,7 @@ def _check_positions(folder: str, positions: Affine, normal: Affine, pixel: floa
     if np.ptp(steps) > 0.01 * np.median(steps) or not steps.all():
         raise InputError(
             f"DICOM series {folder}: its {len(positions)} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
-            f"slices lie at equal distances by {Tag.ImagePositionPatient}, one at each place",
+            f"slices lie at equal distances by {_named('ImagePositionPatient')}, one at each place",
             "add the missing slices, take what else is there apart, or resample the series",
         )
 
@@ -475,7 +341,7 @@ def _check_positions(folder: str, positions: Affine, normal: Affine, pixel: floa
         raise InputError(
             f"DICOM series {folder}: its slices are shifted within their plane, the last by {shifts[-1]:.3g} mm: "
             f"a gantry tilted by {angle:.1f} degrees",
-            f"slices lie straight above each other by {Tag.ImagePositionPatient}",
+            f"slices lie straight above each other by {_named('ImagePositionPatient')}",
             "resample the series upright",
         )
 
@@ -498,6 +364,7 @@ def affine_of(image: Untyped) -> Affine:
 @own_locale()
 def picture_affine(file: str) -> Affine:
     """Return the affine (4, 4) of a picture from (column, row, 0) to mm, RAS; what it does not say is as in ITK."""
+    _require_shallow(file)
     reader = _reader(file)
     reader.ReadImageInformation()
     return affine_of(reader)
@@ -506,62 +373,59 @@ def picture_affine(file: str) -> Affine:
 # Values
 
 
-def _stored(file: str) -> Array:
+def _stored(file: str, header: Header) -> Array:
     """Return the stored pixels (frames, H, W) of a file in shades of grey."""
-    with open(file, "rb") as opened:
-        content = bytearray(opened.read())
-
-    header = Header()
-    parser = _Parser(content)
-    parser.read(header)
     if header.is_coloured:
         raise InputError(
-            f"DICOM file {file} has colours by {Tag.PhotometricInterpretation}",
+            f"DICOM file {file} has colours by {_named('PhotometricInterpretation')}",
             "one number a voxel",
             "export the series in shades of grey",
         )
 
-    for number, start, length in parser.spans:
-        if value := _NEUTRAL.get(number):
-            content[start : start + length] = value.ljust(length)[:length]
+    try:
+        plain = _dataset(file, specific_tags=_STORED)
+        element = plain.get_item("PixelData")
+        if len(element.value) < element.length < _UNDEFINED:
+            raise ValueError("it is cut off")
 
-    with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
-        copy = os.path.join(folder, "slice")
-        with open(copy, "wb") as opened:
-            opened.write(content)
+        plain.PhotometricInterpretation = "MONOCHROME2"
+        with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
+            copy = os.path.join(folder, "slice")
+            plain.save_as(copy)
+            pixels = _pixels(copy)
+    except Exception as error:  # whatever pydicom and SimpleITK stumble over
+        raise _damaged(file, error) from error
 
-        pixels = _pixels(copy, file)
-
-    if header.whole(Tag.BitsAllocated) == 1:  # SimpleITK makes 255 of 1
+    if header.whole("BitsAllocated") == 1:  # SimpleITK makes 255 of 1
         pixels = pixels // 255
 
-    return pixels.reshape(-1, header.whole(Tag.Rows), header.whole(Tag.Columns))
+    return pixels.reshape(-1, header.whole("Rows"), header.whole("Columns"))
 
 
 @own_locale()
-def _pixels(file: str, name: str) -> Array:
+def _pixels(file: str) -> Array:
     """Return what SimpleITK reads of a file: (frames, H, W[, colours])."""
-    try:
-        pixels: Array = sitk().GetArrayFromImage(_reader(file).Execute())
-    except RuntimeError as error:
-        raise _damaged(name, error) from error
-
+    pixels: Array = sitk().GetArrayFromImage(_reader(file).Execute())
     return pixels
 
 
 def _modality(pixels: Array, header: Header) -> Array:
     """Return stored pixels as what they stand for: by a table, or times slope plus intercept."""
-    if table := header.get(Tag.ModalityLUTSequence):
-        return _through(pixels, table[0], header.is_signed)
+    if tables := header.items("ModalityLUTSequence"):
+        return _through(pixels, tables[0], header.is_signed)
 
-    scaled: Array = pixels * header.number(Tag.RescaleSlope, 1)
-    return scaled + header.number(Tag.RescaleIntercept, 0)
+    scaled: Array = pixels * header.number("RescaleSlope", 1)
+    return scaled + header.number("RescaleIntercept", 0)
 
 
 def _through(values: Array, table: Header, is_signed: bool) -> Array:
     """Return values by a lookup table; its first entry below it, its last above it."""
-    count, first, _ = table.numbers(Tag.LUTDescriptor)
-    entries = table[Tag.LUTData]
+    count, first, _ = table.numbers("LUTDescriptor") % 2**16  # which may be written with a sign
+    entries = table.get("LUTData")
+    if isinstance(entries, bytes):
+        entries = np.frombuffer(entries, "<u2" if table[0].original_encoding[1] else ">u2")
+
+    entries = np.atleast_1d(entries)
     if len(entries) < count:  # two entries of 8 bits a word
         entries = entries.astype("<u2").view(np.uint8)
 
@@ -574,15 +438,17 @@ def _through(values: Array, table: Header, is_signed: bool) -> Array:
 
 def _padding(pixels: Array, header: Header) -> Array:
     """Tell which stored pixels only fill the frame."""
-    if not len(header.numbers(Tag.PixelPaddingValue)):
+    ends = header.numbers("PixelPaddingValue")
+    if not len(ends):
         return np.zeros(pixels.shape, bool)
 
-    value = header.whole(Tag.PixelPaddingValue, 0, header.is_signed)
-    limit = value
-    if len(header.numbers(Tag.PixelPaddingRangeLimit)):
-        limit = header.whole(Tag.PixelPaddingRangeLimit, 0, header.is_signed)
+    # Two bytes, written with a sign or without.
+    ends = np.append(ends, header.numbers("PixelPaddingRangeLimit")) % 2**16
+    if header.is_signed:
+        ends = (ends + 2**15) % 2**16 - 2**15
 
-    return (pixels >= min(value, limit)) & (pixels <= max(value, limit))
+    padded: Array = (pixels >= ends.min()) & (pixels <= ends.max())
+    return padded
 
 
 def read_picture(file: str) -> NDArray[np.uint8]:
@@ -606,17 +472,18 @@ def read_picture(file: str) -> NDArray[np.uint8]:
         )
 
     if header.is_coloured:
-        colours = _pixels(file, file)[0]
+        _require_shallow(file)
+        colours = _pixels(file)[0]
         return np.asarray(np.rint(colours / np.iinfo(colours.dtype).max * 255), np.uint8)
 
     header = frame.header
-    pixels = _stored(file)[0]
+    pixels = _stored(file, header)[0]
     padded = _padding(pixels, header)
     values = _modality(pixels, header)
     shown = _shown(values, values if padded.all() else values[~padded], header)
     if (
-        header.text(Tag.PhotometricInterpretation) == "MONOCHROME1"
-        or header.text(Tag.PresentationLUTShape) == "INVERSE"
+        header.text("PhotometricInterpretation") == "MONOCHROME1"
+        or header.text("PresentationLUTShape") == "INVERSE"
     ):
         shown = 1 - shown
 
@@ -625,14 +492,14 @@ def read_picture(file: str) -> NDArray[np.uint8]:
 
 def _shown(values: Array, of_image: Array, header: Header) -> Array:
     """Return values as shades from 0 to 1; `of_image` are those of them that are no padding."""
-    if table := header.get(Tag.VOILUTSequence):
-        bits = table[0].numbers(Tag.LUTDescriptor)[2]
-        looked_up = _through(values, table[0], header.is_signed)
+    if tables := header.items("VOILUTSequence"):
+        bits = tables[0].numbers("LUTDescriptor")[2]
+        looked_up = _through(values, tables[0], header.is_signed)
         return looked_up / float(2**bits - 1)
 
-    centre = header.number(Tag.WindowCenter, 0)
-    width = header.number(Tag.WindowWidth, 0)
-    function = header.text(Tag.VOILUTFunction)
+    centre = header.number("WindowCenter", 0)
+    width = header.number("WindowWidth", 0)
+    function = header.text("VOILUTFunction")
     if width > 0 and function == "SIGMOID":
         return np.asarray(1 / (1 + np.exp(-4 * (values - centre) / width)))
 
@@ -644,7 +511,7 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
     elif width > 1:
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
-    elif header.whole(Tag.BitsAllocated) == 8 and low >= 0 and high <= 255:
+    elif header.whole("BitsAllocated") == 8 and low >= 0 and high <= 255:
         low = 0.0
         high = 255.0
 
@@ -657,7 +524,7 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
 
 def _check_size(headers: Mapping[str, Header]) -> None:
     """Raise a ValueError if headers state far more pixels, float64 at most, than their files can hold."""
-    if any(header.whole(Tag.NumberOfFrames, 1) > _MOST_FRAMES for header in headers.values()):
+    if any(header.whole("NumberOfFrames", 1) > _MOST_FRAMES for header in headers.values()):
         raise ValueError(f"more than {_MOST_FRAMES} frames")
 
     voxels = sum(header.voxels for header in headers.values())
