@@ -263,7 +263,14 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     size = (columns + 5.4, sum(heights) + 0.7)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     title = f"{shorten(federation.bundle, 40)}: {len(sites)} sites"
-    figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
+    figure.suptitle(
+        title,
+        x=0.01,
+        ha="left",
+        size=13,
+        weight="bold",
+        color=INK,
+    )
     upper, *lower = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
 
     if federation.classes:
@@ -338,7 +345,14 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics) -> None:
     start = np.zeros(len(rows))
     for name in federation.sites[0].images:
         part = np.array([site.images.get(name) or 0 for site in federation.sites], np.float64)
-        axes.barh(rows, part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
+        axes.barh(
+            rows,
+            part,
+            left=start,
+            height=0.62,
+            color=TINTS[name],
+            label=TITLES[name],
+        )
         start += part
 
     for y, site in enumerate(federation.sites):
@@ -347,7 +361,13 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics) -> None:
 
     axes.set_xlim(0, max(1.0, float(start.max()) * 1.12))
     axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False, fontsize=8)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.08),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+    )
     axes.grid(axis="x", color=BAND)
     axes.set_axisbelow(True)
 
@@ -363,7 +383,14 @@ def _draw_intensities(row: Sequence[Axes], federation: FederationStatistics) -> 
                 shares = site.shares[channel]
                 edges = np.linspace(site.low, site.high, len(shares) + 1)
                 label = shorten(site.name, 20)
-                axes.stairs(shares, edges, baseline=None, color=colour, lw=1.4, label=label)
+                axes.stairs(
+                    shares,
+                    edges,
+                    baseline=None,
+                    color=colour,
+                    lw=1.4,
+                    label=label,
+                )
 
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
