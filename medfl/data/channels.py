@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
-from medfl.data.prepared import Batch, Prepared
+from medfl.data.prepared import Batch, Prepared, Wrapped
 
 
-class Channels(Prepared):
+class Channels(Wrapped):
     """Prepared items whose images lack channels; which ones may differ from item to item.
 
     They are set to zero after all transforms. The deterministic transforms also see zeros (`incomplete_entries`).
@@ -26,32 +26,9 @@ class Channels(Prepared):
             present: (N, C) bool, which channels each has.
             drop: probability that a channel of an item is set to zero where a generator is given; one always stays.
         """
-        super().__init__(prepared.items)
-        self.prepared = prepared
+        super().__init__(prepared)
         self.present = present
         self.drop = drop
-        self.geometry = prepared.geometry
-        self.extras_of = prepared.extras_of
-        self.pinned = prepared.pinned
-        self.labelled = prepared.labelled
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the items as they are kept."""
-        return self.prepared.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        """Where the images are."""
-        return self.prepared.device
-
-    def to(self, device: torch.device, budget: int) -> Prepared:
-        """Return the same items held on a device, this very object where they stay."""
-        moved = self.prepared.to(device, budget)
-        if moved is self.prepared:
-            return self
-
-        return self._with(prepared=moved)
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms; none of their channels is dropped."""

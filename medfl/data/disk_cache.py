@@ -127,35 +127,26 @@ class OnDisk(Sequence[Sample]):
 
 def sample_key(parts: Sequence[object], entry: object) -> str:
     """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
-    digest = hashlib.sha256(
-        json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode()
-    )
-    for name, value in sorted(entry.items()) if isinstance(entry, Mapping) else [("", entry)]:
-        digest.update(f"\0{name}={_content(value)}".encode())
-    return digest.hexdigest()[:40]
+    settings = json.dumps([_readers(), *parts], sort_keys=True, default=content_hash)
+    return _hashed(settings, content_hash(entry))[:40]
 
 
 @functools.cache
 def _readers() -> str:
     """Return a hash of the code of `medfl.datasets`, whose transforms a bundle's configuration only names."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(datasets.__path__[0]).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    paths = sorted(Path(datasets.__path__[0]).rglob("*.py"))
+    return _hashed(*(path.read_bytes() for path in paths))
 
 
-def _content(value: object) -> str:
+def content_hash(value: object) -> str:
     """Return a text that identifies a value: by type, shape and bytes for an array, by content for a file."""
     if isinstance(value, Mapping):
-        parts = ["mapping"]
-        for name, held in value.items():
-            parts += [repr(name), _content(held)]
-
-        return _hashed(*parts)
+        pairs = sorted(f"{name!r}: {content_hash(held)}" for name, held in value.items())
+        return _hashed("mapping", *pairs)
     if isinstance(value, list | tuple):
-        return _hashed("list", *map(_content, value))
+        return _hashed("list", *map(content_hash, value))
     if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
-        return _hashed(_content(value.as_tensor()), _content(value.meta))
+        return _hashed(content_hash(value.as_tensor()), content_hash(value.meta))
 
     if isinstance(value, Tensor):  # as bytes, for NumPy lacks some of its types
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -165,10 +156,10 @@ def _content(value: object) -> str:
 
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:  # its bytes are addresses
-            return _hashed(str(value.dtype), str(value.shape), _content(value.tolist()))
+            return _hashed(str(value.dtype), str(value.shape), content_hash(value.tolist()))
 
         is_masked = isinstance(value, np.ma.MaskedArray)
-        mask = [_content(np.ma.getmaskarray(value))] if is_masked else []
+        mask = [content_hash(np.ma.getmaskarray(value))] if is_masked else []
         return _hashed(str(value.dtype), str(value.shape), np.asarray(value).tobytes(), *mask)
 
     if isinstance(value, str | os.PathLike):

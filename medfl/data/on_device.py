@@ -44,44 +44,37 @@ def hold(
     # The other half is for networks, their gradients and activations.
     left = memory // 2
     moved: dict[int, Prepared] = {}
-    sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}
+    held = []
+    large = []
+    single = []
 
     for name, prepared in sections.items():
         if id(prepared) not in moved:
             placed = prepared.to(device, left) if prepared.nbytes else prepared
-            left -= 0 if placed is prepared else prepared.nbytes
-            if placed is prepared and device.type == "cuda":
+            if placed is not prepared:
+                left -= prepared.nbytes
+            elif device.type == "cuda":
                 # A copy, as others may use the items without pinned batches.
                 placed = copy.copy(prepared)
                 placed.pinned = True
 
             moved[id(prepared)] = placed
 
+        text = f"{name} ({_size(prepared.nbytes)})"
         if not prepared.nbytes:
-            fate = "single"
+            single.append(name)
         elif moved[id(prepared)].device.type == "cpu":
-            fate = "large"
+            large.append(text)
         else:
-            fate = "held"
+            held.append(text)
 
-        sets[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
+    line = f"data held on {device}: {', '.join(held) or 'none'}"
+    if large:
+        line += f"; copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(large)}"
+    if single:
+        line += f"; made item by item on the CPU: {', '.join(single)}"
 
-    return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(
-        sets, device, memory
-    )
-
-
-def _line(sets: Mapping[str, list[str]], device: torch.device, memory: int) -> str:
-    parts = [f"data held on {device}: {', '.join(sets['held']) or 'none'}"]
-    if sets["large"]:
-        parts.append(
-            f"copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(sets['large'])}"
-        )
-
-    if sets["single"]:
-        parts.append(f"made item by item on the CPU: {', '.join(sets['single'])}")
-
-    return "; ".join(parts)
+    return {name: moved[id(prepared)] for name, prepared in sections.items()}, line
 
 
 def _size(number: int) -> str:

@@ -117,25 +117,13 @@ def _prepared(
     if recipe is not None:
         return Augmented(items, cached, recipe)
 
-    reseed = without_draws = None
     if samples.has_steps_left:
         samples.check_channels()
-        reseed = samples.reseed
-        if samples.cached is not None:  # else the data set may draw while it is read
-            without_draws = samples.without_draws
 
     # Threads hide random transforms and reads from disk; what lies in memory needs neither.
     in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
     unpack_batch = partial(_unpack_batch, prepare_batch)
-    return Sampled(
-        items,
-        samples,
-        reseed,
-        collate,
-        unpack_batch,
-        samples.clone if in_threads else None,
-        without_draws,
-    )
+    return Sampled(items, samples, collate, unpack_batch, in_threads=in_threads)
 
 
 def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:

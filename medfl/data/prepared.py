@@ -167,6 +167,40 @@ class Prepared(ABC):
         return [str(self.items[i].get("id", i)) for i in indices]
 
 
+class Wrapped(Prepared):
+    """Other prepared items, held where these are; a subclass changes their batches."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared.items)
+        self.prepared = prepared
+        self.geometry = prepared.geometry
+        self.extras_of = prepared.extras_of
+        self.pinned = prepared.pinned
+        self.labelled = prepared.labelled
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items as they are kept."""
+        return self.prepared.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.prepared.device
+
+    def to(self, device: torch.device, budget: int) -> Prepared:
+        """Return the same items held on a device, this very object where they stay."""
+        moved = self.prepared.to(device, budget)
+        if moved is self.prepared:
+            return self
+
+        return self._with(prepared=moved)
+
+    def deterministic(self, uncropped: bool = False) -> Prepared:
+        """Return the same items without random transforms."""
+        return self._with(prepared=self.prepared.deterministic(uncropped))
+
+
 class Stacked(Prepared):
     """Items of one shape without random transforms: two tensors, or their bytes where few values differ."""
 

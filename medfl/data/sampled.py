@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,14 @@ from torch import Tensor
 from medfl.core.seeding import stream
 from medfl.data.prepared import Batch, Item, Prepared, Sample, extras
 
+if TYPE_CHECKING:
+    from medfl.data.samples import SampleMaker
+
 _THREADS = 2  # that make samples before they are needed
 _AHEAD = 4  # batches that they may be ahead
 
 Collate = Callable[[list[Sample]], Sample]
 """Samples -> batch."""
-SampleFunctions = tuple[Callable[[int], Sample], Callable[[int], None] | None]
-"""index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
 
 
 class Sampled(Prepared):
@@ -29,48 +29,36 @@ class Sampled(Prepared):
 
     Args:
         items: data list entries.
-        sample: index -> the sample after all transforms.
-        reseed: sets the state of the random transforms; None if there are none.
+        samples: index -> the sample after all transforms.
         collate: samples -> batch.
         unpack: batch -> (inputs, targets).
-        clone: makes another `sample` and `reseed`, of the same numbers, for a thread beside this one; they draw from
-            nothing but their own state. None keeps the work in this thread.
-        without_draws: uncropped -> `sample` and `reseed` of `deterministic`; None where they are these.
+        in_threads: make samples in threads beside this one, with clones of `samples` that draw from nothing but their
+            own state.
     """
 
     def __init__(
         self,
         items: Sequence[Item],
-        sample: Callable[[int], Sample],
-        reseed: Callable[[int], None] | None,
+        samples: SampleMaker,
         collate: Collate,
         unpack: Callable[[Sample], Batch],
-        clone: Callable[[], SampleFunctions] | None = None,
-        without_draws: Callable[[bool], SampleFunctions] | None = None,
+        *,
+        in_threads: bool = False,
     ) -> None:
         super().__init__(items)
-        self.sample = sample
-        self.reseed = reseed
+        self.samples = samples
         self.collate = collate
         self.unpack = unpack
-        self.clone = clone
-        self._without_draws = without_draws
-        self._clones: list[SampleFunctions] = []
+        self.in_threads = in_threads
+        self._clones: list[SampleMaker] = []
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms."""
-        if self._without_draws is None:
+        samples = self.samples.without_draws(uncropped)
+        if samples is self.samples:
             return self
 
-        clone = partial(self._without_draws, uncropped)
-        sample, reseed = clone()
-        return self._with(
-            sample=sample,
-            reseed=reseed,
-            clone=clone if self.clone else None,
-            _without_draws=None,
-            _clones=[],
-        )
+        return self._with(samples=samples, _clones=[])
 
     def batches(
         self, indices: Tensor, size: int, generator: torch.Generator | None
@@ -90,33 +78,27 @@ class Sampled(Prepared):
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Sample]:
         seeds = indices
-        if self.reseed is not None and generator is not None:
+        if self.samples.has_steps_left and generator is not None:
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
 
         pairs = list(zip(indices.tolist(), seeds.tolist(), strict=True))
         work = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        if self.clone is not None and len(work) > 1:
+        if self.in_threads and len(work) > 1:
             batches = self._in_threads(work)
         else:
             batches = map(self._make, work)
 
-        for samples in batches:
-            yield self.collate(samples)
+        for batch in batches:
+            yield self.collate(batch)
 
-    def _make(
-        self, work: list[tuple[int, int]], clone: SampleFunctions | None = None
-    ) -> list[Sample]:
-        """Make one batch's samples, with a clone in a thread beside this one."""
-        sample, reseed = clone or (self.sample, self.reseed)
-        samples = []
+    def _make(self, work: list[tuple[int, int]]) -> list[Sample]:
+        """Make one batch's samples in this thread, where transforms may draw from the global generators."""
+        batch = []
         for index, seed in work:
-            # Only in this thread transforms may draw from the global generators.
-            with nullcontext() if clone or reseed is None else stream(seed, "sample"):
-                if reseed is not None:
-                    reseed(seed)
-                samples.append(sample(index))
+            with stream(seed, "sample") if self.samples.has_steps_left else nullcontext():
+                batch.append(_made(self.samples, index, seed))
 
-        return samples
+        return batch
 
     def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Sample]]:
         """Make the batches' samples in threads, a few batches ahead; start no more once the caller stops asking."""
@@ -135,12 +117,18 @@ class Sampled(Prepared):
 
     def _make_in_thread(self, work: list[tuple[int, int]]) -> list[Sample]:
         """Make one batch's samples with transforms that no other thread uses."""
-        assert self.clone is not None
         try:
             clone = self._clones.pop()
         except IndexError:
-            clone = self.clone()
+            clone = self.samples.clone()
 
-        samples = self._make(work, clone)
+        batch = [_made(clone, index, seed) for index, seed in work]
         self._clones.append(clone)
-        return samples
+        return batch
+
+
+def _made(samples: SampleMaker, index: int, seed: int) -> Sample:
+    if samples.has_steps_left:
+        samples.reseed(seed)
+
+    return samples(index)

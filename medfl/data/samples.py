@@ -22,7 +22,6 @@ from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.incomplete_entries import first_random, is_unlabelled
 from medfl.data.prepared import Item, Sample, as_plain, check_channels
-from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
 
 # Every LoadImage makes it where pydicom is installed, and it warns each time that NVIDIA's decoder is not.
@@ -149,27 +148,25 @@ class SampleMaker:
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
-    def clone(self) -> SampleFunctions:
-        """Return what makes the same samples in another thread, and what seeds its random transforms."""
-        clone = self._copy()
-        return clone, clone.reseed if self.has_steps_left else None
-
-    def _copy(self) -> SampleMaker:
+    def clone(self) -> SampleMaker:
         """Return one with transforms and random states of its own, and the same samples."""
         clone = copy(self)
         clone._compose = deepcopy(self._compose)
         clone._parts = None
         return clone
 
-    def without_draws(self, uncropped: bool) -> SampleFunctions:
-        """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
-        clone = self._copy()
+    def without_draws(self, uncropped: bool) -> SampleMaker:
+        """Return one of the same samples without random transforms; this very object where it knows of none."""
+        if not self.has_steps_left or self.cached is None:  # a data set may draw while it is read
+            return self
+
+        clone = self.clone()
         steps = clone._compose.transforms
         clone._compose.transforms = (
             *steps[: self._first],
             *without_draws(steps[self._first :], uncropped=uncropped),
         )
-        return clone, clone.reseed
+        return clone
 
     @property
     def has_own_state(self) -> bool:

@@ -9,28 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.data.prepared import Batch, Item, Prepared, Shard
+from medfl.data.prepared import Batch, Item, Prepared, Shard, Wrapped
 
 
-class LabelsHidden(Prepared):
+class LabelsHidden(Wrapped):
     """The images of prepared items; targets of their batches are None, and no record says a class."""
 
-    labelled = False
-
     def __init__(self, prepared: Prepared) -> None:
-        super().__init__(_WithoutLabels(prepared.items))
-        self.prepared = prepared
-        self.geometry = prepared.geometry
-        self.pinned = prepared.pinned
-
-    @property
-    def device(self) -> torch.device:
-        """Where the images are."""
-        return self.prepared.device
-
-    def deterministic(self, uncropped: bool = False) -> Prepared:
-        """Return the same items without random transforms, labels hidden too."""
-        return LabelsHidden(self.prepared.deterministic(uncropped))
+        super().__init__(prepared)
+        self.items = _WithoutLabels(prepared.items)
+        self.extras_of = None
+        self.labelled = False
 
     def batches(
         self, indices: Tensor, size: int, generator: torch.Generator | None

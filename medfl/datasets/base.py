@@ -120,10 +120,8 @@ class DataSet:
 
     def layout(self, folder: Path) -> Layout | None:
         """Return the layout of which `folder` is one, or None."""
-        if folder.is_dir():
-            return next((layout for layout in self.layouts if layout.find(folder)), None)
-
-        return None
+        layouts = self.layouts if folder.is_dir() else ()
+        return next((layout for layout in layouts if layout.find(folder)), None)
 
 
 @functools.cache
@@ -158,7 +156,14 @@ def get(name: str) -> DataSet:
 
 
 def locate(name: str, folder: str | Path | None = None) -> Path:
-    """Return the folder that holds data set `name`: `folder` or a known folder in it; if None, below $MEDFL_DATA.
+    """Return the folder that holds data set `name`, as `layout_of` does."""
+    return layout_of(name, folder)[0]
+
+
+def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
+    """Return the folder that holds data set `name`, and its layout.
+
+    It is `folder` or a known folder in it; if None, below $MEDFL_DATA.
 
     Raises:
         InputError: none of the folders has a known layout.
@@ -180,8 +185,8 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
 
     candidates = [root, *(root / folder_name for folder_name in dataset.folders)]
     for candidate in candidates:
-        if dataset.layout(candidate) is not None:
-            return candidate
+        if layout := dataset.layout(candidate):
+            return candidate, layout
 
     looked = ", ".join(candidate.name for candidate in candidates[1:])
     raise InputError(
@@ -189,14 +194,6 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
         layouts,
         "give its folder with --data",
     )
-
-
-def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
-    """Return the folder that holds data set `name`, as `locate` does, and its layout."""
-    root = locate(name, folder)
-    layout = get(name).layout(root)
-    assert layout is not None, root
-    return root, layout
 
 
 def splits(name: str, folder: str | Path) -> tuple[str, ...]:
@@ -369,9 +366,8 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
         if isinstance(item["label"], str):
             uris.add(container_uri(item["label"]))
 
-    ordered = sorted(uris)
     with ThreadPoolExecutor(4) as pool:
-        content = dict(zip(ordered, pool.map(content_key, ordered), strict=True))
+        content = dict(zip(uris, pool.map(content_key, uris), strict=True))
 
     digest = hashlib.sha256()
     for section, items in items_of.items():

@@ -49,21 +49,17 @@ def part_roots(folder: Path) -> list[Path]:
     return folders + [path for path in paths if path.suffix == ".zip" and path not in folders]
 
 
-def _sections(folder: Path) -> Mapping[str, str]:
-    path = first(folder, SPLIT_TABLE)
-    sections = {}
-    for row in read_csv(path, ("image_id", "split")) if path else ():
-        if row["split"] in SECTION_NAMES:
-            sections[row["image_id"]] = SECTION_NAMES[row["split"]]
-
-    return sections
+def by_image(path: Path | None, column: str) -> Mapping[str, str]:
+    """Return image_id -> value of a column of a table, nothing where there is no table."""
+    rows = read_csv(path, ("image_id", column)) if path else ()
+    return {row["image_id"]: row[column] for row in rows}
 
 
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
     assert table_path is not None  # by it the layout was found
     rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
     images = image_index(roots)
-    derma = _sections(folder)
+    derma = by_image(first(folder, SPLIT_TABLE), "split")
     table = Table()
     labels = {name: number for number, name in enumerate(CLASSES)}
 
@@ -73,7 +69,9 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
         where = f"{key} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
         if check_row(table, where, key, centre, CENTRES, images) and label is not None:
-            sections = {"dermamnist": derma[key]} if key in derma else {}
+            sections = {}
+            if derma.get(key) in SECTION_NAMES:
+                sections["dermamnist"] = SECTION_NAMES[derma[key]]
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(

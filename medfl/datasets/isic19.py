@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.ham10000 import centre_roots, phantom_key, phantom_lesion
+from medfl.datasets.ham10000 import by_image, centre_roots, phantom_key, phantom_lesion
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import Case, mixed
 from medfl.datasets.phantoms.scene import class_scenes
@@ -43,14 +42,12 @@ def _image_roots(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).exists()]
 
 
-def _lesions(path: Path | None) -> Mapping[str, str]:
-    rows = read_csv(path, ("image_id", "lesion_id")) if path else ()
-    return {row["image_id"]: row["lesion_id"] for row in rows}
-
-
 def _read(
-    path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()
+    path: Path | None, roots: list[Path], metadata: Path | None, absent: tuple[str, ...] = ()
 ) -> Table:
+    assert path is not None  # by it the layout was found
+    images = image_index(roots)
+    lesions = by_image(metadata, "lesion_id")
     table = Table()
     labels = {str(number): number for number in range(len(CLASSES))}
     centres = {str(number): name for number, name in enumerate(CENTRES)}
@@ -82,18 +79,13 @@ def _read(
 
 
 def _read_flamby(folder: Path) -> Table:
-    path = first(folder, *TABLES)
-    assert path is not None
-    return _read(path, image_index(_image_roots(folder)), _lesions(first(folder, *METADATA)))
+    return _read(first(folder, *TABLES), _image_roots(folder), first(folder, *METADATA))
 
 
 def _read_subset(folder: Path) -> Table:
+    ham = folder / "ham10000"
     path = first(folder / "flamby_meta", *TABLES)
-    assert path is not None
-    images = image_index(centre_roots(folder / "ham10000"))
-    return _read(
-        path, images, _lesions(first(folder / "ham10000", "labels.csv")), absent=("BCN", "MSK")
-    )
+    return _read(path, centre_roots(ham), first(ham, "labels.csv"), absent=("BCN", "MSK"))
 
 
 def _known_lesion(case: Case) -> str | None:

@@ -34,7 +34,7 @@ _TEST_SUBJECTS = """
     524 543 547 571 585 586 589 594 595 598 607 612 626 633 634 635 648
 """
 TEST = frozenset(map(int, _TEST_SUBJECTS.split()))
-_FILE = re.compile(r"(?:^|/)(IXI(\d{3})-([A-Za-z]+)-\d+)/(T1|label)/[^/]+$")
+_FILE = re.compile(r"(?:^|/)(IXI\d{3}-[A-Za-z]+-\d+)/(T1|label)/[^/]+$")
 _T1 = "_t1"
 _MASK = "_brainmask"
 
@@ -74,7 +74,6 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
 def _read_flamby(folder: Path) -> Table:
     table = Table()
     files = dict[str, dict[str, str]]()
-    numbers = dict[str, tuple[int, str]]()
     root = _root(folder)
     assert root is not None
 
@@ -83,8 +82,7 @@ def _read_flamby(folder: Path) -> Table:
         if match is None:
             continue
 
-        subject, number, centre, kind = match.groups()
-        numbers[subject] = (int(number), centre)
+        subject, kind = match.groups()
         if kind in files.setdefault(subject, {}):
             table.problems.append(
                 f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}"
@@ -95,7 +93,8 @@ def _read_flamby(folder: Path) -> Table:
     path = first(folder, *TABLES)
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
-        number, centre = numbers[subject]
+        number = int(subject[3:6])
+        centre = subject.split("-")[1]
         if path:
             listed, fold = folds.get(number, ("", ""))
         else:

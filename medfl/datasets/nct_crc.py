@@ -14,6 +14,7 @@ from medfl.datasets.readers.splitting import (
     LEFT_OUT,
     Record,
     by_group,
+    cut_part,
     filled,
     validation_from_train,
 )
@@ -23,24 +24,22 @@ CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
 PLAIN = "NCT-CRC-HE-100K"
 RAW = "NCT-CRC-HE-100K-NONORM"
 OTHERS = "CRC-VAL-HE-7K"
-_CUT = by_group("nct_crc")
 
 
-def _tree(root: str, *, packed: bool = True) -> Layout:
-    return class_folders(root, ("seeded",), root, (f"{root}.zip",) if packed else (), CLASSES)
+def _tree(root: str) -> Layout:
+    return class_folders(root, ("seeded",), root, (f"{root}.zip",), CLASSES)
 
 
 def _others(folder: Path) -> Table | None:
     """Return the images of CRC-VAL-HE-7K, which lie in a folder or a zip of that name."""
+    tree = _tree(OTHERS)
     inside = folder / OTHERS
-    packed = folder / f"{OTHERS}.zip"
-    if inside.is_dir() and (tree := _tree(OTHERS, packed=False)).find(inside):
+    if inside.is_dir() and tree.find(inside):
         return tree.read(inside)
-    if not packed.is_file():
-        return None
+    if (folder / f"{OTHERS}.zip").is_file() and tree.find(folder):
+        return tree.read(folder)
 
-    tree = class_folders(OTHERS, ("seeded",), OTHERS, (packed.name,), CLASSES)
-    return tree.read(folder) if tree.find(folder) else None
+    return None
 
 
 def _layout(root: str, *, tested: bool) -> Layout:
@@ -69,13 +68,12 @@ def _layout(root: str, *, tested: bool) -> Layout:
 
 def seeded(records: Sequence[Record]) -> list[str]:
     """Cut NCT-CRC-HE-100K 70/10/20 within each class in the order of a hash; CRC-VAL-HE-7K is left out."""
-    sections = [LEFT_OUT] * len(records)
-    indices = [
-        index for index, record in enumerate(records) if record.sections["official"] == "train"
-    ]
     # The cut sees these images alone, so it is the same with and without the other patients.
-    for index, section in zip(indices, _CUT([records[index] for index in indices]), strict=True):
-        sections[index] = section
+    sections = cut_part("official", "train", by_group("nct_crc"))(records)
+    for index, record in enumerate(records):
+        if record.sections["official"] == "test":
+            sections[index] = LEFT_OUT
+
     return sections
 
 

@@ -39,6 +39,22 @@ _MAX_VALUES = 256
 """Different values of a mask that are counted: an image given in its place may have thousands."""
 
 
+class _Image(NamedTuple):
+    """What is kept of an image: its name in lines, section and file, and of its values those that tell.
+
+    `values` are least, mean and most, () where one is not finite; `empty` are the channels of one value.
+    """
+
+    name: str
+    section: str
+    shape: tuple[int, ...]
+    spacing: tuple[float, ...]
+    changes: str
+    values: tuple[float, ...]
+    empty: list[bool]
+    content: str
+
+
 class Findings:
     """Collects the problems of a bundle's items, one item at a time; images are not kept."""
 
@@ -46,20 +62,11 @@ class Findings:
         self._bundle = bundle
         self.unreadable: list[str] = []
         self.bytes: Counter[str] = Counter()
-        self._read = 0
+        self._images: list[_Image] = []
         self._labels: Counter[int] = Counter()
         self._masks: Counter[float] = Counter()
         self._masked = 0
         self._in_channels = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._spacing: dict[str, tuple[float, ...]] = {}
-        self._channels: dict[int, list[str]] = defaultdict(list)
-        self._empty: Tensor | None = None
-        self._changes: list[str] = []
-        self._range: dict[str, tuple[float, float, float]] = {}
-        self._broken: list[str] = []
-        self._flat: list[str] = []
-        self._hashes: dict[str, list[tuple[str, str]]] = defaultdict(list)
 
     def add(self, item: ScannedItem) -> None:
         """Take an item in."""
@@ -68,42 +75,28 @@ class Findings:
             return
 
         image = item.image
-        name = f"{item.section} {item.id}"
-        self._read += 1
         self.bytes[item.section] += image.nbytes
         if isinstance(item.label, Tensor):
             self.bytes[item.section] += item.label.nbytes
 
-        self._shapes[name] = item.shape
-        self._changes.append(item.changes)
+        rows = image.float().flatten(1)
+        values: tuple[float, ...] = ()
+        if bool(torch.isfinite(rows).all()):
+            values = (float(rows.min()), float(rows.mean()), float(rows.max()))
 
-        if item.spacing:
-            self._spacing[name] = item.spacing
-
-        self._channels[image.shape[0]].append(name)
-        self._intensity(item, name, image.float())
+        self._images.append(
+            _Image(
+                name=f"{item.section} {item.id}",
+                section=item.section,
+                shape=item.shape,
+                spacing=item.spacing,
+                changes=item.changes,
+                values=values,
+                empty=(rows.amin(1) == rows.amax(1)).tolist(),
+                content=item.content,
+            )
+        )
         self._label(item.label)
-
-    def _intensity(self, item: ScannedItem, name: str, values: Tensor) -> None:
-        """Take in the values (C, H, W[, D]) of an image."""
-        if not bool(torch.isfinite(values).all()):
-            self._broken.append(name)
-            return
-
-        self._range[name] = (float(values.min()), float(values.mean()), float(values.max()))
-        rows = values.flatten(1)
-        empty = rows.amin(1) == rows.amax(1)
-        if self._empty is None:
-            self._empty = empty
-        elif (
-            self._empty.shape == empty.shape
-        ):  # else the numbers of channels differ, which is reported
-            self._empty = self._empty & empty
-
-        if bool(empty.all()):
-            self._flat.append(name)
-        else:  # black images are all the same, and no copies
-            self._hashes[item.content].append((item.section, item.id))
 
     def _label(self, label: object) -> None:
         if isinstance(label, int):
@@ -125,20 +118,20 @@ class Findings:
             yield Finding(
                 "files",
                 "FAILED",
-                f"{count} of {count + self._read} items cannot be read",
+                f"{count} of {count + len(self._images)} items cannot be read",
                 "see above",
             )
         else:
-            yield Finding("files", "ok", f"all {self._read} items can be read")
+            yield Finding("files", "ok", f"all {len(self._images)} items can be read")
 
-        if not self._read:
+        if not self._images:
             return
 
-        if self._broken:
+        if broken := [image.name for image in self._images if not image.values]:
             yield Finding(
                 "intensity",
                 "FAILED",
-                f"NaN or infinite values in {named(self._broken)}",
+                f"NaN or infinite values in {named(broken)}",
                 "repair or remove them",
             )
 
@@ -153,7 +146,7 @@ class Findings:
         yield from self._classes()
         yield from self._structures()
         yield from self._sizes()
-        for change in changes_told(self._changes):
+        for change in changes_told([image.changes for image in self._images]):
             yield Finding("reading", "ok", change)
 
         yield from self._intensities()
@@ -240,7 +233,9 @@ class Findings:
             yield Finding("labels", "warning", text, advice)
 
     def _sizes(self) -> Iterator[Finding]:
-        for topic, sides_by_name in (("size", self._shapes), ("spacing", self._spacing)):
+        shapes = {image.name: image.shape for image in self._images}
+        spacings = {image.name: image.spacing for image in self._images if image.spacing}
+        for topic, sides_by_name in (("size", shapes), ("spacing", spacings)):
             if not sides_by_name:
                 continue
 
@@ -279,17 +274,21 @@ class Findings:
                     "see whether they belong here",
                 )
 
-        if len(self._channels) > 1:
-            minority = min(self._channels.values(), key=len)
-            text = f"{', '.join(map(str, sorted(self._channels)))} channels; in the minority: {named(minority)}"
+        by_channels: dict[int, list[str]] = defaultdict(list)
+        for image in self._images:
+            by_channels[len(image.empty)].append(image.name)
+
+        if len(by_channels) > 1:
+            minority = min(by_channels.values(), key=len)
+            text = f"{', '.join(map(str, sorted(by_channels)))} channels; in the minority: {named(minority)}"
             yield Finding("channels", "FAILED", text, "convert the odd ones")
         elif len(channels := names(self._bundle)) > 1:
             yield from self._lacking(channels)
 
     def _lacking(self, channels: Sequence[str]) -> Iterator[Finding]:
         """Say which channels have one value in every image."""
-        empty = [] if self._empty is None else self._empty.nonzero().flatten().tolist()
-        lacking = [channels[i] for i in empty if i < len(channels)]
+        columns = zip(*(image.empty for image in self._images if image.values), strict=True)
+        lacking = list(compress(channels, map(all, columns)))
         yield Finding(
             "channels",
             "ok",
@@ -303,36 +302,44 @@ class Findings:
             )  # fmt: skip
 
     def _intensities(self) -> Iterator[Finding]:
-        if not self._range:
+        ranges = {image.name: image.values for image in self._images if image.values}
+        if not ranges:
             return
 
-        rows = np.array(list(self._range.values()))
+        rows = np.array(list(ranges.values()))
         low, mean, high = map(_span, rows.T)
         yield Finding(
             "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them"
         )
-        if far := _far(self._range, rows):
+        if far := _far(ranges, rows):
             yield Finding(
                 "intensity", "warning", f"unlike the others: {named(far)}", "look at them"
             )
 
-        if self._flat:
+        if flat := [image.name for image in self._images if image.values and all(image.empty)]:
             yield Finding(
                 "intensity",
                 "warning",
-                f"of one value all over: {named(self._flat)}",
+                f"of one value all over: {named(flat)}",
                 "look at them",
             )
 
     def _duplicates(self) -> Iterator[Finding]:
+        by_content: dict[str, list[_Image]] = defaultdict(list)
+        for image in self._images:
+            if image.values and not all(
+                image.empty
+            ):  # black images are all the same, and no copies
+                by_content[image.content].append(image)
+
         across = []
         within = []
-        for copies in self._hashes.values():
+        for copies in by_content.values():
             if len(copies) == 1:
                 continue
 
-            text = " = ".join(f"{section} {name}" for section, name in copies[:3])
-            if len({section for section, _ in copies}) > 1:
+            text = " = ".join(image.name for image in copies[:3])
+            if len({image.section for image in copies}) > 1:
                 across.append(text)
             else:
                 within.append(text)

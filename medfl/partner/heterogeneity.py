@@ -252,39 +252,36 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     from matplotlib.figure import Figure
 
     sites = federation.sites
-    classes = federation.classes
-    channels = 0
-    for site in sites:
-        if site.shares is not None:
-            channels = min(_CHANNELS, max(channels, len(site.shares)))
-
-    high = max(1.6, 0.36 * min(len(sites), 60))
-    columns = max(4.0, 0.85 * len(classes))
+    most = max((len(site.shares) for site in sites if site.shares is not None), default=0)
+    channels = min(_CHANNELS, most)
     # inches; the histograms lie in a second row
-    size = (columns + 5.4, high + 1.7 + (3.1 if channels else 0))
+    columns = max(4.0, 0.85 * len(federation.classes))
+    heights = [max(1.6, 0.36 * min(len(sites), 60)) + 1.0]
+    if channels:
+        heights.append(2.8)
+
+    size = (columns + 5.4, sum(heights) + 0.7)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
+    title = f"{shorten(federation.bundle, 40)}: {len(sites)} sites"
     figure.suptitle(
-        f"{shorten(federation.bundle, 40)}: {len(sites)} sites",
+        title,
         x=0.01,
         ha="left",
         size=13,
         weight="bold",
         color=INK,
     )
-    heights = (high + 1.0, 2.8) if channels else (1.0,)
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    upper, *lower = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
 
-    if classes:
-        upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
-        _draw_classes(figure.add_subplot(upper[0]), federation)
-        _draw_sizes(figure.add_subplot(upper[1]), federation)
+    if federation.classes:
+        class_axes, size_axes = upper.subplots(1, 2, sharey=True, width_ratios=(columns, 3.0))
+        _draw_classes(class_axes, federation)
     else:
-        _draw_sizes(figure.add_subplot(grid[0]), federation, named=True)
+        size_axes = upper.subplots()
 
-    if channels:
-        lower = grid[1].subgridspec(1, channels)
-        for channel in range(channels):
-            _draw_intensities(figure.add_subplot(lower[channel]), federation, channel, channels)
+    _draw_sizes(size_axes, federation)
+    for part in lower:
+        _draw_intensities(part.subplots(1, channels, squeeze=False)[0], federation)
 
     try:
         figure.savefig(path)
@@ -295,78 +292,61 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         ) from error
 
 
-def _sites(axes: Axes, federation: FederationStatistics) -> list[str]:
-    """Make bare axes with a row a site, and return the rows' names."""
+def _site_rows(axes: Axes, federation: FederationStatistics) -> None:
+    """Make bare axes with a row a site."""
     names = [shorten(site.name, 24) for site in federation.sites]
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-    axes.set_yticks(range(len(names)), names, size=9)
-    return names
+    axes.tick_params(length=0, labelcolor=INK, labelsize=9)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     """Draw a heat map of each site's class shares, with counts; what a site does not tell is hatched."""
     from matplotlib.patches import Rectangle
 
-    names = _sites(axes, federation)
-    axes.set_title(
-        "Training images of each class; colour: share of the site's", loc="left", size=10, color=INK
-    )
+    title = "Training images of each class; colour: share of the site's"
+    axes.set_title(title, loc="left", size=10, color=INK)
+    axes.set_title("JS", loc="right", size=8, color=SOFT)
     counts = np.stack([site.estimated for site in federation.sites])
-    totals = counts.sum(1, keepdims=True)
-    shares = np.divide(counts, totals, out=np.full_like(counts, math.nan), where=totals > 0)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     axes.imshow(np.nan_to_num(shares), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    distances = federation.class_distances()
+    _site_rows(axes, federation)
+    has_room = len(federation.sites) <= _ROOM
 
-    for y, site in enumerate(federation.sites):
-        for x, count in enumerate(site.classes.values()):
-            if count is None:
-                corner = (x - 0.5, y - 0.5)
-                hatch: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#b8bec8"}
-                axes.add_patch(Rectangle(corner, 1, 1, lw=0, **hatch))
-                text = "?"
-                color = INK
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
-            else:
-                text = f"{count:,}"
-                color = "white" if shares[y, x] > 0.55 else INK
-                box = None
+    for (y, x), share in np.ndenumerate(shares):
+        count = list(federation.sites[y].classes.values())[x]
+        corner = (x - 0.5, y - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="white", lw=1.5))
+        if count is None:
+            axes.add_patch(
+                Rectangle(corner, 1, 1, fill=False, edgecolor="#b8bec8", lw=0, hatch="////")
+            )
 
-            if len(federation.sites) <= _ROOM:
-                axes.text(x, y, text, ha="center", va="center", size=8, color=color, bbox=box)
+        if has_room:
+            text = "?" if count is None else f"{count:,}"
+            color = "white" if share > 0.55 else INK
+            axes.text(x, y, text, ha="center", va="center", size=8, color=color)
 
-        if len(federation.sites) <= _ROOM and math.isfinite(distances[y]):
-            label = f"{distances[y]:.2f}"
-            axes.annotate(label, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-                          va="center", size=8, color=SOFT, annotation_clip=False)  # fmt: skip
+    for y, distance in enumerate(federation.class_distances()):
+        if has_room and math.isfinite(distance):
+            beside = axes.get_yaxis_transform()
+            label = f"{distance:.2f}"
+            axes.text(1.01, y, label, transform=beside, va="center", size=8, color=SOFT)
 
-    axes.annotate(
-        "JS",
-        (1, 1),
-        (6, 4),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        size=8,
-        color=SOFT,
-    )
-    slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     labels = [shorten(name, 24) for name in federation.classes]
-    axes.set_xticks(range(len(labels)), labels, size=9, **slant)
-    # the lines of the minor grid separate the cells
-    axes.set_xticks(np.arange(len(labels) + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
-    axes.tick_params(which="minor", length=0)
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", rotation_mode="anchor")
 
 
-def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = False) -> None:
+def _draw_sizes(axes: Axes, federation: FederationStatistics) -> None:
     """Draw how many images each site has in each section."""
-    names = _sites(axes, federation)
-    start = np.zeros(len(federation.sites))
+    _site_rows(axes, federation)
+    rows = range(len(federation.sites))
+    start = np.zeros(len(rows))
     for name in federation.sites[0].images:
         part = np.array([site.images.get(name) or 0 for site in federation.sites], np.float64)
         axes.barh(
-            range(len(federation.sites)),
+            rows,
             part,
             left=start,
             height=0.62,
@@ -376,21 +356,10 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = F
         start += part
 
     for y, site in enumerate(federation.sites):
-        if any(count is None for count in site.images.values()):
-            axes.annotate(
-                "+ ?",
-                (start[y], y),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                size=8,
-                color=SOFT,
-            )
+        if None in site.images.values():
+            axes.text(start[y], y, " + ?", va="center", size=8, color=SOFT)
 
-    if not named:
-        axes.set_yticks([])
-
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, max(1.0, float(start.max()) * 1.12)))
+    axes.set_xlim(0, max(1.0, float(start.max()) * 1.12))
     axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
     axes.legend(
         loc="upper center",
@@ -398,39 +367,39 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = F
         ncols=3,
         frameon=False,
         fontsize=8,
-        handlelength=1,
     )
     axes.grid(axis="x", color=BAND)
     axes.set_axisbelow(True)
 
 
-def _draw_intensities(
-    axes: Axes, federation: FederationStatistics, channel: int, channels: int
-) -> None:
-    """Overlay the sites' histograms of one channel; a gap is a bin that is not told."""
+def _draw_intensities(row: Sequence[Axes], federation: FederationStatistics) -> None:
+    """Overlay the sites' histograms of each channel; a gap is a bin that is not told."""
     import matplotlib as mpl
 
-    with_names = channel == channels - 1 and len(federation.sites) <= _ROOM
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.8, len(federation.sites)))
-    for site, colour in zip(federation.sites, colours, strict=True):
-        if site.shares is None or len(site.shares) <= channel:
-            continue
+    for channel, axes in enumerate(row):
+        for site, colour in zip(federation.sites, colours, strict=True):
+            if site.shares is not None and channel < len(site.shares):
+                shares = site.shares[channel]
+                edges = np.linspace(site.low, site.high, len(shares) + 1)
+                label = shorten(site.name, 20)
+                axes.stairs(
+                    shares,
+                    edges,
+                    baseline=None,
+                    color=colour,
+                    lw=1.4,
+                    label=label,
+                )
 
-        row = site.shares[channel]
-        edges = np.linspace(site.low, site.high, len(row) + 1)
-        label = shorten(site.name, 20) if with_names else None
-        axes.stairs(row, edges, baseline=None, color=colour, linewidth=1.4, alpha=0.9, label=label)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
+        axes.grid(axis="y", color=BAND)
+        axes.set_axisbelow(True)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"channel {channel}", loc="left", size=10, color=INK)
 
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
-    axes.grid(axis="y", color=BAND)
-    axes.set_axisbelow(True)
-    axes.set_ylim(bottom=0)
-    title = "Intensities as networks get them" + (f", channel {channel}" if channels > 1 else "")
-    axes.set_title(title if channel == 0 else f"channel {channel}", loc="left", size=10, color=INK)
-
-    if channel == 0:
-        axes.set_ylabel("share of an image", color=SOFT, size=8)
-
-    if with_names:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    row[0].set_title("Intensities as networks get them, channel 0", loc="left", size=10, color=INK)
+    row[0].set_ylabel("share of an image", color=SOFT, size=8)
+    if len(federation.sites) <= _ROOM:
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

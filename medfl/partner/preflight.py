@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from medfl.core.untrusted import printable
 from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_ram
 from medfl.data.prepare import prepare
-from medfl.data.source import Source
 from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
@@ -296,13 +295,12 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
 
     data = bundle.section("train")
     items = data.items
-    entries = data.source.entries
+    source = data.source
 
-    if data.source.is_list:  # else the bundle's own data set, which cannot be cut
+    if source.is_list:  # else the bundle's own data set, which cannot be cut
         items = items[:size]
-        entries = entries[:size]
+        source = replace(source, entries=source.entries[:size])
 
-    source = Source(entries, data.source.transforms, data.source.repeatable)
     prepared = prepare(items, source, data.collate, data.prepare_batch)
     ids = prepared.ids(range(len(prepared)))
     sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from torch import Tensor
 from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.core.task import SECTIONS
+from medfl.data.disk_cache import content_hash
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import (
@@ -56,11 +56,7 @@ class ScannedItem:
     @property
     def content(self) -> str:
         """Hash of the image as it is."""
-        assert self.image is not None
-        array = np.ascontiguousarray(self.image.numpy(force=True))
-        return hashlib.sha256(
-            repr((array.shape, array.dtype.str)).encode() + array.tobytes()
-        ).hexdigest()
+        return content_hash(self.image)
 
 
 def sections(bundle: Problem) -> list[str]:

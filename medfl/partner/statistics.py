@@ -13,6 +13,7 @@ all that is told is the sum over them.
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -320,7 +321,7 @@ def _bands(ends: Sequence[float], unit: str) -> list[str]:
 
 
 def _band(value: float, ends: Sequence[float], unit: str) -> str:
-    return _bands(ends, unit)[sum(value >= end for end in ends)]
+    return _bands(ends, unit)[bisect.bisect(ends, value)]
 
 
 _SIDE_BANDS = _bands(_SIDES, "px")

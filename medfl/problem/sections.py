@@ -12,6 +12,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.data.incomplete_entries import drop_label, fill_missing
 from medfl.data.prepared import Item
+from medfl.data.sampled import Collate
 from medfl.data.source import LACKS, NO_LABEL, Source
 
 
@@ -38,9 +39,9 @@ class Section:
         return self.items[at], source, NO_LABEL not in self.items[at]
 
     @property
-    def collate(self) -> Callable[[list[Any]], Any]:
+    def collate(self) -> Collate:
         """How the data loader makes a batch of samples."""
-        collate: Callable[[list[Any]], Any] = getattr(self.loader, "collate_fn", list_data_collate)
+        collate: Collate = getattr(self.loader, "collate_fn", list_data_collate)
         return collate
 
     @property

@@ -223,7 +223,7 @@ def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
         for place in (None, cache_in(tmp_path / "cache", entries))
     )
     assert isinstance(disk, Sampled)
-    assert isinstance(disk.sample.cached, OnDisk)
+    assert isinstance(disk.samples.cached, OnDisk)
     assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
     assert not torch.equal(drawn(disk, 3)[0], drawn(disk, 4)[0])
 
@@ -238,7 +238,7 @@ def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
     memory, disk = (
         prepare(items, source, cache=place) for place in (None, cache_in(tmp_path, items))
     )
-    kept = disk.sample.cached[2]["image"]
+    kept = disk.samples.cached[2]["image"]
     assert isinstance(kept, Coded)
     assert kept.codes.nbytes == 3 * 32 * 32
     assert torch.equal(kept.decode()[0], pixels[2])

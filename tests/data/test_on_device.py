@@ -31,6 +31,7 @@ from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.sampled import Sampled
 from medfl.runs import launch
 from tests.support import pretended_device as pretended
+from tests.support.samples import Plain
 
 CPU = torch.device("cpu")
 ROOMY = 10**12
@@ -65,8 +66,8 @@ def pictures(count: int = 9, *, coded: bool = False, masks: bool = False) -> Sta
 
 
 def sampled() -> Sampled:
-    sample = lambda index: {"x": torch.full((2,), float(index)), "y": index}  # noqa: E731
-    return Sampled(items(4), sample, None, default_collate, lambda batch: (batch["x"], batch["y"]))
+    plain = Plain(lambda index: {"x": torch.full((2,), float(index)), "y": index})
+    return Sampled(items(4), plain, default_collate, lambda batch: (batch["x"], batch["y"]))
 
 
 TRANSFORMS: dict[str, list[Any]] = {

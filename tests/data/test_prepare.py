@@ -374,10 +374,10 @@ def test_only_transforms_with_a_state_of_their_own_run_in_threads(
 ) -> None:
     prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *transforms])))
     assert isinstance(prepared, Sampled)
-    assert (prepared.clone is not None) == in_threads
+    assert prepared.in_threads == in_threads
     drawn = [images(prepared, torch.Generator().manual_seed(seed), size=1) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    prepared.clone = None
+    prepared.in_threads = False
     assert images(prepared, torch.Generator().manual_seed(1), size=1) == drawn[0]
     assert images(prepared) == images(prepared, size=1)
 

@@ -29,6 +29,8 @@ def stacked() -> Stacked:
 class Noisy:
     """Item i plus noise that one seed sets for all items, as MONAI's random transforms have it."""
 
+    has_steps_left = True
+
     def __init__(self) -> None:
         self.generator = torch.Generator()
 
@@ -44,9 +46,7 @@ class Noisy:
 
 def sampled() -> Sampled:
     noisy = Noisy()
-    return Sampled(
-        ITEMS, noisy, noisy.reseed, default_collate, lambda batch: (batch["x"], batch["y"])
-    )
+    return Sampled(ITEMS, noisy, default_collate, lambda batch: (batch["x"], batch["y"]))
 
 
 def values(batches: Any) -> list[float]:
@@ -126,11 +126,16 @@ def test_evaluation_leaves_the_global_stream_alone() -> None:
 class Alone:
     """Item i plus noise of a generator of its own; slow, so that threads overlap."""
 
+    has_steps_left = True
+
     def __init__(self, log: list[int]) -> None:
         self.generator, self.log = torch.Generator(), log
 
     def reseed(self, seed: int) -> None:
         self.generator.manual_seed(seed)
+
+    def clone(self) -> Alone:
+        return Alone(self.log)
 
     def __call__(self, index: int) -> dict[str, Any]:
         self.log.append(threading.get_ident())
@@ -142,16 +147,8 @@ class Alone:
 
 def threaded(twins: bool, log: list[int] | None = None) -> Sampled:
     log = [] if log is None else log
-    one = Alone(log)
-
-    def twin() -> Any:
-        other = Alone(log)
-        return other, other.reseed
-
     items = [{"id": str(i)} for i in range(100)]
-    return Sampled(
-        items, one, one.reseed, default_collate, lambda b: (b["x"], b["y"]), twin if twins else None
-    )
+    return Sampled(items, Alone(log), default_collate, lambda b: (b["x"], b["y"]), in_threads=twins)
 
 
 def test_threads_change_no_number_and_no_order() -> None:

@@ -245,7 +245,7 @@ def test_skim_is_json_with_slices() -> None:
     assert [json.loads(text[place]) for place in found['b"]']] == [[], [7]]
     assert found["c"] == {"d": None, "e": "[1,{"}
     assert isinstance(found["f"][0]["g"], slice)
-    with pytest.raises(ValueError, match='key "a" has no value'):
+    with pytest.raises(ValueError, match="':' delimiter"):
         skim(b'{"a"}')
 
 

@@ -21,6 +21,7 @@ from medfl.data.sampled import Sampled
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import SURFACE_METRICS, scores
 from medfl.evaluation.metrics import summarise
+from tests.support.samples import Plain
 
 CPU = torch.device("cpu")
 PAIR = from_engine(["pred", "label"])
@@ -138,8 +139,7 @@ def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Shard:
     items = [{"id": f"i{n}"} for n in range(len(x))]
     prepared = Sampled(
         items,
-        lambda i: (x[i], y[i]),
-        None,
+        Plain(lambda i: (x[i], y[i])),
         lambda b: [torch.stack(p) for p in zip(*b, strict=True)],
         tuple,
     )

@@ -218,11 +218,8 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
 
         return {c: Share(everybody, part) for c, part in enumerate(parts)}, ()
 
-    chosen, shots = (
-        _classes_of_sites(rule, attempt)
-        if rule.kind == "classes"
-        else _ways_of_sites(rule, attempt)
-    )
+    draw_classes = _classes_of_sites if rule.kind == "classes" else _ways_of_sites
+    chosen, shots = draw_classes(rule, attempt)
     owners = {c: tuple(i for i in everybody if c in chosen[i]) for c in range(num_classes)}
     return {c: Share(sites) for c, sites in owners.items() if sites}, shots
 

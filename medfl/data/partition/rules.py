@@ -71,11 +71,7 @@ class Partition:
         """Return site -> number of items of each class in one section; items without a label do not count."""
         result = {}
         for site, held in self.sites.items():
-            if held[section]:
-                labels = Counter(sections[section][i].get("label") for i in held[section])
-            else:
-                labels = Counter()
-
+            labels = Counter(sections[section][i].get("label") for i in held[section])
             result[site] = [labels[c] for c in range(num_classes)]
 
         return result

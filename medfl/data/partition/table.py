@@ -33,7 +33,7 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
 
     lines = [head, *rows]
     blocks = []
-    for columns in _columns(lines):
+    for columns in _columns(_widths(lines)):
         blocks.append(_block([[row[i] for i in columns] for row in lines]))
 
     content = "images of each section" + (" and training images of each class" if names else "")
@@ -62,17 +62,14 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) + 2 * (i > 0) for i, column in enumerate(zip(*rows, strict=True))]
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
+def _columns(widths: Sequence[int]) -> list[list[int]]:
     """Divide the columns into blocks that fit; each block begins with the site's name."""
     blocks = [[0]]
-    used = _widths(rows)[0]
-    for i, width in enumerate(_widths(rows)[1:], start=1):
-        if used + width > WIDTH:
+    for i, width in enumerate(widths[1:], start=1):
+        if sum(widths[k] for k in blocks[-1]) + width > WIDTH:
             blocks.append([0])
-            used = _widths(rows)[0]
 
         blocks[-1].append(i)
-        used += width
 
     return blocks
 

@@ -160,7 +160,7 @@ def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:
 
 
 @functools.cache
-def class_scenes(classes: int, channels: int, value: int = 0) -> tuple[Scene, ...]:
+def class_scenes(classes: int, channels: int) -> tuple[Scene, ...]:
     """Return a scene for each class: an object with a colour, size, outline and texture, and a mark beside it.
 
     Features of single images overlap between classes, so that none tells the class for certain.
@@ -168,7 +168,6 @@ def class_scenes(classes: int, channels: int, value: int = 0) -> tuple[Scene, ..
     Args:
         classes: number of them.
         channels: 1 or 3.
-        value: of the object in the reference mask.
     """
     scenes = []
     variety = min(1.0, 10 / classes)  # many classes lie close together
@@ -192,7 +191,7 @@ def class_scenes(classes: int, channels: int, value: int = 0) -> tuple[Scene, ..
                 shade,
                 (radius, radius),
                 (0.0, 0.0),
-                value,
+                0,
                 (0.1 + 0.2 * (label % 2), 5),
                 (0.15, 3 + label % 4 * 4),
             ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.readers import cases, conventions, matching, tables
-from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
+from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text, shown_files
 from medfl.datasets.readers.splitting import Record
 
 _TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
@@ -71,18 +71,13 @@ def left_out(
     used_paths = set(used)
     images = list[str]()
     other_files = list[str]()
-    for base, folders, files in folders_below(folder):
-        shown = (n for n in folders if is_text(n) and not is_hidden(n))
-        folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
-        for name in sorted(n for n in files if not is_hidden(n)):
-            path = Path(base, name)
-            if (
-                str(path) not in used_paths
-                and not is_odd(str(path))
-                and (path.parent != folder or name not in _TABLES)
-            ):
-                image = name.lower().endswith(tuple(endings))
-                (images if image else other_files).append(path.relative_to(folder).as_posix())
+    tables_there = [folder / name for name in _TABLES]
+    # A folder's own files before those of its folders.
+    for path in sorted(shown_files(folder), key=lambda path: (path.parent, path)):
+        is_used = not used_paths.isdisjoint(map(str, (path, *path.parents)))
+        if not is_used and path not in tables_there:
+            is_image = path.name.lower().endswith(tuple(endings))
+            (images if is_image else other_files).append(path.relative_to(folder).as_posix())
 
     lines = []
     if images:

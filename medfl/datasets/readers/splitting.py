@@ -5,7 +5,9 @@ Images that a rule leaves out are in section `LEFT_OUT`.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +58,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
         for group, record in {record.group: record for record in reversed(records)}.items():
             strata[record.label, record.centre if at_centres else ""].append(group)
 
+        bounds = list(itertools.accumulate(shares[:-1]))
         section: dict[str, str] = {}
         for groups in strata.values():
             total = sum(sizes[group] for group in groups)
@@ -63,9 +66,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
             for group in sorted(groups, key=lambda group: hash_order(salt, group)):
                 # A group goes where its middle falls, so that large ones are in no section's favour.
                 middle = (done + sizes[group] / 2) / total
-                section[group] = SECTIONS[
-                    sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))
-                ]
+                section[group] = SECTIONS[bisect.bisect(bounds, middle)]
                 done += sizes[group]
 
         return [section[record.group] for record in records]
@@ -201,29 +202,32 @@ def published(split: str) -> Rule:
 
 def validation_from_train(split: str, share: float = 0.1) -> Rule:
     """Return the rule that takes the source's train and test and cuts `share` of train for validation, by group."""
-    return _cut(split, "train", (1 - share, share), f"{split}-validate", ("train", "validate"))
+    rule = by_group(f"{split}-validate", (1 - share, share))
+    return cut_part(split, "train", rule, ("train", "validate"))
 
 
 def validation_from_test(split: str) -> Rule:
     """Return the rule that leaves the source's train whole and validates on half of its test, by group."""
-    return _cut(split, "test", (0.5, 0.5), f"{split}-spared", ("validate", "test"))
+    rule = by_group(f"{split}-spared", (0.5, 0.5))
+    return cut_part(split, "test", rule, ("validate", "test"))
 
 
-def _cut(
-    split: str, part: str, shares: tuple[float, float], salt: str, names: tuple[str, str]
-) -> Rule:
-    """Return the rule that takes the published sections, but cuts one of them into two, by group."""
+def cut_part(split: str, part: str, rule: Rule, names: Sequence[str] = SECTIONS) -> Rule:
+    """Return the rule that takes the published sections, but cuts one of them by a rule, which sees it alone.
 
-    def rule(records: Sequence[Record]) -> list[str]:
+    `names` are those of the sections that `rule` gives, in the order of `SECTIONS`.
+    """
+
+    def cut(records: Sequence[Record]) -> list[str]:
         sections = published(split)(records)
         indices = [index for index, section in enumerate(sections) if section == part]
-        cut = by_group(salt, shares)([records[index] for index in indices])
-        for index, section in zip(indices, cut, strict=True):
-            sections[index] = names[SECTIONS.index(section)]
+        pieces = rule([records[index] for index in indices])
+        for index, piece in zip(indices, pieces, strict=True):
+            sections[index] = names[SECTIONS.index(piece)]
 
         return sections
 
-    return rule
+    return cut
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ class WriteMaskd(MapTransform):
     def __call__(self, data: Entry) -> NewEntry:
         """Write the predictions of one image; the data stay as they are."""
         image = data[self.image]
-        meta = image.meta if isinstance(image, MetaTensor) else {}
+        meta = getattr(image, "meta", {})
         if missing := {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys():
             raise InputError(
                 f"item {self.image!r} does not say where its pixels lie in the file (no {', '.join(sorted(missing))})",
@@ -461,11 +461,7 @@ class CheckPatchd(MapTransform):
                 )
 
             if any(side < least for side, least in zip(shape, patch, strict=True)):
-                if isinstance(item[key], MetaTensor):
-                    file = item[key].meta.get("filename_or_obj", key)
-                else:
-                    file = key
-
+                file = getattr(item[key], "meta", {}).get("filename_or_obj", key)
                 fits = ",".join(str(min(sides)) for sides in zip(shape, patch, strict=True))
                 raise InputError(
                     f"volume {file} is {volumes.times(shape)} voxels, smaller than the patch of {volumes.times(patch)}",

@@ -177,15 +177,20 @@ def _inside(file: Path) -> Files:
 def _rows(file: Path) -> Files:
     """Return the rows (H, W) or (H, W, C) of the stacked images in an .npz file; labels have fewer axes."""
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
-    shapes = {name: array_shape(file, name) for name in arrays}
-    if sum(shape[0] for shape in shapes.values() if len(shape) in (3, 4)) > _MOST_ROWS:
+    counts = {}
+    for name in arrays:
+        shape = array_shape(file, name)
+        if len(shape) in (3, 4):
+            counts[name] = shape[0]
+
+    if sum(counts.values()) > _MOST_ROWS:
         raise InputError(
             f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it"
         )
 
     images = []
-    for name, shape in shapes.items():
-        for row in range(shape[0] if len(shape) in (3, 4) else 0):
+    for name, count in counts.items():
+        for row in range(count):
             images.append((f"{name}_{row:06d}", f"{file}!{name}#{row}"))
 
     return images

@@ -8,17 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from medfl.data.prepared import Batch, Prepared, Shard
+from medfl.data.prepared import Batch, Prepared, Shard, Wrapped
 from medfl.training import Site
 
 
-class Repeated(Prepared):
+class Repeated(Wrapped):
     """Prepared items each batch of which comes several times in a row, the very same tensors."""
 
     def __init__(self, prepared: Prepared, times: int) -> None:
-        super().__init__(prepared.items)
-        self.geometry = prepared.geometry
-        self.prepared = prepared
+        super().__init__(prepared)
         self.times = times
 
     def batches(
