@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
+from medfl.core.terminal import visible
 from medfl.methods import load
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.view import SiteView
@@ -27,7 +28,9 @@ DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 ]  # fmt: skip
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+    lambda name: visible(name) == name and "\n" not in name
+)
 groups = names.filter(lambda name: name not in ("", "scalars") and "/" not in name)
 shapes = st.lists(st.integers(0, 4), max_size=4)
 
