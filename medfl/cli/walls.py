@@ -7,7 +7,6 @@ folder, and has neither network nor programs. It cannot get out, so what a bundl
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
@@ -25,14 +24,12 @@ from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.safety import sandbox as walls
-from medfl.safety.bounds import wait
+from medfl.safety.bounds import end_with_parent, wait
 from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
 from medfl.storage.places import cache_folder, record_of
 from medfl.storage.run_documents import read_run
 
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
-_PARENT_DIED = 1
-"""PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
 _DOTTED = re.compile(r"([A-Za-z_]\w*)(\.\w+)+(:\w+)?")
 """The dotted path of a method of the user's own; group 1 is the module or package."""
 
@@ -176,7 +173,7 @@ def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) 
     worker = os.fork()
     if not worker:
         os.setpgid(0, 0)  # what the terminal sends, the keeper passes on: once
-        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM, 0, 0, 0)
+        end_with_parent(signal.SIGTERM)
         os.environ.update(variables)
         tempfile.tempdir = None  # which the keeper's own may have set
         sandbox.enter()

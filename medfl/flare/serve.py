@@ -8,7 +8,6 @@ the kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operat
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import shutil
 import signal
@@ -23,11 +22,11 @@ import yaml
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
+from medfl.safety.bounds import end_with_parent
 
 if TYPE_CHECKING:
     from medfl.flare.site_sandbox import SiteSandbox
 
-_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 _EXAMPLES = """\
 examples
   medfl site serve hippocampus --kit site-1 --data /data/hippocampus \\
@@ -203,8 +202,7 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
 
 def _begin(enter: Callable[[], object] | None) -> None:
     """Let the process, in which FLARE's program is about to start, end with medfl, also where that is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     if enter is not None:
         enter()
 

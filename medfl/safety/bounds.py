@@ -1,10 +1,12 @@
-"""Bounds of a process group that its keeper holds: memory and number of processes, for any user."""
+"""Bounds of a process group that its keeper holds, for any user: memory, number of processes, no longer than it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +14,16 @@ from pathlib import Path
 MOST_PROCESSES = 256
 _SHARE = 0.95
 """Of the machine's memory, or of the control group's."""
+_PARENT_DIED = 1  # prctl's PR_SET_PDEATHSIG
 _EVERY = 1.0
 """Seconds between two looks."""
 _GROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def end_with_parent(number: int) -> None:
+    """Let the kernel send this process a signal when the thread that began it ends; only Linux does so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DIED, number, 0, 0, 0)
 
 
 def wait(leader: int) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 The keeper has the connection, the policy, the account, the audit log and the site's States. It opens what comes from
 the server, sends it to the worker with the State, and checks what comes back before the site's rules see it. The
-worker (`worker.serve`) keeps nothing: ended, it is begun anew with the next question.
+worker (`worker.begin`) keeps nothing: ended, it is begun anew with the next question.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ _HEAD = struct.Struct("!QQ")
 _SHARE = 0.25
 """Of the memory that a worker may use: what comes is held more than once while it is read."""
 _PIECE = 1 << 20
-_EVERY = 0.25
+_EVERY = 1.0
+"""Seconds between two looks after the other process: each reads what the kernel says of every process."""
 
 
 class Pipe:
@@ -25,7 +26,7 @@ class Pipe:
 
     Args:
         end: a connected stream socket.
-        wait: called four times a second, whether something crosses or not; raises to stop.
+        wait: called once a second, whether something crosses or not; raises to stop.
     """
 
     def __init__(self, end: socket.socket, wait: Callable[[], object] = str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 import socket
@@ -12,15 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medfl.safety.bounds import end_with_parent
 from medfl.safety.sandbox import Allowed, Sandbox
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
     from medfl.runtimes.monai_fl.view import SiteView
     from medfl.storage.files import State
-
-_PARENT_DIED = 1
-"""PR_SET_PDEATHSIG: the signal that a process gets when the thread that began it ends."""
 
 
 def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
@@ -32,7 +29,7 @@ def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
     document = json.load(sys.stdin)
     read, write = [tuple(map(Path, document["allowed"][name])) for name in ("read", "write")]
     end = socket.socket(fileno=document["pipe"])
-    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
     # PyTorch and NumPy, which start threads, are imported behind the walls
     Sandbox(Allowed(read, write)).enter()
     _answer(end, lambda: opened(document["job"]))
