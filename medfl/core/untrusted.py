@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 def printable(text: object, length: int = 100) -> str:
-    """Return untrusted text for a line of output: printable ASCII of limited length."""
+    """Return untrusted text for a line of output: printable ASCII of limited length, of a path its last part."""
     try:
         plain = ascii(str(text))[1:-1]
     except ValueError:  # of so many digits that Python writes none
@@ -51,6 +51,9 @@ def printable(text: object, length: int = 100) -> str:
 
     if len(plain) <= length:
         return plain
+
+    if isinstance(text, PurePath):
+        return "..." + plain[3 - length :]
 
     return plain[: length - 3] + "..."
 
