@@ -112,4 +112,6 @@ def test_positions_of_slices_that_are_none(positions: tuple[str, str], tmp_path:
 def test_a_number_of_many_digits_is_said_in_few() -> None:
     assert printable(10**5000, 40) == "a number of thousands of digits"
     assert printable("x" * 50, 40) == "x" * 37 + "..."
-    assert printable(Path("/deep") / ("x" * 50) / "a.png", 20) == "..." + "x" * 11 + "/a.png"  # the file is named
+    assert (
+        printable(Path("/deep") / ("x" * 50) / "a.png", 20) == "..." + "x" * 11 + "/a.png"
+    )  # the file is named
