@@ -20,6 +20,7 @@ from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
+from medfl.evaluation.metrics import higher_is_better
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
@@ -311,8 +312,9 @@ def _execute_in(
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
     """If the validation metric was still rising at the end, say how to train on."""
-    rise = RunFiles(path).rise
-    if not rise:
+    files = RunFiles(path)
+    rise = files.rise
+    if rise is None or not higher_is_better(files.key):
         return
 
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"

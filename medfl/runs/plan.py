@@ -412,7 +412,7 @@ def versions() -> dict[str, str]:
 
 
 def _items(bundle: Problem) -> dict[str, list[Any]]:
-    return {section: bundle.items(section) for section in SECTIONS}
+    return {section: bundle.records(section) for section in SECTIONS}
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -6,6 +6,7 @@ loss or the gradients of `fit`, never the loop.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -431,13 +432,52 @@ def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Call
 
 
 def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it."""
+    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it.
+
+    Of targets that are numbers, (B,) or (B, K), those that are NaN are unknown, and the mean is over the others.
+    """
 
     def loss(prediction: Any, target: Any) -> Tensor:
+        is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
+        if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
+            target = target.reshape(prediction.shape)
+            known = ~target.isnan()
+            if not known.all():
+                return _mean_of_known(function, prediction, target, known)
+
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
 
     return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself
+
+
+def _mean_of_known(
+    function: Callable[..., Tensor], prediction: Tensor, target: Tensor, known: Tensor
+) -> Tensor:
+    """Return the mean of a loss over the known targets, 0 without any.
+
+    Raises:
+        InputError: the loss has no value for each target.
+    """
+    values = None
+    filled = target.nan_to_num(0.0)
+    if isinstance(function, nn.Module) and hasattr(function, "reduction"):
+        each = copy.copy(function)
+        each.reduction = "none"  # type: ignore[assignment]
+        values = each(prediction, filled)
+    elif "reduction" in getattr(function, "__annotations__", {}):  # as of torch.nn.functional
+        values = function(prediction, filled, reduction="none")
+
+    if values is None or values.shape != target.shape:
+        raise InputError(
+            "targets of which some are unknown (NaN)",
+            "a loss with reduction='none', which gives a value for each of them",
+            "take such a loss, as BCEWithLogitsLoss or L1Loss, or leave these images out",
+        )
+
+    # a product, not an index: an unknown target has the gradient 0, also where none is known
+    mean: Tensor = (values * known).sum() / known.sum().clamp(min=1)
+    return mean
 
 
 # Mixed precision

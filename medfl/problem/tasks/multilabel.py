@@ -1,0 +1,195 @@
+"""Multi-label classification: several findings an image, each a yes or no, or unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from monai.losses import FocalLoss
+from torch import Tensor, nn
+
+from medfl.data.prepared import Item, Shard
+from medfl.evaluation import findings
+from medfl.evaluation.evaluators import Names
+from medfl.evaluation.metrics import Cases
+from medfl.problem.tasks.kind import (
+    Kind,
+    OwnValues,
+    Row,
+    are_flags,
+    column_names,
+    exact,
+    joined,
+    misfit,
+)
+
+_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
+
+
+@dataclass(frozen=True)
+class Multilabel(Kind):
+    """Targets are (B, K) of 1 and 0; NaN, or less than 0, is unknown."""
+
+    name: str = "multilabel"
+    key_metric: str = "auroc"
+    noun: str = "finding"
+    least_names: int = 1
+    record_key: str = "target"
+    decides: bool = True
+    chunk: int = 1024
+
+    def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
+        """Tell whether targets have a yes or no for each of several outputs."""
+        if prediction.ndim != 2 or prediction.shape != target.shape or prediction.shape[1] < 2:
+            return False
+
+        return isinstance(loss, _LOSSES) or are_flags(target)
+
+    def items(self, items: Sequence[Item]) -> list[Item]:
+        """Return records whose "target" has 1.0, 0.0 or None (unknown) for each finding."""
+        records: list[Item] = []
+        for item in items:
+            record = dict(item)
+            if "target" in record:
+                record["target"] = tuple(
+                    value if value is not None and value >= 0 else None
+                    for value in record["target"]
+                )
+            records.append(record)
+
+        return records
+
+    def decided(self, cases: Cases, validation: Cases | None) -> Cases:
+        """Return test cases with "decisions" (N, K), by thresholds chosen on validation cases, else 0.5."""
+        probabilities = cases.values["probabilities"]
+        thresholds = torch.full((probabilities.shape[1],), 0.5, dtype=torch.float64)
+        if validation is not None and len(validation):
+            chosen = findings.thresholds(*_arrays(validation))
+            thresholds = torch.from_numpy(chosen)
+
+        decisions = (probabilities.double() >= thresholds).to(torch.int8)
+        return Cases(cases.ids, {**cases.values, "decisions": decisions})
+
+    def by_name(
+        self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
+    ) -> dict[str, dict[str, float | None]]:
+        """Return the metrics of each finding, how many known cases have it (`positives`), and whether macro means do.
+
+        `scored` is 1 for a finding that macro means are over, else 0.
+        """
+        probabilities, truth = _arrays(cases)
+        scored = findings.scored(truth)
+        decisions = (
+            cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
+        )
+        results: dict[str, dict[str, float | None]] = {}
+        for k, name in enumerate(column_names(names, truth.shape[1])):
+            decision = None if decisions is None else decisions[:, k]
+            metrics = findings.of_one(truth[:, k], probabilities[:, k], decision)
+            results[name] = {**metrics, "scored": float(scored[k])}
+
+        return results
+
+    def comparable(self, cases_of: Mapping[str, Cases]) -> Mapping[str, Cases]:
+        """Return the cases with the findings unknown that are not scored at every site, where any is at all."""
+        columns = findings.common([_arrays(cases)[1] for cases in cases_of.values() if len(cases)])
+        if columns is None:
+            return cases_of
+
+        others = torch.from_numpy(~columns)
+        compared = {}
+        for site, cases in cases_of.items():
+            values = dict(cases.values)
+            if len(cases):
+                values["findings"] = values["findings"].masked_fill(others, -1)
+            compared[site] = Cases(cases.ids, values)
+
+        return compared
+
+    def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
+        """Return for each finding whether the case has it, is said to have it, and its probability."""
+        values = cases.values
+        titles = column_names(names, values["findings"].shape[1])
+        row: Row = {}
+        for k, title in enumerate(titles):
+            truth = int(values["findings"][index, k])
+            row[f"label_{title}"] = "" if truth < 0 else truth
+
+        for k, title in enumerate(titles):
+            if "decisions" in values:
+                row[f"predicted_{title}"] = int(values["decisions"][index, k])
+
+        for k, title in enumerate(titles):
+            row[f"p_{title}"] = exact(float(values["probabilities"][index, k]))
+
+        return row
+
+
+def _arrays(cases: Cases) -> tuple[Any, Any]:
+    """Return probabilities and findings (N, K)."""
+    return (
+        cases.values["probabilities"].numpy(force=True),
+        cases.values["findings"].numpy(force=True),
+    )
+
+
+@dataclass(frozen=True)
+class FindingEvaluator:
+    """Several findings an image: the probability of each, whether the image has it, and the cross-entropy.
+
+    Attributes:
+        batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
+        ends_in_sigmoid: the network returns probabilities, not logits.
+        own: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+    """
+
+    batch_size: int = 256
+    ends_in_sigmoid: bool = False
+    own: OwnValues | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
+        """Return "probabilities" (N, K), "findings" (N, K) of 1, 0 and -1 (unknown), and "loss" (N,).
+
+        The loss is the mean of the binary cross-entropy over a case's known findings, NaN where none is known.
+
+        Raises:
+            InputError: the targets are not one for each output; an item is named.
+        """
+        network.eval()
+        outputs: list[Tensor] = []
+        targets: list[Tensor] = []
+        own: list[dict[str, Tensor]] = []
+        for x, y in shard.batches(self.batch_size):
+            output = network(x.to(device)).float()
+            logits = output.flatten(1)
+            if self.ends_in_sigmoid:
+                logits = logits.logit(1e-6)
+
+            target = y.to(device).float().flatten(1)
+            if target.shape != logits.shape:
+                raise misfit(shard, self.batch_size * len(outputs), target, logits)
+
+            outputs.append(logits.cpu())
+            targets.append(target.cpu())
+            if self.own is not None:
+                own.append(self.own(output, y))
+
+        if not outputs:
+            return Cases((), {})
+
+        logits = torch.cat(outputs)
+        target = torch.cat(targets)
+        known = target >= 0  # NaN is not
+        truth = (target >= 0.5).float()
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+        values = {
+            "probabilities": logits.sigmoid(),
+            "findings": torch.where(known, truth, -1).to(torch.int8),
+            "loss": (losses * known).sum(1) / known.sum(1),
+        }
+        return Cases(tuple(shard.ids), values | joined(own))
