@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from medfl.data.prepared import Shard
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import Kind, Row, column_names, exact
 
@@ -26,6 +27,11 @@ class Classification(Kind):
         """Tell whether targets are class indices, or the data list has such."""
         one_index = target.numel() == len(prediction) and not target.is_floating_point()
         return prediction.ndim == 2 and (one_index or has_class)
+
+    def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
+        """Return how many items have each class."""
+        labels = shard.labels
+        return {name: labels.count(index) for index, name in enumerate(names) if labels}
 
     def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
         """Return the class numbers and the probability of each class."""

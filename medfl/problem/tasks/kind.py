@@ -48,6 +48,10 @@ class Kind:
         """Return the records of a data list, whose "label" is a class index alone, and "target" numbers."""
         return [_without(item, "target") if "target" in item else item for item in items]
 
+    def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
+        """Return how many items of a shard have each class or finding, {} where that is not known."""
+        return {}
+
     def decided(self, cases: Cases, validation: Cases | None) -> Cases:
         """Return test cases with what is decided on validation cases of the same model, as a threshold."""
         return cases

@@ -61,6 +61,15 @@ class Multilabel(Kind):
 
         return records
 
+    def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
+        """Return how many items are known to have each finding."""
+        targets = [shard.prepared.items[i].get("target") for i in shard.indices.tolist()]
+        if not targets or None in targets:
+            return {}
+
+        columns = zip(names, zip(*targets, strict=True), strict=True)
+        return {name: column.count(1) for name, column in columns}
+
     def decided(self, cases: Cases, validation: Cases | None) -> Cases:
         """Return test cases with "decisions" (N, K), by thresholds chosen on validation cases, else 0.5."""
         probabilities = cases.values["probabilities"]

@@ -445,10 +445,8 @@ class Scoring:
             for section in SECTIONS:
                 row[section] = len(federation.shard(name, section))
 
-            labels = federation.shard(name, "train").labels
-            if labels:
-                for index, title in enumerate(classes):
-                    row[f"train_{title}"] = labels.count(index)
+            for title, count in self.kind.counts(federation.shard(name, "train"), classes).items():
+                row[f"train_{title}"] = count
 
             rows.append(row | columns[name])
 
