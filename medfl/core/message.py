@@ -161,3 +161,7 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+Messages = Mapping[str, Message]
+"""Site -> the message that it sent, or is sent."""

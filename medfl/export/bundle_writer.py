@@ -192,7 +192,12 @@ class _BundleWriter:
         meta = descriptions.bundle_metadata(
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
-        measured = "test images of the run" if self.images.from_run else "drawn images"
+
+        if self.images.from_run:
+            measured = "test images of the run"
+        else:
+            measured = "drawn images"
+
         meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)

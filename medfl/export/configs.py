@@ -210,7 +210,10 @@ def _at_source(step: Config) -> Config:
     if step["_target_"] == "SaveImaged":
         step = {"_target_": _WRITER, "keys": step["keys"], "output_dir": step["output_dir"]}
 
-    return {**step, "root": "@dataset_dir"} if step["_target_"] == _WRITER else step
+    if step["_target_"] == _WRITER:
+        return {**step, "root": "@dataset_dir"}
+
+    return step
 
 
 # The network of an export
@@ -225,7 +228,12 @@ def network_with_weights(node: Any, sha256: str) -> Document:
     """Return a `network_def` that starts from the weights of the id `initial_weights`."""
     inner = network_without_weights(node)
     exported = isinstance(inner, Mapping) and inner.get("_target_") == TARGET
-    definition = dict(inner) if exported else {"_target_": TARGET, "network": inner}
+
+    if exported:
+        definition = dict(inner)
+    else:
+        definition = {"_target_": TARGET, "network": inner}
+
     return {**definition, "weights": "@initial_weights", "sha256": sha256}
 
 

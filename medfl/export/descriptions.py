@@ -302,7 +302,12 @@ def _next(version: str) -> str:
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
-    owner = f"the model of site {model.site}" if model.site else "the global model"
+
+    if model.site:
+        owner = f"the model of site {model.site}"
+    else:
+        owner = "the global model"
+
     text = f"weights of {owner} after round {model.round}"
     if trained.which == "best":
         text += " (best by validation)"

@@ -345,7 +345,11 @@ class FlareWorkers(Workers):
 
     def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
+        if self._simulated:
+            facts = {}
+        else:
+            facts = site_facts.read(payload, self._federation.bundle)
+
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
 

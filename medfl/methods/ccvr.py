@@ -14,13 +14,12 @@ They come from that round's participants only. Optimiser and length of the head'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
@@ -80,9 +79,7 @@ class CCVR(Method):
             "covariances": covariances,
         }
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average as FedAvg, and calibrate the model that the sites received if they sent statistics."""
         after = super().aggregate(host, server, replies, num_sites)
         names = sorted(replies)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, pooled_means
@@ -82,9 +82,7 @@ class FedNH(Method):
             {"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples}
         )
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and s, move the prototypes."""
         old = server["weights"]
         network = host.model(server["weights"])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.storage.files import State
@@ -51,9 +51,7 @@ class FedNova(Method):
                 "leave it out",
             )
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""
         server = super().init_server(host, weights, introductions)
         if self.server_momentum:
@@ -76,9 +74,7 @@ class FedNova(Method):
             scalars["steps"] = steps
         return state, Message({"weights": snapshot(model)}, scalars)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w by tau_eff times the mean normalised step."""
         shares = sample_shares(replies)
         received = server["weights"]
@@ -106,7 +102,7 @@ class FedNova(Method):
         return {"weights": weights, "velocity": velocity}
 
 
-def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_name: str) -> float:
+def _excess(replies: Messages, shares: Mapping[str, float], site_name: str) -> float:
     """Return tau_eff / a_k - 1 of a site, exactly 0 where all a_k are the same."""
     scalars = {name: replies[name].scalars for name in shares}
     effective = scalars[site_name]["effective_steps"]

@@ -23,7 +23,7 @@ code draws it with 0.001.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
@@ -103,9 +103,7 @@ class PFedBayes(Method):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights as mu, and one rho for all."""
         names = gaussian_names(host.model(weights))
         rho = {name: torch.full_like(weights[name], self.rho) for name in names}
@@ -115,9 +113,7 @@ class PFedBayes(Method):
         """Send mu, with what is no Gaussian, and rho."""
         return Message({"weights": server["weights"], "rho": server["rho"]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])

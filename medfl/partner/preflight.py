@@ -260,7 +260,11 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             else:
                 report.add("data", OK, text)
 
-            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
+            if layout:
+                problems = read_table(bundle.dataset, opened.folder).problems
+            else:
+                problems = []
+
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 

@@ -406,7 +406,11 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
-    images = "the one image cannot" if count == 1 else f"none of the {count} images can"
+    if count == 1:
+        images = "the one image cannot"
+    else:
+        images = f"none of the {count} images can"
+
     if isinstance(error, InputError):
         problem, allowed, advice = error._parts
     else:

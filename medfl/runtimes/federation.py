@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
@@ -425,7 +425,7 @@ class Federation:
         message = self.message_rules(name).decode_reply(arrived)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
-    def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, round_: int, server: State, replies: Messages) -> State:
         """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.
 
         Raises:

@@ -214,7 +214,12 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
 
     # less what floating point adds: a tenth of 30 rounds is 3, not 4
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
-    text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
+
+    if rounds < int(full):
+        text = f"{rounds} of {full} rounds"
+    else:
+        text = f"all {full} rounds"
+
     requested = {**grid.requested, "rounds": rounds}
     return replace(grid, requested=requested), text
 

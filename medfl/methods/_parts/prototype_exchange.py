@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
@@ -41,9 +41,7 @@ class PrototypeExchange(OwnNetworks):
 
         return Message()
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start without prototypes.
 
         Raises:
@@ -52,9 +50,7 @@ class PrototypeExchange(OwnNetworks):
         self.check_introduced(introductions)
         return {"prototypes": {}}
 
-    def check_introduced(
-        self, introductions: Mapping[str, Message], network: nn.Module | None = None
-    ) -> None:
+    def check_introduced(self, introductions: Messages, network: nn.Module | None = None) -> None:
         """Compare the lengths of features with which sites introduced themselves, and the server's where it has some.
 
         Raises:
@@ -121,7 +117,7 @@ def has_prototype(rows: Tensor) -> Tensor:
 
 
 def average_prototypes(
-    before: Weights, replies: Mapping[str, Message], *, by_samples: bool
+    before: Weights, replies: Messages, *, by_samples: bool
 ) -> dict[str, Tensor]:
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
@@ -153,7 +149,7 @@ def average_prototypes(
     return prototypes
 
 
-def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, float]:
+def distances(prototypes: Weights, replies: Messages) -> dict[str, float]:
     """Return how far the sites' class means are from the prototypes: Euclidean, mean over all such pairs.
 
     Returns:

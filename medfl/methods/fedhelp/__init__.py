@@ -216,7 +216,11 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as a large or as a small site; reply the proxy or the surrogate."""
-        half = self._train_large if site.name in self.large_sites else self._train_small
+        if site.name in self.large_sites:
+            half = self._train_large
+        else:
+            half = self._train_small
+
         trained, changed_state = half(site, state, down)
         return {**state, **changed_state}, Message(
             {"weights": trained}, {"samples": site.num_samples}

@@ -20,13 +20,12 @@ grouped one, and renames the tensors by which messages and saved weights are kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
@@ -58,9 +57,7 @@ class FedLoRA(Adapters):
 
         return (factors,)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from A as drawn and B = 0, or from D = 0."""
         server = super().init_server(host, weights, introductions)
         layers = self.matrices(host.model(weights))
@@ -81,9 +78,7 @@ class FedLoRA(Adapters):
 
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Make one bank of the sites' factors, by the rule of `share`."""
         after = super().aggregate(host, server, replies, num_sites)
         weight_matrices = self.matrices(host.model(host.networks.initial))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
@@ -187,9 +187,7 @@ class Adapters(SiteNetworks, Method):
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def server_factors(
-        self, replies: Mapping[str, Message], matrices: Weights
-    ) -> dict[str, Tensor]:
+    def server_factors(self, replies: Messages, matrices: Weights) -> dict[str, Tensor]:
         """Return the server's factors: the sites' mean by samples, or with `svd` the factors of the mean product.
 
         Raises:
@@ -216,7 +214,7 @@ class Adapters(SiteNetworks, Method):
 
         return weighted_mean(padded_replies, "adapters", sample_shares(replies))
 
-    def mean_products(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
+    def mean_products(self, replies: Messages, matrices: Weights) -> dict[str, Tensor]:
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
@@ -235,7 +233,7 @@ class Adapters(SiteNetworks, Method):
         return means
 
     def _received(
-        self, replies: Mapping[str, Message], matrices: Weights
+        self, replies: Messages, matrices: Weights
     ) -> dict[str, dict[str, dict[str, Tensor]]]:
         received: dict[str, dict[str, dict[str, Tensor]]] = {}
         for site, reply in replies.items():

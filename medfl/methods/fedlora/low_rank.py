@@ -171,7 +171,11 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
     tensor = tensors.get(factor_name(name, factor, rank))
     shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
     if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
-        form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        if tensor is not None:
+            form = f"{tuple(tensor.shape)} {tensor.dtype}"
+        else:
+            form = "missing"
+
         raise RunError(
             f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}"
         )

@@ -34,7 +34,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, class_head
@@ -139,9 +139,7 @@ class PFedPM(PrototypeExchange):
 
     # Server half
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average each class's features over its owners, (7)."""
         after: State = {}
         if self.predict == "relation":
@@ -159,7 +157,7 @@ class PFedPM(PrototypeExchange):
 
         return {"prototypes": fresh, **after}
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return distances between class means and class features; by which head how many sites are judged."""
         observations = distances(server["prototypes"], replies)
         if "taught" in server:

@@ -93,9 +93,11 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     if path:
         advice = f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"
     else:
-        arguments = (
-            f"{architecture!r}, pretrained={pretrained!r}" if pretrained else repr(architecture)
-        )
+        if pretrained:
+            arguments = f"{architecture!r}, pretrained={pretrained!r}"
+        else:
+            arguments = repr(architecture)
+
         loader = f"open_clip.create_model({arguments})"
         advice = (
             f"fetch it once where there is a network, in Python with {loader}, or give local weights as {kind}:FILE, "

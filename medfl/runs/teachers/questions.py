@@ -54,7 +54,12 @@ class Questions:
     def entry(self, position: int) -> Mapping[str, Any]:
         """Return an item as the data list has it: where image and label lie; InputError if it does not say so."""
         data = self.bundle.data(self.section)
-        item = data[self.indices[position]] if isinstance(data, list | tuple) else None
+
+        if isinstance(data, list | tuple):
+            item = data[self.indices[position]]
+        else:
+            item = None
+
         if not isinstance(item, Mapping) or "image" not in item:
             raise InputError(
                 f"public item {self.ids[position]!r} of bundle {self.bundle.name!r} does not say where its image lies",

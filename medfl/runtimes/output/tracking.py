@@ -100,7 +100,12 @@ class Tracking(Tracker):
         run, document = self.folder.read_run()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         existing = client.get_experiment_by_name(name)
-        experiment = existing.experiment_id if existing else client.create_experiment(name)
+
+        if existing:
+            experiment = existing.experiment_id
+        else:
+            experiment = client.create_experiment(name)
+
         tags = {"run_hash": run.run_hash, "data": run.data.source}
         mlflow_run = client.create_run(
             experiment, tags=tags, run_name=self.folder.path.resolve().name
