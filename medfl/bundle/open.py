@@ -14,6 +14,7 @@ from medfl import datasets
 from medfl.bundle import unlabelled_images
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
@@ -23,7 +24,6 @@ from medfl.data.source import NO_LABEL
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.policy.policy import Policy
 from medfl.problem import parts
-from medfl.problem.described import Config
 from medfl.problem.parts import PartsProblem
 from medfl.problem.problem import Problem
 from medfl.storage.places import PHANTOM, cache_folder

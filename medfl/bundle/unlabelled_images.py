@@ -11,6 +11,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import UnlabelledEntries
+from medfl.core.documents import Config
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
 from medfl.datasets import own
@@ -19,7 +20,6 @@ from medfl.datasets.readers import cases, grouping, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
-from medfl.problem.described import Config
 
 
 def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:

@@ -23,6 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import Configuration, by_existing_ids, own_modules
 from medfl.bundle.files import config_file, read
 from medfl.bundle.zoo.conventions import without_fetching
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
 from medfl.core.task import Task
@@ -42,7 +43,6 @@ from medfl.export.formats import (
     write,
 )
 from medfl.export.images import Images, compare_predictions, test_images
-from medfl.problem.described import Config, Document
 from medfl.problem.parts import is_parts
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing

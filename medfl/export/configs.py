@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from medfl.bundle.files import read
+from medfl.core.documents import Config, Document
 from medfl.export.network import TARGET
-from medfl.problem.described import Config, Document
 
 _TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
 _SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")

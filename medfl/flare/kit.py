@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.flare.files import read_kit_file, read_resources
 from medfl.storage.files import write_atomic
@@ -60,7 +61,7 @@ def _authorize(path: Path, kind: str) -> None:
         )
 
 
-def _permissions(path: Path, kind: str) -> dict[str, Any]:
+def _permissions(path: Path, kind: str) -> Document:
     """Return a site's policy, or a server kit's own without the rights that nobody has."""
     if kind == "site":
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
@@ -83,7 +84,7 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
     return {"format_version": "1.0", "permissions": roles}
 
 
-def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _granted(document: Document, never: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the (role, right) pairs of `never` that a policy grants, as FLARE reads it."""
     from nvflare.fuel.sec.authz import parse_policy_config
     from nvflare.security.security import COMMAND_CATEGORIES

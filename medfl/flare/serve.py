@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
 from medfl.safety.bounds import end_with_parent
@@ -118,7 +119,7 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     return sandbox, sandbox.line
 
 
-def prepare(kit: Path, kind: str) -> dict[str, Any]:
+def prepare(kit: Path, kind: str) -> Document:
     """Check the settings in a kit, and restrict its jobs to medfl's classes.
 
     Return a description of what would run; `kind` is "site" or "server".

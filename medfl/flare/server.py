@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -359,7 +360,7 @@ class FlareWorkers(Workers):
             first = site_facts.describe(first_facts) or "nothing"
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
-    def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    def by_kind(self, summary: Config) -> Document:
         """Return what the sites told of their data as a run's summary has it."""
         return site_facts.by_kind(self.facts, summary, self._federation.bundle)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medfl.core.declared import declared
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
@@ -187,7 +187,7 @@ def _complete(state: State, down: Message) -> Weights:
     return merged(received, state.get("weights", {}))
 
 
-def _without(weights: Weights, names: Collection[str]) -> dict[str, Tensor]:
+def _without(weights: Weights, names: Collection[str]) -> Tensors:
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
@@ -229,7 +229,7 @@ def mean_shares(weighting: str, replies: Messages) -> dict[str, float]:
     return sample_shares(replies)
 
 
-def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
+def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) -> Tensors:
     """Average one tensor group with the given shares (they sum to 1).
 
     Floating tensors, including BatchNorm's running statistics, are averaged; integer counters such as
@@ -237,7 +237,7 @@ def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) ->
     """
     parts = {name: replies[name][group] for name in sorted(replies)}
     first = next(iter(parts.values()))
-    means: dict[str, Tensor] = {}
+    means: Tensors = {}
 
     with torch.no_grad():
         for key, like in first.items():
@@ -293,9 +293,7 @@ def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def step_towards(
-    old: Weights, mean: Weights, beta: float, names: Collection[str]
-) -> dict[str, Tensor]:
+def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> Tensors:
     """Return (1 - beta) old + beta mean for the named tensors, and the mean for all others."""
     if beta == 1:
         return dict(mean)

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
@@ -66,7 +66,7 @@ class CCVR(Method):
         state, reply = super().local_update(site, state, down)
         return state, Message({**reply.tensors, **groups}, reply.scalars)
 
-    def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
+    def _statistics(self, site: Site, down: Message) -> Tensors:
         model = site.model(down["weights"])
         kind = next(p.dtype for p in head(model).parameters())
         fitted = gaussians(
@@ -88,7 +88,7 @@ class CCVR(Method):
             after["calibrated"] = self._calibrated(host, server["weights"], pool(parts))
         return after
 
-    def _calibrated(self, host: Host, weights: Weights, statistics: Gaussians) -> dict[str, Tensor]:
+    def _calibrated(self, host: Host, weights: Weights, statistics: Gaussians) -> Tensors:
         """Return the weights with the head retrained; a class with fewer than two items draws no features."""
         network = host.model(weights)
         layer = head(network)

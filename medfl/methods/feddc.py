@@ -15,11 +15,11 @@ left out. Corrections act on trainable parameters only; buffers are averaged by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
@@ -128,7 +128,7 @@ class FedDC(Method):
         return {"weights": weights, "drift": drift, "control": control}
 
 
-def _sum_into(total: Mapping[str, Tensor]) -> GradientHook:
+def _sum_into(total: Weights) -> GradientHook:
     """Return a gradient hook that adds up the gradients that the optimiser gets."""
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.class_heads import fit_head
 from medfl.methods._parts.prototype_exchange import (
@@ -133,7 +133,7 @@ class FedGH(PrototypeExchange):
         return model
 
 
-def body(network: nn.Module) -> dict[str, Tensor]:
+def body(network: nn.Module) -> Tensors:
     """Copy all tensors of a network but its head's."""
     names = head_names(network)
     return {name: tensor for name, tensor in snapshot(network).items() if name not in names}

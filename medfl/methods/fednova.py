@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.storage.files import State
@@ -94,7 +92,7 @@ class FedNova(Method):
         if not self.server_momentum:
             return {"weights": weights}
 
-        velocity: dict[str, Tensor] = {}
+        velocity: Tensors = {}
         for name, old in server["velocity"].items():
             velocity[name] = self.server_momentum * old + (weights[name] - received[name])
             weights[name] = received[name] + velocity[name]

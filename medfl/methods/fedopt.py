@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.message import Messages, Weights
+from medfl.core.message import Messages, Tensors, Weights
 from medfl.methods.base import (
     Method,
     option,
@@ -99,8 +99,8 @@ class FedOpt(Method):
             return {**server, "weights": step_towards(old, mean, rate, names)}
 
         weights = dict(mean)
-        m: dict[str, Tensor] = {}
-        v: dict[str, Tensor] = {}
+        m: Tensors = {}
+        v: Tensors = {}
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
         for name in names:
             d = mean[name] - old[name]  # D, the pseudo-gradient

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
@@ -84,7 +84,7 @@ class FeSEM(Method):
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Make the first centres and give each site one."""
         names = sorted(introductions)
-        drawn: list[dict[str, Tensor]] = []
+        drawn: list[Tensors] = []
         for k in range(1, self.clusters):
             if self.start == "random":
                 drawn.append(snapshot(host.networks.fresh("centre", k)))

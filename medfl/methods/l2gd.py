@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
@@ -122,7 +122,7 @@ class L2GD(Method):
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
         # A step leaves 1 - theta of the distance to m, and m where it is.
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
-        averaged: dict[str, Tensor] = dict(state["weights"])
+        averaged: Tensors = dict(state["weights"])
         for name, m in down["weights"].items():
             if part and m.is_floating_point():
                 averaged[name] = torch.lerp(averaged[name], m.to(averaged[name].device), part)

@@ -34,7 +34,7 @@ from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
@@ -231,11 +231,11 @@ class Gaussian(nn.Module):
         """Return mu and sigma."""
         return self.mu, [softplus(rho) for rho in self.rho]
 
-    def rhos(self) -> dict[str, Tensor]:
+    def rhos(self) -> Tensors:
         """Return a copy of rho by name."""
         return {name: rho.detach().clone() for name, rho in zip(self.names, self.rho, strict=True)}
 
-    def drawn(self) -> dict[str, Tensor]:
+    def drawn(self) -> Tensors:
         """Draw weights; the noise is drawn on the CPU, so that it is the same on every device."""
         out = {}
         for name, mu, sigma in zip(self.names, *self.moments(), strict=True):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
+from medfl.core.documents import Config, Document
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
@@ -57,7 +56,7 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def context(run: RunFiles) -> dict[str, Any]:
+def context(run: RunFiles) -> Document:
     """Return what the page of one run shows.
 
     Raises:
@@ -112,7 +111,7 @@ def context(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _differences(run: RunFiles) -> dict[str, Any]:
+def _differences(run: RunFiles) -> Document:
     """Return what the page says of differences from Local models and between sites."""
     differences = Differences(run)
     tested = Counter(run.predictions.sites if run.predictions else ())
@@ -131,7 +130,7 @@ def _differences(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _notes(data: Mapping[str, Any]) -> list[str]:
+def _notes(data: Config) -> list[str]:
     """Return the remarks on the images without the path of the data folder, because reports are shared."""
     notes = list(data.get("notes") or ())
     if folder := str(data.get("folder") or ""):
@@ -140,7 +139,7 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _predicted(run: RunFiles) -> dict[str, Any]:
+def _predicted(run: RunFiles) -> Document:
     """Return what the page shows of the test predictions."""
     last = (run.summary or {}).get("rounds")  # the round of the predictions
     exact = []  # the columns whose numbers are those of the predictions
@@ -148,7 +147,7 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         if kind == run.judged and values.get("round") == last:
             exact.append(when)
 
-    entries: dict[str, Any] = {
+    entries: Document = {
         "classified": bool(run.classes) and run.record["task"] == "classification",
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "least": bootstrap.LEAST,
@@ -177,7 +176,7 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _structures(run: RunFiles) -> dict[str, Any]:
+def _structures(run: RunFiles) -> Document:
     """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
     kinds = run.structure_metrics
     structures = []
@@ -199,7 +198,7 @@ def _structures(run: RunFiles) -> dict[str, Any]:
     return {"structure_titles": titles, "structures": structures, "structure_sites": sites}
 
 
-def _traffic(run: RunFiles) -> dict[str, Any] | None:
+def _traffic(run: RunFiles) -> Document | None:
     """Return the mean bytes of a site's messages in a round, the number of messages, and the bytes before round 1."""
     rows = []
     for entry in run.rounds:
@@ -255,7 +254,7 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
     return rows
 
 
-def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(run: Config) -> list[tuple[str, str]]:
     """Return every setting of the run as text; not the data folder, because reports are shared."""
     computing = [name for name, entry in SETTINGS.items() if entry.group == COMPUTING]
     names = ("runtime", "seed", "device", *computing, "threads")
@@ -275,7 +274,7 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _class_counts(run: RunFiles) -> dict[str, Any] | None:
+def _class_counts(run: RunFiles) -> Document | None:
     counts = run.record.get("site_class_counts") or {}
     rows = []
     most = 1
@@ -294,7 +293,7 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     return {"classes": run.classes, "rows": rows, "most": most}
 
 
-def _pictures(run: RunFiles) -> dict[str, Any]:
+def _pictures(run: RunFiles) -> Document:
     partition = run.path / "partition.png"
     try:
         sites = Picture.read(partition).embedded[2] if partition.is_file() else None

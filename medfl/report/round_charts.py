@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from medfl.core.documents import Config
 from medfl.evaluation import metrics
 from medfl.report import charts
 from medfl.report.charts import Chart
@@ -80,9 +80,9 @@ def costs(run: RunFiles) -> list[Chart]:
     return drawn
 
 
-def _metric(entry: Mapping[str, Any], group: str, metric: str) -> float | None:
+def _metric(entry: Config, group: str, metric: str) -> float | None:
     return (entry.get(group) or {}).get(metric)
 
 
-def _site_entries(entry: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _site_entries(entry: Config) -> Sequence[Config]:
     return tuple((entry.get("sites") or {}).values())

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl import methods
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
@@ -467,7 +467,7 @@ class Federation:
         return [self.participants[i] for i in drawn.tolist()]
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+def _forms(tensors: Weights) -> dict[str, Form]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 

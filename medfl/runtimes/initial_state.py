@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors, Weights
 from medfl.core.names import listed
 from medfl.core.run import Run
 from medfl.core.seeding import stream
@@ -19,7 +18,7 @@ from medfl.training.site import snapshot
 _NAMED = 3  # tensors that an error names
 
 
-def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
+def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) -> Tensors:
     """Return the state dict that a run's network begins with.
 
     The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the
@@ -60,7 +59,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
     return snapshot(adapted)
 
 
-def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
+def _differences(network: nn.Module, weights: Weights) -> str:
     """Say in which tensors weights are not a network's, "" if in none: of other forms, missing, and odd ones."""
     state = network.state_dict()
     forms = []

@@ -14,10 +14,10 @@ from typing import Any
 import monai.networks.nets
 from torch import nn
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused
 from medfl.policy.components import check_arguments, component
-from medfl.problem.described import Config, Document
 
 PREFIX = "monai:"
 ARGUMENTS = "network_args"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
@@ -95,7 +95,7 @@ def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> di
     return groups
 
 
-def by_class(values: Tensor, counts: Tensor) -> dict[str, Tensor]:
+def by_class(values: Tensor, counts: Tensor) -> Tensors:
     """Return the entries (K, ...) of the classes that a site has, by (K,) counts, under the class's index."""
     return {str(c): values[c] for c in counts.nonzero()[:, 0].tolist()}
 
@@ -116,9 +116,7 @@ def has_prototype(rows: Tensor) -> Tensor:
     return ~rows.isnan().any(1)
 
 
-def average_prototypes(
-    before: Weights, replies: Messages, *, by_samples: bool
-) -> dict[str, Tensor]:
+def average_prototypes(before: Weights, replies: Messages, *, by_samples: bool) -> Tensors:
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
@@ -107,7 +107,7 @@ class TextClassified(TextEmbeddings, Method):
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
         return Message(tensors)
 
-    def average_weights(self, host: Host, server: State, replies: Messages) -> dict[str, Tensor]:
+    def average_weights(self, host: Host, server: State, replies: Messages) -> Tensors:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
         mean = weighted_mean(replies, "weights", sample_shares(replies))
         if self.classifier != "random_frozen":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
@@ -189,9 +189,7 @@ class FedBM(MakesImages, TextClassified):
             trained = self._train_generator(host, server, draws)
         return {**server, "generator": trained, "version": server["version"] + 1}
 
-    def _train_generator(
-        self, host: Host, server: State, draws: torch.Generator
-    ) -> dict[str, Tensor]:
+    def _train_generator(self, host: Host, server: State, draws: torch.Generator) -> Tensors:
         """Train G for `g_iterations` steps against the frozen global model (eqs. 6 to 10)."""
         teacher = frozen(host.model(server["weights"]))
         teacher.zero_grad()

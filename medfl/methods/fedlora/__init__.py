@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
@@ -86,7 +86,7 @@ class FedLoRA(Adapters):
             return {**after, "adapters": self.server_factors(replies, weight_matrices)}
 
         # D <- D + s sum_k p_k B_k A_k, in float64 and rounded once
-        delta: dict[str, Tensor] = {}
+        delta: Tensors = {}
         for name, mean in self.mean_products(replies, weight_matrices).items():
             old = server["delta"][delta_name(name)]
             delta[delta_name(name)] = (old.double() + self.scale * mean).to(old)
@@ -125,7 +125,7 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights: dict[str, Tensor] = {}
+        weights: Tensors = {}
         for name, tensor in model.state_dict().items():
             if name in full_names:
                 weights[name] = tensor.detach().clone()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
@@ -71,7 +71,7 @@ class Adapters(SiteNetworks, Method):
         """Return a site's rank."""
         return self._ranks.get(site, self.rank)
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
         """Return the bundle's network for each.
 
         Raises:
@@ -90,7 +90,7 @@ class Adapters(SiteNetworks, Method):
         """Return the names of the tensors that are trained whole."""
         return whole_tensor_names(network, self.full)
 
-    def matrices(self, network: nn.Module) -> dict[str, Tensor]:
+    def matrices(self, network: nn.Module) -> Tensors:
         """Return the weights that have adapters, as matrices."""
         return matrices(network, self.layers, self.whole(network))
 
@@ -187,7 +187,7 @@ class Adapters(SiteNetworks, Method):
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def server_factors(self, replies: Messages, matrices: Weights) -> dict[str, Tensor]:
+    def server_factors(self, replies: Messages, matrices: Weights) -> Tensors:
         """Return the server's factors: the sites' mean by samples, or with `svd` the factors of the mean product.
 
         Raises:
@@ -205,7 +205,7 @@ class Adapters(SiteNetworks, Method):
         rank = self.max_rank
         padded_replies: dict[str, Message] = {}
         for site, adapters in self._received(replies, matrices).items():
-            bank: dict[str, Tensor] = {}
+            bank: Tensors = {}
             for name, pair in adapters.items():
                 for which, tensor in pair.items():
                     bank[factor_name(name, which, rank)] = padded(tensor, which, rank)
@@ -214,7 +214,7 @@ class Adapters(SiteNetworks, Method):
 
         return weighted_mean(padded_replies, "adapters", sample_shares(replies))
 
-    def mean_products(self, replies: Messages, matrices: Weights) -> dict[str, Tensor]:
+    def mean_products(self, replies: Messages, matrices: Weights) -> Tensors:
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
@@ -222,7 +222,7 @@ class Adapters(SiteNetworks, Method):
         """
         adapters = self._received(replies, matrices)
         shares = sample_shares(replies)
-        means: dict[str, Tensor] = {}
+        means: Tensors = {}
         for name in matrices:
             pairs: Pairs = {}
             for site, factors in adapters.items():
@@ -232,10 +232,8 @@ class Adapters(SiteNetworks, Method):
 
         return means
 
-    def _received(
-        self, replies: Messages, matrices: Weights
-    ) -> dict[str, dict[str, dict[str, Tensor]]]:
-        received: dict[str, dict[str, dict[str, Tensor]]] = {}
+    def _received(self, replies: Messages, matrices: Weights) -> dict[str, dict[str, Tensors]]:
+        received: dict[str, dict[str, Tensors]] = {}
         for site, reply in replies.items():
             factors = reply.tensors.get("adapters", {})
             rank = self.rank_of(site)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors
 from medfl.networks.heads import head_name
 from medfl.training import NORMS
 
@@ -57,7 +58,7 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)
 
 
-def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[str, Tensor]:
+def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> Tensors:
     """Return the weights of the chosen layers as matrices (first dimension, all others), by their names.
 
     Args:
@@ -69,12 +70,12 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
         InputError: no such layer; names those that fit.
     """
     ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
-    fitting: dict[str, dict[str, Tensor]] = {}
+    fitting: dict[str, Tensors] = {}
     layers = {
         name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)
     }
     for name, layer in layers.items():
-        weights: dict[str, Tensor] = {}
+        weights: Tensors = {}
         for key in _WEIGHTS:
             weight = layer._parameters.get(key)
             full_name = f"{name}.{key}".lstrip(".")
@@ -84,7 +85,7 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
         if weights:
             fitting[name] = weights
 
-    chosen_matrices: dict[str, Tensor] = {}
+    chosen_matrices: Tensors = {}
     for name in _chosen({name: layers[name] for name in fitting}, text, "layers"):
         chosen_matrices.update(fitting[name])
 

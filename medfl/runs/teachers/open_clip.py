@@ -7,7 +7,7 @@ CIFAR-100; for other data those of the bundle, and OpenAI's where it has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
 from medfl.problem.problem import Problem
@@ -58,7 +59,7 @@ class ZeroShot:
 
     name: str
     sha256: str
-    facts: Mapping[str, Any]
+    facts: Config
     model: Any
     preprocess: Callable[[Any], Tensor]
     head: Tensor

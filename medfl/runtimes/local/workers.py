@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.registry import Document
 from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
 
 

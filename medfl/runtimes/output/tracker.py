@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from medfl.core.documents import Document
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
-from medfl.runtimes.registry import Document
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
 
