@@ -1,4 +1,4 @@
-"""A place besides the run folder where a run's numbers go: MLflow (`tracking`), Weights & Biases (`wandb_runs`).
+"""A place besides the run folder where a run's numbers go: MLflow, Weights & Biases (`tracking`).
 
 A tracker opens, takes each round's numbers and closes; it says where the run is in a file of the run folder, with which
 a resumed run goes on. Whatever happens there, the run goes on: it is said once, and nothing more is tried until the run
