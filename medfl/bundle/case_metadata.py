@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.names import as_number, composed
 from medfl.datasets.readers.tables import read_csv
@@ -48,14 +48,14 @@ _AGE = re.compile(
 )
 
 
-def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]]:
+def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
     """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
 
     Age is in years, or the text of one that is not read; a key that the data do not have is left out, a value that is
     missing for a case is `UNKNOWN`, of age None.
     """
     items = bundle.items(section)
-    cases: dict[str, dict[str, Any]] = {}
+    cases: dict[str, Document] = {}
     for item in items:
         cases[str(item["id"])] = {
             name: str(item[name]) for name in ("centre", "group") if name in item
@@ -97,10 +97,10 @@ BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
 """All bands, from young to old."""
 
 
-def _columns(row: Mapping[str, object]) -> dict[str, Any]:
+def _columns(row: Mapping[str, object]) -> Document:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
-    columns: dict[str, Any] = {}
+    columns: Document = {}
     for name, aliases in COLUMNS.items():
         value = next((lower[alias] for alias in aliases if alias in lower), None)
         if value is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from medfl.bundle.bundle import Bundle
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
@@ -13,7 +14,6 @@ from medfl.datasets.readers import own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
 _IDS = (

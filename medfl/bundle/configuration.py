@@ -26,13 +26,13 @@ from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
 from medfl.bundle.zoo import compatibility, conventions, monai_networks
 from medfl.bundle.zoo.failures import explained
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.components import replace_removed
 from medfl.policy.policy import Policy
-from medfl.problem.described import Config, Document
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")

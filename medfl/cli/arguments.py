@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
@@ -77,7 +78,7 @@ def names_of_group(*groups: str) -> list[str]:
     return [name for name, declared in SETTINGS.items() if declared.group in groups]
 
 
-def given_settings(args: Any, *more: str) -> dict[str, Any]:
+def given_settings(args: Any, *more: str) -> Document:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
     values = {name: getattr(args, name, None) for name in (*SETTINGS, *more)}
     check_limits(values)

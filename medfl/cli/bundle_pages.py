@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Any
 
 from medfl import datasets
 from medfl.bundle.files import find, read, read_protocol, shipped
 from medfl.cli.arguments import as_flag_text
 from medfl.core import tables, terminal
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
-
-Document = dict[str, Any]
 
 
 def bundles(name: str | None = None) -> Document:

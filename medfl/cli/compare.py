@@ -11,6 +11,7 @@ from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
 from medfl.compare import papers
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
@@ -119,7 +120,7 @@ def _compare(args: Any) -> int:
     comparison, failed = compare(
         grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests
     )
-    document: dict[str, Any] = {"folder": str(args.out), "failed": failed}
+    document: Document = {"folder": str(args.out), "failed": failed}
 
     if tuned:
         document["trials"] = {entry.label: entry.trials or 0 for entry in entries}
@@ -178,7 +179,7 @@ def _paper(args: Any) -> int:
     return code
 
 
-def _shared(args: Any) -> dict[str, Any]:
+def _shared(args: Any) -> Document:
     """Return what all runs of the grid share."""
     return {
         "options": arguments.parse_pairs("--set", args.options),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 
 EXAMPLES = """\
@@ -110,7 +110,7 @@ def _check(args: Any) -> int:
     return 0
 
 
-def _check_text(document: Mapping[str, Any], width: int) -> str:
+def _check_text(document: Config, width: int) -> str:
     """Return the text of a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
     source = {"phantom": "PHANTOM: drawn images", "real": "real images"}[document["source"]]
     facts = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
+from medfl.core.documents import Config
 from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\
@@ -76,7 +76,7 @@ def _export(args: Any) -> int:
     return show(args, document, lambda: "\n".join(_lines(document)))
 
 
-def _lines(document: Mapping[str, Any]) -> list[str]:
+def _lines(document: Config) -> list[str]:
     from medfl.export.formats import format_difference
 
     lines = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments, run
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, SITES
 from medfl.storage.places import require_unused
@@ -116,7 +116,7 @@ def _export(args: Any) -> int:
     return show(args, document, lambda: _text(document))
 
 
-def _text(document: Mapping[str, Any]) -> str:
+def _text(document: Config) -> str:
     lines = [
         f"job: {document['job']}",
         f"sites: {', '.join(document['sites'])}",

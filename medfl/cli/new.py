@@ -90,7 +90,10 @@ def _new(args: Any) -> int:
     )  # fmt: skip
     folder = starter.write(args.bundle, survey, network=args.network, size=args.size)
     data = Path(survey.folder)
-    data = data.relative_to(Path.cwd()) if data.is_relative_to(Path.cwd()) else data
+
+    if data.is_relative_to(Path.cwd()):
+        data = data.relative_to(Path.cwd())
+
     command = shlex.join(
         ["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
+from medfl.core.documents import Config
 from medfl.core.errors import RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
@@ -100,7 +101,7 @@ def _predict(args: Any) -> int:
     return 0
 
 
-def _lines(document: Mapping[str, Any], width: int) -> list[str]:
+def _lines(document: Config, width: int) -> list[str]:
     lines = [
         f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"
     ]
@@ -140,7 +141,7 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
     return [*lines, "for research: not a medical device"]
 
 
-def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+def _structures(rows: Sequence[Config], width: int) -> list[str]:
     """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
     lines = []
     for name in dict.fromkeys(key for row in rows for key in row if key not in ("id", "mask")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from medfl.cli.arguments import add_bundle, add_number, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.flare import serve
@@ -226,7 +226,7 @@ def _run_file(job: Path) -> Path:
     return run_files[0]
 
 
-def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
+def _inspection_lines(document: Config, width: int) -> list[str]:
     from medfl.core.untrusted import printable
 
     if document.get("pinned_anew"):
@@ -315,7 +315,7 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
 # medfl site check, stats, audit
 
 
-def _config(texts: list[str]) -> dict[str, Any]:
+def _config(texts: list[str]) -> Document:
     """Read --config as YAML values, as MONAI does."""
     from medfl.core.untrusted import Refused, typed_value
 

@@ -94,7 +94,11 @@ def hold(args: Any, use: Use) -> None:
 
     about = "--sandbox" if is_asked_for else reasons[0]
     if use.connects:
-        remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
+        if is_asked_for:
+            remedy = "leave it out"
+        else:
+            remedy = "leave it out, or add --no-sandbox"
+
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
 
     if lacking := walls.lacking():

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from medfl.compare.entry import Entry
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -19,7 +19,7 @@ from medfl.core.untrusted import Refused, json_values
 BEST = "best.json"
 """What a search has chosen."""
 _RUN = tuple(field.name for field in fields(ProtocolSettings))
-_FORM: Mapping[str, Any] = {
+_FORM: Config = {
     "method": str, "trials": int,
     "settings": {"options": dict[str, str], "requested": dict[str, float]},
 }  # fmt: skip
@@ -76,7 +76,7 @@ def trials(
     return tuple(entry(method, point) for point in points)
 
 
-def entry(method: str, point: Mapping[str, Any]) -> Entry:
+def entry(method: str, point: Config) -> Entry:
     """Return a method with options and run settings of its own.
 
     Raises:

@@ -6,12 +6,12 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
+from medfl.core.documents import Document
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
@@ -45,7 +45,7 @@ def searched(
     )
 
 
-def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
+def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[str, str]]:
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
     The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
@@ -96,7 +96,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     return document, comparison, {**failed, **more}
 
 
-def _validated(cells: Sequence[Cell], key: str) -> dict[str, Any]:
+def _validated(cells: Sequence[Cell], key: str) -> Document:
     """Return the mean of the validation figures of a trial's seeds, and how many have one; none if one has failed."""
     figures = []
     if all(cell.done(None) for cell in cells):

@@ -158,7 +158,10 @@ class StandInLabel(MonaiTransform):
         # Without an example the first transform, which reads files, tells masks from classes.
         for step in self.before.transforms:
             if isinstance(step, MapTransform):
-                return torch.zeros((1, 1, 1), dtype=torch.uint8) if "label" in step.keys else -1
+                if "label" in step.keys:
+                    return torch.zeros((1, 1, 1), dtype=torch.uint8)
+
+                return -1
 
         return -1
 

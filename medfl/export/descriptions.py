@@ -23,6 +23,7 @@ from markupsafe import Markup
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
+from medfl.core.documents import Config, Document
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.tables import markdown_text
@@ -30,7 +31,6 @@ from medfl.core.task import SECTIONS
 from medfl.core.terminal import visible
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
-from medfl.problem.described import Config, Document
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256
 from medfl.storage.places import PHANTOM
@@ -302,7 +302,12 @@ def _next(version: str) -> str:
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
-    owner = f"the model of site {model.site}" if model.site else "the global model"
+
+    if model.site:
+        owner = f"the model of site {model.site}"
+    else:
+        owner = "the global model"
+
     text = f"weights of {owner} after round {model.round}"
     if trained.which == "best":
         text += " (best by validation)"

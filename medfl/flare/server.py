@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -345,7 +346,11 @@ class FlareWorkers(Workers):
 
     def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
+        if self._simulated:
+            facts = {}
+        else:
+            facts = site_facts.read(payload, self._federation.bundle)
+
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
 
@@ -355,7 +360,7 @@ class FlareWorkers(Workers):
             first = site_facts.describe(first_facts) or "nothing"
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
-    def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    def by_kind(self, summary: Config) -> Document:
         """Return what the sites told of their data as a run's summary has it."""
         return site_facts.by_kind(self.facts, summary, self._federation.bundle)
 

@@ -29,11 +29,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
@@ -112,7 +112,7 @@ class FedType(PrivateModels):
 
     def _large_objective(
         self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: Tensor
-    ) -> dict[str, Any]:
+    ) -> Document:
         """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
         def logits_and_loss(network: nn.Module, x: Collated, y: Collated) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ code draws it with 0.001.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
@@ -103,9 +103,7 @@ class PFedBayes(Method):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights as mu, and one rho for all."""
         names = gaussian_names(host.model(weights))
         rho = {name: torch.full_like(weights[name], self.rho) for name in names}
@@ -115,9 +113,7 @@ class PFedBayes(Method):
         """Send mu, with what is no Gaussian, and rho."""
         return Message({"weights": server["weights"], "rho": server["rho"]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
@@ -235,11 +231,11 @@ class Gaussian(nn.Module):
         """Return mu and sigma."""
         return self.mu, [softplus(rho) for rho in self.rho]
 
-    def rhos(self) -> dict[str, Tensor]:
+    def rhos(self) -> Tensors:
         """Return a copy of rho by name."""
         return {name: rho.detach().clone() for name, rho in zip(self.names, self.rho, strict=True)}
 
-    def drawn(self) -> dict[str, Tensor]:
+    def drawn(self) -> Tensors:
         """Draw weights; the noise is drawn on the CPU, so that it is the same on every device."""
         out = {}
         for name, mu, sigma in zip(self.names, *self.moments(), strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medfl.core.errors import InputError
+from medfl.core.message import Weights
 from medfl.core.task import Constants
 from medfl.networks.heads import frozen
 
@@ -60,9 +61,7 @@ class Generator(nn.Module):
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
-    def restored(
-        cls, weights: Mapping[str, Tensor], shape: Sequence[int], device: torch.device
-    ) -> Generator:
+    def restored(cls, weights: Weights, shape: Sequence[int], device: torch.device) -> Generator:
         """Return the frozen generator with these weights for images of this shape (channels, height, width)."""
         # Without memory or draws: `assign` puts the given tensors in place.
         with torch.device("meta"):

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
@@ -129,7 +130,7 @@ def _encoded(line: Mapping[str, object]) -> bytes:
     return data
 
 
-def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]:
+def describe_message(message: Message, *, norms: bool = False) -> Document:
     """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm.
 
     Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.

@@ -260,7 +260,11 @@ class ExpressionFilter:
                 check_argument(name, keywords[name])
 
         if isinstance(called, ast.Name) and called.id == "open":
-            mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+            if len(node.args) > 1:
+                mode = _literal(node.args[1])
+            else:
+                mode = keywords.get("mode", "r")
+
             plain = len(node.args) <= 2 and keywords.keys() <= {"mode", "encoding", "newline"}
             if not plain or mode not in _READING:
                 uses.permit("open", "open() for writing", self.permissions)

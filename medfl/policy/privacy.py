@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import listed
 from medfl.core.release import pip_install
@@ -232,7 +232,7 @@ class Account:
         }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Document:
     """Return what a file says of an account, by the names of its attributes."""
     try:
         document = json_values(path)

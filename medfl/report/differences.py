@@ -151,7 +151,11 @@ class Differences:
     def __init__(self, run: RunFiles) -> None:
         """Take a run."""
         self.run = run
-        self._sites = run.site_names if run.finished and len(run.site_names) <= _SITES else ()
+
+        if run.finished and len(run.site_names) <= _SITES:
+            self._sites = run.site_names
+        else:
+            self._sites = ()
 
     @cached_property
     def local(self) -> RunFiles | None:

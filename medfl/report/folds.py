@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from medfl.core import tables, terminal
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -33,9 +33,9 @@ from medfl.storage.run_documents import read_document
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_reader import Predictions
 
-FORM: Mapping[str, Any] = {
-    "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],
-    "settings": dict[str, Any], "images": list[str], "command": str | None,
+FORM: Config = {
+    "folds": Count, "bundle": str, "options": Document, "config": Document, "requested": Document,
+    "settings": Document, "images": list[str], "command": str | None,
 }  # fmt: skip
 NOTE = (
     "pooled: each case once, by the model of the fold that tests it; sd: between folds, whose training images overlap, "
@@ -49,7 +49,7 @@ def fold_folder(folder: Path, number: int) -> Path:
     return folder / f"fold-{number}"
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> Document:
     """Return the entries of `folds.json`.
 
     Raises:
@@ -162,7 +162,7 @@ class Folds:
         values = {f"fold-{n}": row.get(name) for n, row in self.rows.items()}
         return metrics.spread(values, metrics.higher_is_better(name))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """Return the content of summary.json."""
         run = self.first
         summaries = [fold.summary or {} for fold in self.runs.values()]
@@ -310,7 +310,7 @@ def _form(run: RunFiles) -> tuple[object, ...]:
 
 def _cases(run: RunFiles) -> Cases:
     predictions = _predictions(run)
-    columns: dict[str, Any] = dict(predictions.scores)
+    columns: Document = dict(predictions.scores)
     if predictions.probabilities is not None:
         columns = {"probabilities": predictions.probabilities, "label": predictions.label}
 

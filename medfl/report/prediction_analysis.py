@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Document
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
@@ -78,7 +78,7 @@ class PredictionAnalysis:
 
         return few
 
-    def cases(self) -> dict[str, Any] | None:
+    def cases(self) -> Document | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
         if self._enough:
             return None
@@ -133,14 +133,14 @@ class PredictionAnalysis:
 
         return text
 
-    def confusion(self) -> dict[str, Any] | None:
+    def confusion(self) -> Document | None:
         """Return the pooled confusion matrix."""
         if self.is_classification:
             return self._matrix(np.ones(len(self.predictions.label), bool))
 
         return None
 
-    def confusions(self) -> list[tuple[str, dict[str, Any]]]:
+    def confusions(self) -> list[tuple[str, Document]]:
         """Return each site's confusion matrix; none for a single site, or more sites or classes than can be read."""
         sites = [site for site in self.run.site_names if site in set(self.predictions.sites)]
         readable = 1 < len(sites) <= _MAX_SITES and len(self.classes) <= _MAX_CLASSES
@@ -150,7 +150,7 @@ class PredictionAnalysis:
         site_of = np.array(self.predictions.sites)
         return [(site, self._matrix(site_of == site)) for site in sites]
 
-    def _matrix(self, members: NDArray[np.bool_]) -> dict[str, Any]:
+    def _matrix(self, members: NDArray[np.bool_]) -> Document:
         cases = self.predictions
         counts = metrics.confusion(
             cases.label[members], cases.predicted[members], len(self.classes)
@@ -177,7 +177,7 @@ class PredictionAnalysis:
 
         return []
 
-    def roc(self) -> dict[str, Any] | None:
+    def roc(self) -> Document | None:
         """Return the ROC chart and a row for each class with its area, None without probabilities."""
         if not self.curves:
             return None
@@ -224,7 +224,7 @@ class PredictionAnalysis:
 
         return (cases.probabilities.max(1), cases.predicted == cases.label)
 
-    def calibration(self) -> dict[str, Any] | None:
+    def calibration(self) -> Document | None:
         """Return the reliability chart and its numbers, None without probabilities."""
         if self._confidence is None:
             return None
@@ -254,7 +254,7 @@ class PredictionAnalysis:
             "cases": len(right),
         }
 
-    def worst(self) -> list[dict[str, Any]]:
+    def worst(self) -> list[Document]:
         """Return the cases with the least probability for their reference class, the worst first."""
         cases = self.predictions
         if cases.probabilities is None:

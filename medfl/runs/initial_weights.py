@@ -18,6 +18,7 @@ import safetensors.torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors, Weights
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -54,7 +55,7 @@ def begin_with(bundle: Problem, text: str, say: Print = str) -> tuple[Problem, s
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
-def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str, Tensor]:
+def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
     """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none.
 
     They are those of a checkpoint that are called most like `names`, without what it has before each name.
@@ -108,12 +109,12 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str
         ) from error
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
+def tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file by name; any error means that it holds none."""
     return _finite(safetensors.torch.load_file(path))
 
 
-def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
+def _parts(path: Path) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,7 +158,7 @@ def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tu
     return shared, -len(prefix), len(weights)
 
 
-def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _finite(weights: Weights) -> Tensors:
     for name, tensor in weights.items():
         # an expanded tensor of a pickle: a small file could fill the memory
         if tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -225,6 +226,6 @@ def first_file(folder: Path | None, *names: str) -> Path | None:
     return None
 
 
-def _from_job(path: Path) -> dict[str, Tensor]:
+def _from_job(path: Path) -> Tensors:
     document = json_values(path, _MAX_BYTES)
     return _finite(safetensors.torch.load(base64.b64decode(document["safetensors"], validate=True)))

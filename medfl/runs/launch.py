@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
 from medfl.core.run import Run
@@ -91,14 +91,14 @@ class Shared:
 def federate(
     bundle: str | None = None,
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     source: str | Path | None = None,
     shared: Shared | None = None,
     launch: Launch | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Run a federation and return its summary with the run folder under "folder".
 
     Args:
@@ -259,8 +259,8 @@ def _execute(
     path: Path,
     launch: Launch,
     runtime: registry.Runtime,
-    record: Mapping[str, Any],
-) -> dict[str, Any]:
+    record: Config,
+) -> Document:
     """Execute a run in its folder, after its Local reference where it has one; return its summary.
 
     `record` is what run.json tells beside the plan.
@@ -302,7 +302,7 @@ def _execute_in(
     federation: Federation,
     launch: Launch,
     runtime: registry.Runtime,
-) -> dict[str, Any]:
+) -> Document:
     """Run a federation in its folder, or continue the run that is there."""
     execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
     # The server may still refuse the sites' introductions, before anything was trained
@@ -330,9 +330,9 @@ def site_algo(
     bundle: str,
     name: str,
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     folder: str | Path | None = None,
     host: str = "medfl",
     policy: str | Path | None = None,
@@ -481,7 +481,7 @@ def _local(plan: Plan) -> Plan:
     return replace(plan, run=run, method=method, public=None)
 
 
-def _add_local(path: Path) -> dict[str, Any]:
+def _add_local(path: Path) -> Document:
     """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
     folder = RunFolder(path)
     summary = read_summary(path / "summary.json")

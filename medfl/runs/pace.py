@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
+from medfl.core.documents import Config, Document
 from medfl.core.run import Run
 
 AUTO = "auto"
@@ -21,9 +21,7 @@ _MOST_ROUNDS = 30
 _MOST_IMAGES = 20_000
 
 
-def fit_schedule(
-    chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str
-) -> dict[str, Any]:
+def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -> Document:
     """Return a protocol's values with numbers in the place of "auto".
 
     The smallest site decides. The batch is the largest power of two that its images fill four times, 2 at least. Local
@@ -56,7 +54,7 @@ def fit_schedule(
     return values
 
 
-def rounds_note(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
+def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
     """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
     if chosen["rounds"] != AUTO:
         return ()

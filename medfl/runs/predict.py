@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
 from medfl.core import terminal
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -79,7 +79,7 @@ def predict(
     thread_count: int | None = None,
     progress: bool = False,
     say: Print = str,
-) -> dict[str, Any]:
+) -> Document:
     """Write a trained network's predictions for images into a new folder.
 
     Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
@@ -406,7 +406,11 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
-    images = "the one image cannot" if count == 1 else f"none of the {count} images can"
+    if count == 1:
+        images = "the one image cannot"
+    else:
+        images = f"none of the {count} images can"
+
     if isinstance(error, InputError):
         problem, allowed, advice = error._parts
     else:
@@ -431,7 +435,7 @@ def _document(
     predictions: Predictions,
     folder: Path,
     targets: Mapping[str, int | str],
-) -> dict[str, Any]:
+) -> Document:
     """Write the tables, the predictions last, and return everything for JSON."""
     table = RunFolder(folder)
     written = {"predictions": str(folder / PREDICTIONS)}

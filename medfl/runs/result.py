@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
@@ -95,7 +96,7 @@ class Result(ResultTables):
         return bool(self._files.finished)
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """The content of summary.json: last and best round, sites, bytes, seconds.
 
         Raises:

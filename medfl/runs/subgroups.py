@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 from medfl.evaluation import bootstrap, delong
@@ -131,7 +132,7 @@ class Subgroups:
 
 
 def of(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Config],
     by: str,
     classes: Sequence[str] = (),
     *,
@@ -186,7 +187,7 @@ def of(
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
 
 
-def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
+def _values(rows: Sequence[Config], by: str) -> NDArray[Any]:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
@@ -217,7 +218,7 @@ def _order(name: str) -> tuple[bool, float, str]:
 
 
 def _classified(
-    name: str, rows: Sequence[Mapping[str, Any]], classes: Sequence[str], min_count: int, seed: int
+    name: str, rows: Sequence[Config], classes: Sequence[str], min_count: int, seed: int
 ) -> Subgroup:
     label = np.array([int(row["label"]) for row in rows])
     hit = np.array([int(row["predicted"]) for row in rows]) == label
@@ -253,7 +254,7 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
-def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
+def _measured(name: str, rows: Sequence[Config], seed: int) -> Subgroup:
     """Return the means of all numbers of the rows."""
     values = {}
     for key in rows[0]:

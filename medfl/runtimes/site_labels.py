@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import FROM_MASKS, by_site
@@ -143,7 +143,7 @@ def for_summary(
 
 
 def with_recorded_classes(
-    shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Problem
+    shard: Shard, owner: Mapping[str, str], summary: Config, bundle: Problem
 ) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}

@@ -7,7 +7,7 @@ loss or the gradients of `fit`, never the loop.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Weights
+from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.data.known_labels import AnnotatedClasses
@@ -167,12 +167,12 @@ class Host(_WithNetworks):
     public: Public | None = None
 
 
-def snapshot(network: nn.Module) -> dict[str, Tensor]:
+def snapshot(network: nn.Module) -> Tensors:
     """Copy a network's state dict (parameters and persistent buffers), detached from the network."""
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
-def zeros_of(network: nn.Module) -> dict[str, Tensor]:
+def zeros_of(network: nn.Module) -> Tensors:
     """Return a zero tensor for each trainable parameter, under its name."""
     return {
         name: torch.zeros_like(p.detach())
@@ -181,7 +181,7 @@ def zeros_of(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def merged(shared: Weights, personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged(shared: Weights, personal: Weights) -> Tensors:
     """Return the complete weights made of the received and the personal tensors; personal ones win."""
     return {**shared, **personal}
 
@@ -331,7 +331,7 @@ def summed(reports: Sequence[FitReport]) -> FitReport:
 # Gradient hooks
 
 
-def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+def pull(model: nn.Module, anchor: Weights, strength: float) -> GradientHook:
     """Return a gradient hook that adds `strength * (w - anchor)`, the gradient of (strength/2) ||w - anchor||^2.
 
     Args:
@@ -354,7 +354,7 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
     return hook
 
 
-def push(model: nn.Module, terms: Mapping[str, Tensor]) -> GradientHook:
+def push(model: nn.Module, terms: Weights) -> GradientHook:
     """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss."""
     added = [terms[name] for name, p in model.named_parameters() if p.requires_grad]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from medfl.core.documents import Config
 from medfl.policy.components import READERS
-from medfl.problem.described import Config
 
 _LIST = re.compile(
     r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*"

@@ -270,7 +270,10 @@ def files_of(uris: Iterable[str]) -> set[str]:
 def container_uri(uri: str) -> str:
     """Return the URI that stands for an image's content: for the rows of an array that of the first."""
     match = _INSIDE.fullmatch(uri)
-    return f"{match[1]}!{match[3].rpartition('#')[0]}#0" if match and match["stack"] else uri
+    if match and match["stack"]:
+        return f"{match[1]}!{match[3].rpartition('#')[0]}#0"
+
+    return uri
 
 
 def content_key(uri: str) -> str:

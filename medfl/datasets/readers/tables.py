@@ -50,7 +50,11 @@ class Layout:
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
     """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
-    more = f" and {len(entries) - most} more {what}" if len(entries) > most else ""
+    if len(entries) > most:
+        more = f" and {len(entries) - most} more {what}"
+    else:
+        more = ""
+
     return " | ".join(entries[:most]) + more
 
 

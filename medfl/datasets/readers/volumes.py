@@ -275,9 +275,11 @@ def _read(uri: str) -> _Raw:
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
         elif not kind:
-            reason = (
-                "not such a file by its name" if os.path.exists(path) else "no such file or folder"
-            )
+            if os.path.exists(path):
+                reason = "not such a file by its name"
+            else:
+                reason = "no such file or folder"
+
             raise ValueError(reason)
         elif kind in NIFTI:
             raw = _nifti(uri)
@@ -396,7 +398,11 @@ def _header(uri: str) -> dicom.Untyped:
         return nib.load(path).header
 
     with archive(path).open(part) as member:
-        content: Any = gzip.GzipFile(fileobj=member) if part.endswith(".gz") else member
+        if part.endswith(".gz"):
+            content: Any = gzip.GzipFile(fileobj=member)
+        else:
+            content = member
+
         return nib.Nifti1Header.from_fileobj(io.BytesIO(content.read(1024)))  # type: ignore[no-untyped-call]
 
 

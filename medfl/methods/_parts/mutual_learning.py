@@ -75,7 +75,12 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
     """
     once = replace(site.for_epochs(1), journal=[])
     reports = list[FitReport]()
-    memory: dict[str, State] = {} if site.optimizer_states is None else site.optimizer_states
+
+    if site.optimizer_states is not None:
+        memory: dict[str, State] = site.optimizer_states
+    else:
+        memory = {}
+
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
         for turn, (network, partner, settings) in enumerate(turns(epoch)):

@@ -71,7 +71,11 @@ class TextGaussians:
         if covariance == "none":
             return cls(mean, None, tau)
 
-        spread = centred(embeddings) if covariance == "full" else variances(embeddings)
+        if covariance == "full":
+            spread = centred(embeddings)
+        else:
+            spread = variances(embeddings)
+
         return cls(mean, spread, tau)
 
     def quadratic(self, h: Tensor) -> Tensor:

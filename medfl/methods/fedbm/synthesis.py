@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.methods._parts.text_classifier import TextGaussians
 from medfl.networks.generator import Augmentation, Generator, check_size
 
@@ -84,7 +84,7 @@ def shape_of(images: Tensor, site: str) -> dict[str, float]:
     return dict(zip(AXES, map(float, images.shape[1:]), strict=True))
 
 
-def common_shape(introductions: Mapping[str, Message]) -> list[int]:
+def common_shape(introductions: Messages) -> list[int]:
     """Return channels, height and width of everybody's images.
 
     Raises:

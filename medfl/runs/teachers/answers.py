@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.core import terminal
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -162,7 +163,7 @@ class _Cached:
     """One array of answers in the cache, what they depend on, and the teacher's remarks."""
 
     path: Path
-    about: Mapping[str, Any]
+    about: Config
     name: str
     notes: tuple[str, ...]
 

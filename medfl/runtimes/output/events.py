@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Document
 from medfl.runtimes.output.tracker import Tracker, scalars
-from medfl.runtimes.registry import Document
 from medfl.storage.files import writing
 
 
