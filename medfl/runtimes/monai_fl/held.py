@@ -34,9 +34,9 @@ from medfl.core.terminal import Print
 from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
-from medfl.runtimes.message_rules import Form, MessageRules
+from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
-from medfl.runtimes.monai_fl.pipe import Pipe
+from medfl.runtimes.monai_fl.pipe import Pipe, read_forms
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd
 from medfl.runtimes.registry import Document
 from medfl.runtimes.step import StepResult, score_site, site_step
@@ -255,7 +255,7 @@ class HeldSite(SiteEnd):
 
         # Which groups a site sends is the method's own code, which both ends have
         method = methods.load(run.method, run.options)
-        network = _forms(stated["network"])
+        network = read_forms(stated["network"])
         # Where the States are: of this run, whatever the worker says of the images
         both = f"{without_round_limit(run).run_hash} {stated['run_hash']}"
         self.run_hash = hashlib.sha256(both.encode()).hexdigest()
@@ -263,7 +263,7 @@ class HeldSite(SiteEnd):
         self._names: set[str] = set()
         self.rules = MessageRules(
             name,
-            _forms(stated["leaves"]),
+            read_forms(stated["leaves"]),
             network,
             personal=frozenset(stated["personal"]),
             uploads=frozenset(["weights", *(group.name for group in method.groups() if group.up)]),
@@ -378,25 +378,6 @@ class HeldSite(SiteEnd):
         self._names.update(names)
         if sum(map(len, self._names)) > _MOST_TEXT:
             raise RunError(f"site {self.name!r}: its worker uses too many names")
-
-
-def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
-    """Return names, shapes and types as they cross the pipe."""
-    return [[name, list(shape), str(dtype)] for name, (shape, dtype) in forms.items()]
-
-
-def _forms(values: list[list[Any]]) -> dict[str, Form]:
-    forms = {}
-    for value in values:
-        if len(value) != 3 or not (isinstance(value[0], str) and matches_type(value[1], list[int])):
-            raise RunError("a worker's network has tensors without names and shapes")
-        name, shape, kind = value
-        dtype = getattr(torch, str(kind).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-            raise RunError(f"a worker's network has a tensor of the type {printable(kind, 40)}")
-        forms[name] = (torch.Size(shape), dtype)
-
-    return forms
 
 
 def cases_state(cases: Mapping[str, Cases]) -> State:

@@ -66,7 +66,7 @@ def _answer(end: socket.socket, opened: Callable[[], tuple[Federation, str]]) ->
 
 def _stated(view: SiteView, _: State) -> State:
     from medfl.core.task import SECTIONS
-    from medfl.runtimes.monai_fl.held import forms_state
+    from medfl.runtimes.monai_fl.pipe import forms_state
 
     rules = view.rules
     return {
