@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch
 
@@ -102,12 +102,12 @@ class Worker:
             Aborted: it was told to stop.
             RunError: it has failed, or ended.
         """
-        if self._pipe is None:
-            self._begin()
-
-        assert self._pipe is not None
         self._stopped = 0.0
         try:
+            if self._pipe is None:
+                self._begin()
+
+            assert self._pipe is not None
             self._pipe.send({"question": question, **values})
             answer = self._pipe.receive()
         except (EOFError, OSError) as error:
@@ -137,21 +137,9 @@ class Worker:
 
     def _begin(self) -> None:
         here, there = socket.socketpair()
-        begun = threading.Event()
-        # A process is ended by the kernel with the thread that began it: this one lasts as long
-        keeper = threading.Thread(
-            target=self._keep, args=(there, begun), name="medfl-worker", daemon=True
-        )
-        keeper.start()
-        begun.wait()
-        there.close()
-        self._pipe = Pipe(here, self._wait)
-
-    def _keep(self, there: socket.socket, begun: threading.Event) -> None:
-        """Start the process, and pass on what it prints."""
-        document = {**self._job, "pipe": there.fileno()}
-        try:
-            process = subprocess.Popen(
+        with there:
+            document = {**self._job, "pipe": there.fileno()}
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -160,18 +148,19 @@ class Worker:
                 env={**os.environ, **self._variables},
                 start_new_session=True,
             )
-            self._process = process
-        finally:
-            begun.set()
 
+        self._pipe = Pipe(here, self._wait)
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(OSError):
-            process.stdin.write(json.dumps(document).encode())
-            process.stdin.close()
+        threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
+        # And left open: that it closes tells of a keeper that was killed
+        process.stdin.write(json.dumps(document).encode() + b"\n")
+        process.stdin.flush()
 
-        with process.stdout as output:
-            left = _MOST_LINES
+    def _pass_on(self, output: IO[bytes]) -> None:
+        """Pass on what the process prints."""
+        left = _MOST_LINES
+        with output:
             while line := output.readline(_LINE):
                 left -= 1
                 if left > 0:
@@ -216,6 +205,8 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
 
         code = process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

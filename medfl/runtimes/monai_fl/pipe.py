@@ -60,7 +60,8 @@ class Pipe:
         forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         documents = [tree.encode(), json.dumps(forms_state(forms)).encode()]
         head = _HEAD.pack(*map(len, documents))
-        for part in (head, *documents, *map(_bytes_of, tensors.values())):
+        parts: list[bytes | memoryview] = [head, *documents, *map(_bytes_of, tensors.values())]
+        for part in parts:
             rest = memoryview(part)
             while rest:
                 self._until_ready(select.POLLOUT)
@@ -145,7 +146,7 @@ def read_forms(values: Any) -> dict[str, Form]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
