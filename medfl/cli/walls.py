@@ -24,7 +24,7 @@ from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.safety import sandbox as walls
-from medfl.safety.bounds import end_with_parent, wait
+from medfl.safety.bounds import end_group_with_keeper, wait
 from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
 from medfl.storage.places import cache_folder, record_of
 from medfl.storage.run_documents import read_run
@@ -174,10 +174,12 @@ def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) 
     sandbox = Sandbox(allowed)
     sys.stdout.flush()
     sys.stderr.flush()
+    closes_with_keeper, keeper = os.pipe()
     worker = os.fork()
     if not worker:
         os.setpgid(0, 0)  # what the terminal sends, the keeper passes on: once
-        end_with_parent(signal.SIGTERM)
+        os.close(keeper)
+        end_group_with_keeper(closes_with_keeper)
         os.environ.update(variables)
         tempfile.tempdir = None  # which the keeper's own may have set
         sandbox.enter()

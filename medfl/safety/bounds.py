@@ -26,6 +26,30 @@ def end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(_PARENT_DIED, number, 0, 0, 0)
 
 
+def end_group_with_keeper(pipe: int) -> None:
+    """Let a process that is outside of it end this process's group when nobody has the other end of a pipe any more.
+
+    Also where the keeper was killed, and whatever has been started and does not want to end. Called by a process that
+    leads its group, before it opens anything of others.
+    """
+    group = os.getpgrp()
+    if os.fork():
+        return
+
+    os.setsid()
+    os.dup2(pipe, 0)
+    for handle in os.listdir("/proc/self/fd"):  # others wait for the end of what is open
+        if handle != "0":
+            with suppress(OSError):
+                os.close(int(handle))
+
+    os.read(0, 1)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+    os._exit(0)
+
+
 def wait(leader: int) -> tuple[int, str]:
     """Wait for a child that leads a process group; return its exit code, and the bound that it was ended for.
 
@@ -60,12 +84,14 @@ def beyond(group: int) -> str:
 
 
 def _members(group: int) -> Iterator[Path]:
-    for process in Path("/proc").glob("[0-9]*"):
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        process = Path("/proc", name)
         with suppress(OSError):  # it has ended
-            # After the name, which may have any characters: state, parent, group, ...
-            fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[2]) == group and fields[0] != "Z":
-                yield process
+            if os.getpgid(int(name)) == group:
+                # After the name, which may have any characters
+                state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                if state != "Z":
+                    yield process
 
 
 def _bytes(file: Path, key: str) -> int:

@@ -102,7 +102,7 @@ def _reason(error: Exception) -> str:
 
 def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:
     """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
-    tree, numbered = _separated(state)
+    tree, numbered = split_state(state)
     if round_ is not None:
         numbered[_ROUND] = torch.tensor(round_)
 
@@ -117,27 +117,13 @@ def load_state(path: Path) -> State:
             tree = (file.metadata() or {})["tree"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
-        return _joined(tree, tensors)
+        return join_state(tree, tensors)
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
 
 
-def encode_state(state: Mapping[str, object]) -> tuple[bytes, bytes]:
-    """Return a State for a pipe, in two documents: its shape and numbers as JSON, its tensors as safetensors."""
-    tree, numbered = _separated(state)
-    return tree.encode(), safetensors.torch.save(numbered)
-
-
-def decode_state(tree: bytes, tensors: bytes) -> State:
-    """Invert `encode_state`; RunError if it is something else."""
-    try:
-        return _joined(tree.decode(), safetensors.torch.load(tensors))
-    except Exception as error:  # likewise
-        raise RunError(f"cannot read what came through a pipe: {printable(error, 200)}") from error
-
-
-def _separated(state: Mapping[str, object]) -> tuple[str, Tensors]:
-    """Return a State's shape and numbers as JSON, and its tensors by their numbers in it."""
+def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
+    """Return a State's shape and numbers as JSON, and its tensors, contiguous on the CPU, by their numbers in it."""
     tensors: list[Tensor] = []
 
     def strip(node: object) -> object:
@@ -163,8 +149,8 @@ def _separated(state: Mapping[str, object]) -> tuple[str, Tensors]:
     return tree, {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
 
 
-def _joined(tree: str, tensors: Tensors) -> State:
-    """Invert `_separated`; an error of any type if it is something else."""
+def join_state(tree: str, tensors: Tensors) -> State:
+    """Invert `split_state`; an error of any type if it is something else."""
     shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
     state: State = _filled(shape, tensors)
     if not isinstance(state, dict):

@@ -23,7 +23,7 @@ from medfl.runtimes.monai_fl.worker import _ANSWERS
 from medfl.runtimes.step import copy_site_weights, introduce
 from medfl.safety import sandbox
 from medfl.safety.sandbox import Allowed, devices, private_folders, python_and_system
-from medfl.storage.files import State, decode_state, encode_state
+from medfl.storage.files import State, join_state, split_state
 from tests.runtimes.test_monai_fl import broadcast, federation
 from tests.support.programs import python_path
 from tests.support.toy import bits
@@ -42,10 +42,10 @@ class Near:
         self._change = change
 
     def ask(self, question: str, **values: object) -> State:
-        asked = decode_state(*encode_state({"question": question, **values}))
+        asked = join_state(*split_state({"question": question, **values}))
         answer = _ANSWERS[question](self._view, asked)
         self._change(answer)
-        return decode_state(*encode_state(answer))
+        return join_state(*split_state(answer))
 
     def close(self) -> None:
         self.is_running = False
@@ -335,6 +335,6 @@ def test_cases_cross_the_pipe() -> None:
     algo = MedflClientAlgo(made, "x")
     algo.initialize()
     algo.train(broadcast(made, "x"), {"judge": ("validate",)})
-    state = decode_state(*encode_state(cases_state(algo.cases)))
+    state = join_state(*split_state(cases_state(algo.cases)))
     assert state["validate"]["ids"] == list(algo.cases["validate"].ids)
     assert bits(state["validate"]["values"]) == bits(dict(algo.cases["validate"].values))

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from medfl.core.errors import RunError
-from medfl.runtimes.monai_fl.pipe import Pipe
-from medfl.storage.files import decode_state, encode_state, load_state, save_state
+from medfl.runtimes.monai_fl.pipe import _KINDS, Pipe
+from medfl.storage.files import join_state, load_state, save_state, split_state
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -81,11 +81,51 @@ def test_a_worker_that_says_nothing_does_not_hold_its_keeper(ends: Ends) -> None
         Pipe(ends[0], patience(2)).receive()
 
 
-@pytest.mark.parametrize("sizes", [(2**27, 0), (0, 2**60), (2**64 - 1, 2**64 - 1)])
+@pytest.mark.parametrize("sizes", [(2**27, 0), (0, 2**27), (2**64 - 1, 2**64 - 1)])
 def test_nothing_is_read_of_what_is_too_large(ends: Ends, sizes: tuple[int, int]) -> None:
     ends[1].sendall(struct.pack("!QQ", *sizes))
     with pytest.raises(RunError, match="at most"):
         Pipe(ends[0]).receive()
+
+
+FLOAT = "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("forms", "problem"),
+    [
+        ([["0", [2**60], FLOAT]], "at most"),
+        ([[f"{i}", [2**30], FLOAT] for i in range(1000)], "at most"),
+        ([["0", [0, 2**70], FLOAT]], "through a pipe"),
+        ([["0", [-1, -1], FLOAT]], "of the type"),
+        ([["0", [1.5], FLOAT]], "without names and shapes"),
+        ([["0", [1], "torch.quint8"]], "of the type torch.quint8"),
+        ([["0", [1], []]], "of the type"),
+        ([[0, [1], FLOAT]], "without names and shapes"),
+        ([0], "through a pipe"),
+        (7, "through a pipe"),
+        ([["1", [1], FLOAT]], "through a pipe"),
+    ],
+)
+def test_forms_that_no_state_has(ends: Ends, forms: object, problem: str) -> None:
+    tree = json.dumps({"dict": {"x": {"tensor": 0}}}).encode()
+    described = json.dumps(forms).encode()
+    head = struct.pack("!QQ", len(tree), len(described))
+    ends[1].sendall(head + tree + described + bytes(64))
+    with pytest.raises(RunError, match=problem):
+        Pipe(ends[0]).receive()
+
+
+@pytest.mark.parametrize("dtype", _KINDS.values())
+def test_every_type_of_a_saved_state_crosses(ends: Ends, dtype: torch.dtype) -> None:
+    state = {"x": torch.arange(6).reshape(2, 3).T.to(dtype), "0": torch.ones((), dtype=dtype)}
+    state["none"] = torch.empty((0, 3), dtype=dtype)
+    Pipe(ends[0]).send(state)
+    arrived = Pipe(ends[1]).receive()
+    assert arrived.keys() == state.keys()
+    for name, tensor in state.items():
+        assert arrived[name].dtype == dtype
+        assert arrived[name].tolist() == tensor.tolist()
 
 
 def repeated(times: int) -> dict[str, object]:
@@ -98,8 +138,8 @@ def test_a_tensor_stands_at_one_place_as_a_saved_state_has_a_copy_for_each(
 ) -> None:
     tensors = {"0": torch.zeros(10)}
     tree = json.dumps(repeated(times))
-    with pytest.raises(RunError, match="through a pipe"):
-        decode_state(tree.encode(), safetensors.torch.save(tensors))
+    with pytest.raises(KeyError):
+        join_state(tree, dict(tensors))
 
     path = tmp_path / "state.safetensors"
     safetensors.torch.save_file(tensors, path, metadata={"tree": tree})
@@ -111,5 +151,5 @@ def test_tensors_that_share_memory_are_kept_as_several(tmp_path: Path) -> None:
     tied = torch.arange(3.0)
     state = {"x": [tied, tied, tied[1:]]}
     save_state(tmp_path / "state.safetensors", state)
-    for arrived in (load_state(tmp_path / "state.safetensors"), decode_state(*encode_state(state))):
+    for arrived in (load_state(tmp_path / "state.safetensors"), join_state(*split_state(state))):
         assert [tensor.tolist() for tensor in arrived["x"]] == [[0, 1, 2], [0, 1, 2], [1, 2]]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch
 
@@ -34,9 +34,9 @@ from medfl.core.terminal import Print
 from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
-from medfl.runtimes.message_rules import Form, MessageRules
+from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
-from medfl.runtimes.monai_fl.pipe import Pipe
+from medfl.runtimes.monai_fl.pipe import Pipe, read_forms
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd
 from medfl.runtimes.registry import Document
 from medfl.runtimes.step import StepResult, score_site, site_step
@@ -102,12 +102,12 @@ class Worker:
             Aborted: it was told to stop.
             RunError: it has failed, or ended.
         """
-        if self._pipe is None:
-            self._begin()
-
-        assert self._pipe is not None
         self._stopped = 0.0
         try:
+            if self._pipe is None:
+                self._begin()
+
+            assert self._pipe is not None
             self._pipe.send({"question": question, **values})
             answer = self._pipe.receive()
         except (EOFError, OSError) as error:
@@ -137,21 +137,9 @@ class Worker:
 
     def _begin(self) -> None:
         here, there = socket.socketpair()
-        begun = threading.Event()
-        # A process is ended by the kernel with the thread that began it: this one lasts as long
-        keeper = threading.Thread(
-            target=self._keep, args=(there, begun), name="medfl-worker", daemon=True
-        )
-        keeper.start()
-        begun.wait()
-        there.close()
-        self._pipe = Pipe(here, self._wait)
-
-    def _keep(self, there: socket.socket, begun: threading.Event) -> None:
-        """Start the process, and pass on what it prints."""
-        document = {**self._job, "pipe": there.fileno()}
-        try:
-            process = subprocess.Popen(
+        with there:
+            document = {**self._job, "pipe": there.fileno()}
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -160,18 +148,19 @@ class Worker:
                 env={**os.environ, **self._variables},
                 start_new_session=True,
             )
-            self._process = process
-        finally:
-            begun.set()
 
+        self._pipe = Pipe(here, self._wait)
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(OSError):
-            process.stdin.write(json.dumps(document).encode())
-            process.stdin.close()
+        threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
+        # And left open: that it closes tells of a keeper that was killed
+        process.stdin.write(json.dumps(document).encode() + b"\n")
+        process.stdin.flush()
 
-        with process.stdout as output:
-            left = _MOST_LINES
+    def _pass_on(self, output: IO[bytes]) -> None:
+        """Pass on what the process prints."""
+        left = _MOST_LINES
+        with output:
             while line := output.readline(_LINE):
                 left -= 1
                 if left > 0:
@@ -216,6 +205,8 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
 
         code = process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -255,7 +246,7 @@ class HeldSite(SiteEnd):
 
         # Which groups a site sends is the method's own code, which both ends have
         method = methods.load(run.method, run.options)
-        network = _forms(stated["network"])
+        network = read_forms(stated["network"])
         # Where the States are: of this run, whatever the worker says of the images
         both = f"{without_round_limit(run).run_hash} {stated['run_hash']}"
         self.run_hash = hashlib.sha256(both.encode()).hexdigest()
@@ -263,7 +254,7 @@ class HeldSite(SiteEnd):
         self._names: set[str] = set()
         self.rules = MessageRules(
             name,
-            _forms(stated["leaves"]),
+            read_forms(stated["leaves"]),
             network,
             personal=frozenset(stated["personal"]),
             uploads=frozenset(["weights", *(group.name for group in method.groups() if group.up)]),
@@ -378,25 +369,6 @@ class HeldSite(SiteEnd):
         self._names.update(names)
         if sum(map(len, self._names)) > _MOST_TEXT:
             raise RunError(f"site {self.name!r}: its worker uses too many names")
-
-
-def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
-    """Return names, shapes and types as they cross the pipe."""
-    return [[name, list(shape), str(dtype)] for name, (shape, dtype) in forms.items()]
-
-
-def _forms(values: list[list[Any]]) -> dict[str, Form]:
-    forms = {}
-    for value in values:
-        if len(value) != 3 or not (isinstance(value[0], str) and matches_type(value[1], list[int])):
-            raise RunError("a worker's network has tensors without names and shapes")
-        name, shape, kind = value
-        dtype = getattr(torch, str(kind).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-            raise RunError(f"a worker's network has a tensor of the type {printable(kind, 40)}")
-        forms[name] = (torch.Size(shape), dtype)
-
-    return forms
 
 
 def cases_state(cases: Mapping[str, Cases]) -> State:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.untrusted import JSON_BYTES
+from medfl.core.type_checks import matches_type
+from medfl.core.untrusted import JSON_BYTES, JSON_VALUES, printable, read_plain
+from medfl.runtimes.message_rules import Form
 from medfl.safety.bounds import most_memory
-from medfl.storage.files import State, decode_state, encode_state
+from medfl.storage.files import State, join_state, split_state
 
 _HEAD = struct.Struct("!QQ")
 _SHARE = 0.25
@@ -19,10 +28,20 @@ _SHARE = 0.25
 _PIECE = 1 << 20
 _EVERY = 1.0
 """Seconds between two looks after the other process: each reads what the kernel says of every process."""
+_KINDS = {
+    str(dtype): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+    )
+}  # fmt: skip
+"""Types of the tensors that a State's file can have."""
 
 
 class Pipe:
     """One end of a socket pair; what comes is data, never code.
+
+    The shape of a State and the forms of its tensors cross as JSON, then the tensors' bytes as they are in memory.
 
     Args:
         end: a connected stream socket.
@@ -37,8 +56,12 @@ class Pipe:
 
     def send(self, state: Mapping[str, object]) -> None:
         """Send a State; OSError if nobody is there."""
-        documents = encode_state(state)
-        for part in (_HEAD.pack(*map(len, documents)), *documents):
+        tree, tensors = split_state(state)
+        forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        documents = [tree.encode(), json.dumps(forms_state(forms)).encode()]
+        head = _HEAD.pack(*map(len, documents))
+        parts: list[bytes | memoryview] = [head, *documents, *map(_bytes_of, tensors.values())]
+        for part in parts:
             rest = memoryview(part)
             while rest:
                 self._until_ready(select.POLLOUT)
@@ -52,26 +75,40 @@ class Pipe:
             RunError: it is no State, or too large.
         """
         sizes = _HEAD.unpack(self._read(_HEAD.size))
-        for size, most in zip(sizes, (JSON_BYTES, int(_SHARE * most_memory())), strict=True):
-            if size > most:
-                raise RunError(f"a message of {size:,} bytes; at most {most:,}")
+        _require_at_most(JSON_BYTES, max(sizes))
+        tree, described = [self._read(size) for size in sizes]
+        with _reading():
+            forms = read_forms(
+                read_plain(described.decode(), is_json=True, nodes=JSON_VALUES, depth=4)
+            )
+            total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
+            _require_at_most(int(_SHARE * most_memory()), total)
+            tensors = {
+                key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()
+            }
 
-        return decode_state(*[self._read(size) for size in sizes])
+        for tensor in tensors.values():
+            self._fill(_bytes_of(tensor))
+
+        with _reading():
+            return join_state(tree.decode(), tensors)
 
     def close(self) -> None:
         """Close this end; the other reads the end of it."""
         self._end.close()
 
-    def _read(self, size: int) -> bytes:
-        content = bytearray()
-        while len(content) < size:
-            self._until_ready(select.POLLIN)
-            piece = self._end.recv(min(_PIECE, size - len(content)))
-            if not piece:
-                raise EOFError("the other process has ended")
-            content += piece
+    def _read(self, size: int) -> bytearray:
+        content = bytearray(size)
+        self._fill(memoryview(content))
+        return content
 
-        return bytes(content)
+    def _fill(self, rest: memoryview) -> None:
+        while rest:
+            self._until_ready(select.POLLIN)
+            count = self._end.recv_into(rest[:_PIECE])
+            if not count:
+                raise EOFError("the other process has ended")
+            rest = rest[count:]
 
     def _until_ready(self, event: int) -> None:
         """Wait for the other process, which may let a byte pass now and then so that this never ends."""
@@ -83,3 +120,44 @@ class Pipe:
             if time.monotonic() >= self._next:
                 self._wait()
                 self._next = time.monotonic() + _EVERY
+
+
+def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
+    """Return names, shapes and types as they cross a pipe."""
+    return [[name, list(shape), str(dtype)] for name, (shape, dtype) in forms.items()]
+
+
+def read_forms(values: Any) -> dict[str, Form]:
+    """Invert `forms_state`; RunError if it is something else."""
+    forms = {}
+    for value in values:
+        if len(value) != 3 or not (isinstance(value[0], str) and matches_type(value[1], list[int])):
+            raise RunError("a worker speaks of tensors without names and shapes")
+
+        name, shape = value[:2]
+        kind = str(value[2])
+        if kind not in _KINDS or min(shape, default=0) < 0:
+            raise RunError(f"a worker speaks of a tensor of the type {printable(kind, 40)}")
+
+        forms[name] = (torch.Size(shape), _KINDS[kind])
+
+    return forms
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of a kind for each sort of damage
+        reason = printable(error, 200)
+        raise RunError(f"cannot read what came through a pipe: {reason}") from error
+
+
+def _require_at_most(most: int, size: int) -> None:
+    if size > most:
+        raise RunError(f"a message of {size:,} bytes; at most {most:,}")

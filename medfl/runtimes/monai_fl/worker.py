@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.safety.bounds import end_with_parent
+from medfl.core.importing import without_gc
+from medfl.safety.bounds import end_group_with_keeper
 from medfl.safety.sandbox import Allowed, Sandbox
 
 if TYPE_CHECKING:
@@ -26,19 +27,22 @@ def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
     Args:
         opened: makes the federation with the site's images, and the site's name, from the keeper's job.
     """
-    document = json.load(sys.stdin)
+    document = json.loads(sys.stdin.readline())
     read, write = [tuple(map(Path, document["allowed"][name])) for name in ("read", "write")]
     end = socket.socket(fileno=document["pipe"])
-    end_with_parent(signal.SIGKILL)
+    end_group_with_keeper(sys.stdin.fileno())
     # PyTorch and NumPy, which start threads, are imported behind the walls
     Sandbox(Allowed(read, write)).enter()
     _answer(end, lambda: opened(document["job"]))
 
 
 def _answer(end: socket.socket, opened: Callable[[], tuple[Federation, str]]) -> None:
-    from medfl.runtimes.monai_fl.guard import in_words
-    from medfl.runtimes.monai_fl.pipe import Pipe
-    from medfl.runtimes.monai_fl.view import Aborted, SiteView
+    # MONAI imports it where it finds it, for a handler that no bundle's training has here
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    with without_gc():
+        from medfl.runtimes.monai_fl.guard import in_words
+        from medfl.runtimes.monai_fl.pipe import Pipe
+        from medfl.runtimes.monai_fl.view import Aborted, SiteView
 
     stop = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: stop.set())
@@ -66,7 +70,7 @@ def _answer(end: socket.socket, opened: Callable[[], tuple[Federation, str]]) ->
 
 def _stated(view: SiteView, _: State) -> State:
     from medfl.core.task import SECTIONS
-    from medfl.runtimes.monai_fl.held import forms_state
+    from medfl.runtimes.monai_fl.pipe import forms_state
 
     rules = view.rules
     return {
