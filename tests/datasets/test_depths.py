@@ -37,7 +37,8 @@ KINDS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "rgb uint16, packed": (drawn("uint16", 3), {"photometric": "rgb", "compression": "zlib", "predictor": True}),
     **{
         f"rgb uint16 in planes, {order}": (
-            drawn("uint16", 3), {"photometric": "rgb", "planarconfig": "separate", "byteorder": order, "rowsperstrip": 4}
+            drawn("uint16", 3),
+            {"photometric": "rgb", "planarconfig": "separate", "byteorder": order, "rowsperstrip": 4},
         )
         for order in "<>"
     },
