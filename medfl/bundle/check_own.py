@@ -9,7 +9,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import own_folder, pairs, volumes
+from medfl.datasets.readers import cases, own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
@@ -142,4 +142,4 @@ def _notes(
     if in_classes:
         notes += own.beside_classes(root, dataset.records)
 
-    return (*notes, *own_folder.odd(root), *patients)
+    return (*notes, *own_folder.odd(root), *cases.notes(dataset.rows), *patients)

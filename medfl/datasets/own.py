@@ -261,7 +261,8 @@ def notes(
 
     left_out = dataset.notes if used_images == images else ()
     are_unknown = all(item.get("group") == item["id"] for item in items)
-    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if are_unknown else ()))
+    found = (*own_folder.odd(root), *cases.notes(dataset.rows))
+    return (*left_out, *found, *((UNKNOWN_PATIENTS,) if are_unknown else ()))
 
 
 NO_PATIENTS = (
