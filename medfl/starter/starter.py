@@ -400,7 +400,7 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
         raise InputError(
             f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} calls "
             "'ignore': pixels that nobody has labelled",
-            "masks that say a class of each pixel",
+            "masks that say a class of each pixel: neither loss nor scores here leave some out",
             "label these pixels, cut them off, or move the cases away",
         )
 

@@ -171,5 +171,5 @@ def test_a_bundle_cannot_look_beside_the_data_folder(place: str, tmp_path: Path)
     picture(tmp_path / "data" / "images" / "a.png")
     picture(tmp_path / "other" / "a.png")
     for images, masks in ((place, "images"), ("images", place)):
-        with pytest.raises(InputError, match=r"looks for images in .*; a place below"):
+        with pytest.raises(InputError, match=r"images are looked for in .*; a place below"):
             paired(tmp_path / "data", images, masks, "train")

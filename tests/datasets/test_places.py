@@ -334,6 +334,14 @@ def test_what_reading_changes_is_said(tmp_path: Path) -> None:
     assert set(lines) <= {line.text for line in findings.lines() if line.topic == "reading"}
 
 
+def test_what_is_changed_of_a_further_channel_is_said(tmp_path: Path) -> None:
+    in_micron = np.diag([1e3, 1e3, 1e3, 1]) @ AFFINE
+    uris = [nifti(tmp_path / "a.nii"), nifti(tmp_path / "b.nii", IMAGE * 2, in_micron, "micron")]
+    volume = read_volume(" | ".join(uris))
+    assert np.array_equal(volume[1].numpy(), IMAGE * 2)
+    assert volume.meta[CHANGES] == "lengths in micron are read as mm; "
+
+
 def test_a_mask_has_nothing_else_of_its_source(tmp_path: Path) -> None:
     """No scale, no window, no intent, no description and no extension: these are of the image, or of the patient."""
     image = nib.Nifti1Image(IMAGE, AFFINE)

@@ -114,6 +114,7 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     for channel_uri in more_uris:
         channel = _aligned(f"channel {channel_uri}", _read(channel_uri), f"channel {uri}", raw)
         channels.append(_values(channel_uri, channel))
+        raw = raw._replace(changes=raw.changes + channel.changes)
 
     return _tensor(uri, np.concatenate(channels), raw)
 
