@@ -436,13 +436,13 @@ class Bundle(Problem):
             # where the bundle's own evaluator scores, batches are as large as its own
             size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
             ends_in_sigmoid = isinstance(self.loss_function, nn.BCELoss)
-            own = None if self._own_metric is None else self._own_metric.postprocessed
+            inputs = None if self._own_metric is None else self._own_metric.postprocessed
             if self.task == "classification":
                 return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
             if self.task == "multilabel":
-                return FindingEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid, own=own)
+                return FindingEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs)
 
-            return NumberEvaluator(self.loss, self.metadata, **size, own=own)
+            return NumberEvaluator(self.loss, self.metadata, **size, metric_inputs=inputs)
 
         if self.custom_trainer:
             return CaseEvaluator(

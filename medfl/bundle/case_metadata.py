@@ -9,13 +9,13 @@ folder with a column that names the items (`image_id`, `image`, `file`, `id`, ..
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
-from medfl.core.names import as_number, composed
+from medfl.core.names import as_number, composed, listed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 
@@ -91,6 +91,18 @@ def band(age: float | str | None) -> str:
         return f"{first}+"
 
     return f"{first}–{first + _BAND - 1}"
+
+
+def unread(ages: Iterable[object]) -> list[str]:
+    """Return a line on the ages that are texts; none where all are read."""
+    texts = [repr(age) for age in ages if isinstance(age, str)]
+    if not texts:
+        return []
+
+    return [
+        f"{len(texts)} ages are not read, or fit several bands, and count as {UNKNOWN}: "
+        f"{listed(sorted({*texts}))}; write years, as 70, 070Y, 018M, 70-79 or >89"
+    ]
 
 
 BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))

@@ -10,7 +10,7 @@ from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import own_folder, pairs, volumes
+from medfl.datasets.readers import cases, conventions, own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
@@ -100,6 +100,8 @@ def _layout(ids: Config) -> str:
         if ids.get(name):
             folders[name] = f"{ids[name]}/".removeprefix("./")
 
+    if ids.get("masks") == conventions.NNUNET_FILE:
+        return f"files that {conventions.NNUNET_FILE} lists [+ cases.csv]"
     if "masks" in folders:
         shared = folders["images"] == folders["masks"]
         return (
@@ -142,4 +144,4 @@ def _notes(
     if in_classes:
         notes += own.beside_classes(root, dataset.records)
 
-    return (*notes, *own_folder.odd(root), *patients)
+    return (*notes, *own_folder.odd(root), *cases.notes(dataset.rows), *patients)

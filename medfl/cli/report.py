@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
-from medfl.cli.parser import add_verb, show
+from medfl.cli.parser import add_verb, log, show
 from medfl.core.errors import InputError
 
 _EXAMPLES = """\
@@ -76,7 +76,11 @@ def _report(args: Any) -> int:
     if args.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves
 
-        written.append(str(write_cost_curves(args.folders, args.curves)))
+        curves = write_cost_curves(args.folders, args.curves)
+        if curves is None:
+            log(f"{args.curves} is not drawn: no round has the key metric on its validation images")
+        else:
+            written.append(str(curves))
 
     if args.gains is None:
         return show(args, {"reports": written}, lambda: "\n".join(written))

@@ -8,7 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.arguments import add_bundle, add_number, parse_pairs
-from medfl.cli.parser import add_actions, add_verb, show
+from medfl.cli.parser import add_actions, add_verb, log, show
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document
@@ -368,7 +368,14 @@ def _stats(args: Any) -> int:
     hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
-    from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
+    from medfl.partner.statistics import (
+        StatisticsOptions,
+        bins_of,
+        encoded,
+        gather,
+        text,
+        unread_ages,
+    )
     from medfl.policy.findings import TRAINING
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -396,6 +403,9 @@ def _stats(args: Any) -> int:
     bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
     rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
+    for line in unread_ages(opened.bundle, opened.folder):
+        log(f"note, for you alone: {line}")
+
     lines = text(document, terminal.width())
 
     if args.out is None:

@@ -214,6 +214,8 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
     image_folder = path_below(root, images)
     mask_folder = path_below(root, masks)
     table = _pairs(image_folder, mask_folder, lacking)
+    if image_folder.is_file():  # of nnU-Net, which lists the files beside it
+        image_folder = root
     records = table.records
     bare = unlabelled(table.unlabelled.items())
 
@@ -261,7 +263,8 @@ def notes(
 
     left_out = dataset.notes if used_images == images else ()
     are_unknown = all(item.get("group") == item["id"] for item in items)
-    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if are_unknown else ()))
+    found = (*own_folder.odd(root), *cases.notes(dataset.rows))
+    return (*left_out, *found, *((UNKNOWN_PATIENTS,) if are_unknown else ()))
 
 
 NO_PATIENTS = (
@@ -337,7 +340,7 @@ def cohort_of(uris: Iterable[str | Path]) -> Path | None:
 def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     """Return a record for each image that has a mask."""
     for folder in (images, masks):
-        if not folder.is_dir():
+        if not folder.is_dir() and folder.name != conventions.NNUNET_FILE:
             advice = f"give the paths of both folders{_ALONE}"
             raise InputError(
                 f"{folder} is no folder", "a folder of images and one of their masks", advice
@@ -362,6 +365,9 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
 
 def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
     """Return the images and masks of two folders, or of one, by matching paths; no masks if their folder is missing."""
+    if images.name == conventions.NNUNET_FILE:
+        return _listed(images)
+
     if (images / conventions.BIDS_FILE).is_file():
         raw = []
         for name, uri in volume_files(images):
@@ -375,14 +381,34 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
         return conventions.apart(index(images))
 
     mask_paths = index(masks) if masks.is_dir() else []
-    image_paths = [
-        (name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)
-    ]
+    ending = conventions.file_ending(images)
+    mask_paths = [(name, uri) for name, uri in mask_paths if uri.lower().endswith(ending)]
+    image_paths = []
+    for name, uri in index(images):
+        if uri.lower().endswith(ending) and not PurePath(uri).is_relative_to(masks):
+            image_paths.append((name, uri))
+
     return conventions.channels(image_paths, mask_paths, lacking), mask_paths
 
 
+def _listed(file: Path) -> tuple[matching.Named, matching.Named]:
+    """Return the images and masks that nnU-Net's dataset.json lists, each by the name of its case."""
+    images = []
+    masks = []
+    for name, (channels, mask) in conventions.listed_files(file).items():
+        uris = [str(path_below(file.parent, path)) for path in channels]
+        images.append((name, JOINED.join(uris)))
+        masks.append((name, str(path_below(file.parent, mask))))
+
+    return images, masks
+
+
 def is_volumes(images: Path) -> bool:
-    """Tell whether a folder holds volumes or DICOM series, and no pictures."""
+    """Tell whether a folder, or a list of nnU-Net, holds volumes or DICOM series, and no pictures."""
+    if images.name == conventions.NNUNET_FILE:
+        return any(is_volume(mask) for _, mask in conventions.listed_files(images).values())
+    if ending := conventions.file_ending(images):
+        return is_volume(ending)
     if any(is_volume(path.name) for path in images.iterdir()):
         return True
     return not tables.image_files(images) and any(path.is_dir() for path in images.iterdir())
@@ -408,9 +434,9 @@ def path_below(root: Path, name: str) -> Path:
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise InputError(
-            f"the bundle looks for images in {name!r}",
+            f"images are looked for in {name!r}",
             f"a place below {root}",
-            "change the bundle's ids",
+            f"put them there, and change the bundle's ids, or {conventions.NNUNET_FILE}",
         )
     place = root
     for part in PurePath(name).parts:

@@ -55,9 +55,9 @@ def of_one(truth: Array, score: Array, decision: Array | None = None) -> dict[st
     """
     from sklearn.metrics import average_precision_score  # here: it imports for a second
 
-    known = truth >= 0
-    truth = truth[known]
-    score = score[known]
+    is_known = truth >= 0
+    truth = truth[is_known]
+    score = score[is_known]
     positives = int(truth.sum())
     metrics: dict[str, float] = {"positives": positives, "cases": len(truth)}
     if 0 < positives < len(truth):
@@ -67,7 +67,7 @@ def of_one(truth: Array, score: Array, decision: Array | None = None) -> dict[st
     if decision is None:
         return metrics
 
-    called = decision[known] == 1
+    called = decision[is_known] == 1
     hits = int(called[truth == 1].sum())
     if positives:
         metrics["sensitivity"] = hits / positives
@@ -107,8 +107,8 @@ def summary(
     rows = []
     for k in np.flatnonzero(columns):
         if decisions is None:
-            known = findings[:, k] >= 0
-            rows.append({"auroc": area(findings[known, k], probabilities[known, k])})
+            is_known = findings[:, k] >= 0
+            rows.append({"auroc": area(findings[is_known, k], probabilities[is_known, k])})
         else:
             rows.append(of_one(findings[:, k], probabilities[:, k], decisions[:, k]))
 
@@ -126,9 +126,9 @@ def thresholds(probabilities: Array, findings: Array) -> NDArray[np.float64]:
     """
     chosen = np.full(findings.shape[1], 0.5)
     for k in np.flatnonzero(scored(findings, 1)):
-        known = findings[:, k] >= 0
-        positive = findings[known, k] == 1
-        score = probabilities[known, k].astype(np.float64)
+        is_known = findings[:, k] >= 0
+        positive = findings[is_known, k] == 1
+        score = probabilities[is_known, k].astype(np.float64)
         values = np.unique(score)
         sensitivity = 1 - np.searchsorted(np.sort(score[positive]), values) / positive.sum()
         specificity = np.searchsorted(np.sort(score[~positive]), values) / (~positive).sum()

@@ -15,9 +15,9 @@ def of_one(target: Array, prediction: Array) -> dict[str, float]:
 
     Of cases whose target is not NaN; R² and r are left out where all targets, or all predictions, are equal.
     """
-    known = ~np.isnan(target)
-    target = target[known].astype(np.float64)
-    prediction = prediction[known].astype(np.float64)
+    is_known = ~np.isnan(target)
+    target = target[is_known].astype(np.float64)
+    prediction = prediction[is_known].astype(np.float64)
     if not len(target):
         return {}
 
@@ -57,8 +57,8 @@ def agreement(prediction: Array, target: Array) -> tuple[float, float, float]:
     J. M. Bland, D. G. Altman: Statistical methods for assessing agreement between two methods of clinical measurement
     (1986).
     """
-    known = ~np.isnan(target)
-    error = prediction[known].astype(np.float64) - target[known]
+    is_known = ~np.isnan(target)
+    error = prediction[is_known].astype(np.float64) - target[is_known]
     bias = float(error.mean())
     sd = float(error.std(ddof=1)) if len(error) > 1 else float("nan")
     return bias, bias - 1.96 * sd, bias + 1.96 * sd

@@ -118,6 +118,15 @@ def gather(
     }
 
 
+def unread_ages(bundle: Problem, folder: str) -> list[str]:
+    """Return a line on the ages that are not read, none where all are."""
+    ages = list[object]()
+    for section in sections(bundle):
+        ages += (row.get("age") for row in case_metadata.read(bundle, section, folder).values())
+
+    return case_metadata.unread(ages)
+
+
 class _Counts:
     """Tables of one section; those whose cells the data name are released without the names of rare ones."""
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
-from medfl.report.formatting import number
+from medfl.report.formatting import number, signed
 from medfl.report.run_files import RunFiles
 from medfl.storage.run_reader import Predictions
 
@@ -222,7 +222,10 @@ class Differences:
         words = [difference.word for difference in self.against_local.values()]
         text = f"{counted(words, 'site')}, each on its own test cases"
         if self.pooled is not None:
-            text += f"; on these {self.pooled.cases} test cases together: {self.pooled.word}"
+            text += (
+                f"; on these {self.pooled.cases} test cases together, each with its own site's Local model: "
+                f"{self.pooled.word} ({signed(self.pooled.value)})"
+            )
 
         return text
 

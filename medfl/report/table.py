@@ -173,7 +173,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
         shown = {name: structures[name] for name in sorted(shown, key=dice)[:_TABLE_STRUCTURES]}
 
     widths = [24, 8, *[_WIDE] * len(kinds)]
-    lines = [label_row([f"structure, {model}", "cases", *map(run.title, kinds)], widths)]
+    lines = [label_row([f"structure, {model}", "with it", *map(run.title, kinds)], widths)]
     for name, scores in shown.items():
         label = [formatting.plain(name), str(scores.get("cases", "–"))]
         if scores.get("cases"):
@@ -185,6 +185,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     if len(shown) < len(structures):
         lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
 
+    lines.append("each structure's figures are of the cases whose reference has it")
     return [*lines, ""] if shown else []
 
 

@@ -49,9 +49,9 @@ def begin_with(bundle: Problem, text: str, say: Print = str) -> tuple[Problem, s
         return bundle, text
 
     with stream(0, "network"):
-        names = bundle.network().state_dict().keys()
+        drawn = bundle.network().state_dict()
 
-    weights = read(text, names, say)
+    weights = _in_types_of(drawn, read(text, drawn.keys(), say), say)
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
@@ -67,10 +67,17 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
         else:
             parts = _parts(path)
 
-        place, prefix = max(
-            ((place, prefix) for place in parts for prefix in _prefixes(parts[place], names)),
-            key=lambda found: _shared(parts[found[0]], found[1], names),
-        )
+        ranks = {}
+        for place, tensors_there in parts.items():
+            for prefix in _prefixes(tensors_there, names):
+                ranks[place, prefix] = _shared(tensors_there, prefix, names)
+
+        place, prefix = max(ranks, key=lambda found: ranks[found])
+        shared = ranks.pop((place, prefix))[0]
+        others = [repr("".join(found)) for found, rank in ranks.items() if rank[0] == shared > 0]
+        if others:
+            say(f"--init: {path.name} has such names after {' and '.join(others)} too, left out")
+
         weights = {}
         for name, tensor in parts[place].items():
             if name.startswith(prefix):
@@ -107,6 +114,21 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
             "save the state dict with one of the two",
         ) from error
+
+
+def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say: Print) -> Tensors:
+    """Return weights in the number types of a network, where both are floating point: a file may have halves."""
+    changed = {}
+    for name, tensor in weights.items():
+        own = drawn.get(name, tensor)
+        if own.dtype != tensor.dtype and own.is_floating_point() and tensor.is_floating_point():
+            changed[name] = tensor.to(own.dtype)
+
+    if changed:
+        types = sorted({str(weights[name].dtype).removeprefix("torch.") for name in changed})
+        say(f"--init: {len(changed)} tensors are {' and '.join(types)}, read as the network's type")
+
+    return {**weights, **changed}
 
 
 def tensors(path: Path) -> Tensors:

@@ -23,7 +23,6 @@ from scipy.stats import binomtest
 from medfl.bundle import case_metadata
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.names import listed
 from medfl.evaluation import bootstrap, delong
 from medfl.evaluation.delong import Area
 from medfl.policy.suppression import suppress_counts
@@ -35,11 +34,12 @@ _NO_METRICS = (*_NO_GROUPS, "loss", "age")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric and its 95 % interval."""
+    """A metric and its 95 % interval; `cases` are those that have it, 0 where all do."""
 
     value: float
     low: float
     high: float
+    cases: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Subgroup:
         count: cases; None where they are too few to be told, or would give away others that are.
         metrics: name -> estimate; those that rest on too few cases are left out.
         areas: class -> its area against the others, of the classes that are told.
-        small_classes: classes with a case here but too few to be told.
+        small_classes: classes with a case here but too few to be told; metrics of a segmentation likewise.
     """
 
     name: str
     count: int | None
-    metrics: Mapping[str, Estimate]
+    metrics: dict[str, Estimate]
     areas: Mapping[str, Area]
     small_classes: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ class Subgroups:
         groups: in order; ages from young to old, cases without a value last.
         total: all cases of the groups that are told, together.
         min_count: the fewest cases that are told.
-        unread: ages that are no ages, of the cases that count as without one.
+        unread: a line on ages that are no ages, of the cases that count as without one.
     """
 
     by: str
@@ -79,13 +79,21 @@ class Subgroups:
     min_count: int
     unread: tuple[str, ...] = ()
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that are told of any group."""
+        names = dict[str, None]()
+        for group in (*self.groups, self.total):
+            names |= dict.fromkeys(group.metrics)
+
+        return [*names]
+
     def records(self) -> list[dict[str, object]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
-        names = list(self.total.metrics)
         rows = []
         for group in (*self.groups, self.total):
             row: dict[str, object] = {self.by: group.name, "cases": group.count}
-            for name in names:
+            for name in self.metrics:
                 estimate = group.metrics.get(name)
                 if estimate:
                     ends: tuple[float | None, ...] = (estimate.value, estimate.low, estimate.high)
@@ -93,6 +101,8 @@ class Subgroups:
                     ends = (None, None, None)
 
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+                if estimate and estimate.cases:
+                    row[f"{name}_cases"] = estimate.cases
 
             rows.append({**row, "silent": ", ".join(group.small_classes)})
 
@@ -115,14 +125,17 @@ class Subgroups:
             notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            reason = f"a class, or all others, have fewer than {self.min_count} cases"
-            notes.append(f"no balanced accuracy and AUROC where {reason}: {'; '.join(thin)}")
+            what = "balanced accuracy and AUROC where a class, or all others,"
+            if "accuracy" not in self.metrics:
+                what = "means, nor that of all, where those with a structure"
 
-        if self.unread:
-            examples = listed(sorted({*map(repr, self.unread)}))
+            reason = f"{what} have fewer than {self.min_count} cases"
+            notes.append(f"no {reason}: {'; '.join(thin)}")
+
+        notes += self.unread
+        if any(estimate.cases for estimate in self.total.metrics.values()):
             notes.append(
-                f"{len(self.unread)} ages are not read, or fit several bands, and count as {case_metadata.UNKNOWN}: "
-                f"{examples}; write years, as 70, 070Y, 018M, 70-79 or >89"
+                "a structure's metrics are means over the cases whose reference has it, as many as stand beside them"
             )
 
         notes.append(
@@ -170,7 +183,7 @@ def of(
         if classes:
             return _classified(name, group_rows, classes, min_count, seed)
 
-        return _measured(name, group_rows, seed)
+        return _measured(name, group_rows, min_count, seed)
 
     groups = []
     # without the hidden groups, whose metrics the total would otherwise reveal
@@ -182,8 +195,12 @@ def of(
             groups.append(group(name, index))
             together = np.append(together, index)
 
-    unread = [str(row["age"]) for row in rows if by == "age" and isinstance(row.get("age"), str)]
+    unread = case_metadata.unread(row.get("age") for row in rows if by == "age")
     total = group("all of these", np.sort(together))
+    if not classes:  # a mean that is not told would follow from that of all
+        for name in {name for told in groups for name in told.small_classes}:
+            total.metrics.pop(name, None)
+
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
 
 
@@ -254,8 +271,8 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
-def _measured(name: str, rows: Sequence[Config], seed: int) -> Subgroup:
-    """Return the means of all numbers of the rows."""
+def _measured(name: str, rows: Sequence[Config], min_count: int, seed: int) -> Subgroup:
+    """Return the means of all numbers of the rows, but of those that fewer than `min_count` have."""
     values = {}
     for key in rows[0]:
         if key in _NO_METRICS:
@@ -268,11 +285,16 @@ def _measured(name: str, rows: Sequence[Config], seed: int) -> Subgroup:
 
     ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
     estimates = {}
+    silent = []
     for key, numbers in values.items():
-        if key in ends:
-            estimates[key] = Estimate(float(np.nanmean(numbers)), *ends[key])
+        cases = int(np.isfinite(numbers).sum())
+        if 0 < cases < min_count:
+            silent.append(key)
+        elif key in ends:
+            of_some = cases * (cases < len(rows))
+            estimates[key] = Estimate(float(np.nanmean(numbers)), *ends[key], of_some)
 
-    return Subgroup(name, len(rows), estimates, {})
+    return Subgroup(name, len(rows), estimates, {}, tuple(silent))
 
 
 def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:

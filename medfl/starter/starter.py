@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import shutil
 from collections import Counter, defaultdict
@@ -25,7 +26,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text, listed
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
+from medfl.datasets.readers import cases, conventions, grouping, own_folder, pairs, tables, volumes
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
@@ -190,7 +191,7 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
     divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [*index.notes, *own_folder.odd(root)]
+    notes = [*index.notes, *own_folder.odd(root), *cases.notes(index.rows)]
     notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
         notes = [*own.beside_classes(root, index.records), *notes]
@@ -278,9 +279,9 @@ def _segmented(
 
     try:
         pairs_read = _read_all(records, reader, progress)
-        present = [values for values, _ in pairs_read]
-        if not solid and max(len(structures), len(layout.classes) - 1) < 2:
-            present = _white_as_one(present)
+        present = stored = [values for values, _ in pairs_read]
+        if max(len(structures), len(layout.classes) - 1) < 2:
+            present = _white_as_one(present, solid)
 
         values = set[int]().union(*present)
         _check_values(masks, values)
@@ -301,6 +302,10 @@ def _segmented(
     absent = [str(value) for value, count in zip(names, counts, strict=True) if value and not count]
     facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
+    notes += (*cases.notes(dataset.rows),)
+    if {1, 255} <= set[int]().union(*stored) and 255 not in values:
+        count = sum(255 in values for values in stored)
+        notes += (f"the value 255 is read as 1, which others have, in {count} masks",)
     if absent:
         notes += (f"no mask has the values {', '.join(absent)}",)
 
@@ -379,9 +384,11 @@ def _names_of_values(
     return {0: "background", **dict(zip(shown, names, strict=True))}
 
 
-def _white_as_one(present: list[set[int]]) -> list[set[int]]:
-    """Return the values of masks as pictures, 255 as 1 where each has black and white, or 0 and 1, only."""
-    if all(values <= {0, 255} or values <= {0, 1} for values in present):
+def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
+    """Return the values of masks, 255 as 1 where each has 0 and 255, or 0 and 1, only; of volumes some the latter."""
+    ones = [values <= {0, 1} for values in present]
+    white = [values <= {0, 255} for values in present]
+    if all(map(operator.or_, ones, white)) and not (solid and all(white)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present
@@ -393,7 +400,7 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
         raise InputError(
             f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} calls "
             "'ignore': pixels that nobody has labelled",
-            "masks that say a class of each pixel",
+            "masks that say a class of each pixel: neither loss nor scores here leave some out",
             "label these pixels, cut them off, or move the cases away",
         )
 

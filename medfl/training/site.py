@@ -441,9 +441,9 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)
-            known = ~target.isnan()
-            if not known.all():
-                return _mean_of_known(function, prediction, target, known)
+            is_known = ~target.isnan()
+            if not is_known.all():
+                return _mean_of_known(function, prediction, target, is_known)
 
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
@@ -452,7 +452,7 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _mean_of_known(
-    function: Callable[..., Tensor], prediction: Tensor, target: Tensor, known: Tensor
+    function: Callable[..., Tensor], prediction: Tensor, target: Tensor, is_known: Tensor
 ) -> Tensor:
     """Return the mean of a loss over the known targets, 0 without any.
 
@@ -462,9 +462,9 @@ def _mean_of_known(
     values = None
     filled = target.nan_to_num(0.0)
     if isinstance(function, nn.Module) and hasattr(function, "reduction"):
-        each = copy.copy(function)
-        each.reduction = "none"  # type: ignore[assignment]
-        values = each(prediction, filled)
+        elementwise = copy.copy(function)
+        elementwise.reduction = "none"  # type: ignore[assignment]
+        values = elementwise(prediction, filled)
     elif "reduction" in getattr(function, "__annotations__", {}):  # as of torch.nn.functional
         values = function(prediction, filled, reduction="none")
 
@@ -476,7 +476,7 @@ def _mean_of_known(
         )
 
     # a product, not an index: an unknown target has the gradient 0, also where none is known
-    mean: Tensor = (values * known).sum() / known.sum().clamp(min=1)
+    mean: Tensor = (values * is_known).sum() / is_known.sum().clamp(min=1)
     return mean
 
 

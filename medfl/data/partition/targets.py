@@ -43,7 +43,9 @@ def are_findings(data: Sections) -> bool:
     return values <= {0.0, 1.0, None}
 
 
-def with_strata(data: Sections, findings: Sequence[str]) -> tuple[Sections, tuple[str, ...]]:
+def with_strata(
+    data: Sections, findings: Sequence[str]
+) -> tuple[dict[str, list[Item]], tuple[str, ...]]:
     """Return the items with a stratum's number as label, and the strata's names; `findings` () of numbers."""
     if findings:
         numbers, names = _finding_strata(data, findings)
@@ -52,7 +54,7 @@ def with_strata(data: Sections, findings: Sequence[str]) -> tuple[Sections, tupl
 
     used = sorted({int(number) for section in numbers.values() for number in section})
     place = {number: index for index, number in enumerate(used)}
-    labelled = {}
+    labelled: dict[str, list[Item]] = {}
     for name, section in data.items():
         rows = zip(section, numbers[name], strict=True)
         labelled[name] = [{**item, "label": place[int(number)]} for item, number in rows]
@@ -168,11 +170,11 @@ def _stratify(
     placed: dict[str, int],
 ) -> None:
     """Place the groups that have no site yet: of the rarest label that is left, each where it is wanted most."""
-    wanted = np.tile(counts.sum(0) / sites, (sites, 1))
+    demand = np.tile(counts.sum(0) / sites, (sites, 1))
     free = []
     for index in rng.permutation(len(groups)):
         if groups[index].key in placed:
-            wanted[placed[groups[index].key]] -= counts[index]
+            demand[placed[groups[index].key]] -= counts[index]
         else:
             free.append(int(index))
 
@@ -184,7 +186,7 @@ def _stratify(
         having = [index for index in free if counts[index, label]]
         free = [index for index in free if not counts[index, label]]
         for index in having:
-            need = [(wanted[site, label], wanted[site, -1], rng.random()) for site in range(sites)]
+            need = [(demand[site, label], demand[site, -1], rng.random()) for site in range(sites)]
             site = max(range(sites), key=need.__getitem__)
             placed[groups[index].key] = site
-            wanted[site] -= counts[index]
+            demand[site] -= counts[index]

@@ -39,8 +39,6 @@ LABELS = (
 _CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
           "section": ("section",)}  # fmt: skip
 _MARKS = ("0", "1", "0.0", "1.0")
-_NOTHING = {"nan", "none", "na", "n/a", "null"}
-"""What some programs write for a missing value."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
     names = sorted(set(classes.values()))
-    if words := [repr(name) for name in names if name.lower() in _NOTHING]:
+    if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
         notes.append(
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )

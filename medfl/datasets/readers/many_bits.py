@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 from numpy.typing import NDArray
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
+from PIL.TiffTags import TAGS_V2
 
 from medfl.datasets.readers import dicom
 
-_BITS, _PHOTOMETRIC, _ORIENTATION, _PLANES, _FORMAT = 258, 262, 274, 284, 339  # tags of TIFF
+_BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT = (
+    258, 259, 262, 273, 274, 279, 284, 339,
+)  # fmt: skip
+"""Tags of TIFF."""
+_APART = 2
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 
 
@@ -34,7 +41,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
     """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
 
     Raises:
-        ValueError: it cannot be read; it is grey with transparency, of inks, in planes or on its side.
+        ValueError: it cannot be read; it is grey with transparency, of inks, in packed planes or on its side.
     """
     layout = str(image.tile[0].args)
     if "LA;" in layout or "CMYK" in layout:
@@ -43,8 +50,10 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
     bits = 16
     if isinstance(image, TiffImageFile):
         bits, _ = _stored(image)
-        if image.tag_v2.get(_PLANES, 1) != 1 or image.tag_v2.get(_ORIENTATION, 1) != 1:
-            raise ValueError("its channels lie apart, or it lies on its side: save it as PNG")
+        if image.tag_v2.get(_ORIENTATION, 1) != 1:
+            raise ValueError("it lies on its side by Orientation: save it as PNG")
+        if image.tag_v2.get(_PLANES) == _APART:
+            return _planes(image, content, bits)
 
     sitk = dicom.sitk()
     with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
@@ -61,6 +70,32 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
         raise ValueError(f"it has {bits} bits a channel: save it with 8 or 16")
 
     return pixels
+
+
+def _planes(image: TiffImageFile, content: bytes, bits: int) -> NDArray[Any]:
+    """Return the channels (H, W, C) of a TIFF in which they lie one after the other."""
+    tags = image.tag_v2
+    sizes = tags.get(_SIZES, ())
+    length = math.prod(image.size) * len(tags[_BITS]) * bits // 8
+    if tags.get(_PACKING) != 1 or sum(sizes) != length:
+        raise ValueError(
+            "its channels lie apart by PlanarConfiguration, and packed or in tiles: save it as PNG"
+        )
+
+    strips = [content[start:][:size] for start, size in zip(tags[_STRIPS], sizes, strict=True)]
+    order = ">" if content.startswith(b"MM") else "<"
+    values = np.frombuffer(b"".join(strips), f"{order}u{bits // 8}")
+    return np.moveaxis(values.reshape(-1, image.height, image.width), 0, -1)
+
+
+def tags_of(file: IO[bytes]) -> str:
+    """Return the tags by which a TIFF says how it is stored; an error means that it is none."""
+    file.seek(0)
+    tags = ImageFileDirectory_v2(file.read(8))
+    file.seek(tags.next)
+    tags.load(file)
+    named = (_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES)
+    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in named if tag in tags)
 
 
 def white_is_high(image: ImageFile, pixels: NDArray[Any]) -> NDArray[Any]:

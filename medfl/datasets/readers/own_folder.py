@@ -114,8 +114,9 @@ def of_pairs(
         shown += record.image.split(JOINED)
 
     if images == masks or masks.is_relative_to(images):
+        folder = images.parent if images.is_file() else images
         return left_out(
-            images, [*shown, *(record.mask for record in records)], endings, "without a mask"
+            folder, [*shown, *(record.mask for record in records)], endings, "without a mask"
         )
     return (
         *left_out(images, shown, endings, "without a mask"),

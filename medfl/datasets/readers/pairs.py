@@ -254,8 +254,4 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:
             "copy the file again that was changed",
         )
 
-    # White is the foreground of two classes, whichever file format wrote it.
-    if classes == 2 and ((plane == 0) | (plane == 255)).all():
-        return (plane > 0).astype(np.uint8)
-
     return class_indices(f"{uri} of image {image}", plane, classes)

@@ -24,7 +24,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import EpsImagePlugin, ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from medfl.core.errors import InputError, refuse_folder
@@ -370,7 +371,11 @@ def read_pixels(
             pixels = array(path, name)[int(row)].copy()
         else:
             content = read_member(path, part) if part else b""
-            with Image.open(io.BytesIO(content) if part else path) as image:
+            # of a path Pillow would map the bytes of a TIFF that lies on its side as if it stood
+            with (
+                io.BytesIO(content) if part else open(path, "rb") as source,
+                _opened(source) as image,
+            ):
                 if (pages := _pages(image)) > 1:
                     raise InputError(
                         f"image {uri} has {pages} pages",
@@ -417,6 +422,17 @@ def read_pixels(
         return pixels
 
     return resize(pixels, size)
+
+
+def _opened(source: IO[bytes]) -> ImageFile:
+    try:
+        return Image.open(source)
+    except UnidentifiedImageError as error:
+        reason = "no picture that is known"
+        with suppress(*UNREADABLE):  # of another kind, or damaged
+            reason = f"a TIFF with {many_bits.tags_of(source)}"
+
+        raise ValueError(reason) from error
 
 
 def _text(path: str, part: str) -> bytes:

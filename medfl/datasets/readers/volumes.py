@@ -63,6 +63,7 @@ _MILLIMETRES = {
     "micron": 1e-3,
 }
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
+_NIFTI_UNITS = {0: "unknown", 1: "meter", 2: "mm", 3: "micron"}
 _UNITS = re.compile(
     rb"^(?:space )?units:[ \t]*(.*?)\r?$"  # NRRD: one in quotes for each axis
     rb"|^DistanceUnits[ \t]*=[ \t]*(.*?)\r?$",  # MetaImage
@@ -113,6 +114,7 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     for channel_uri in more_uris:
         channel = _aligned(f"channel {channel_uri}", _read(channel_uri), f"channel {uri}", raw)
         channels.append(_values(channel_uri, channel))
+        raw = raw._replace(changes=raw.changes + channel.changes)
 
     return _tensor(uri, np.concatenate(channels), raw)
 
@@ -316,15 +318,23 @@ def _read(uri: str) -> _Raw:
 
 
 def _nifti(uri: str) -> _Raw:
-    from nibabel.imageglobals import LoggingOutputSuppressor
-
-    with LoggingOutputSuppressor():  # what it logs of a header is in its errors
-        image = _open(uri)
-
+    image = _open(uri)
     _sides(uri, image.shape)  # before all of a long series is read
     _check_size(uri, image)
-    unit = image.header.get_xyzt_units()[0]
+    _require_spacing(image)
+    code = int(image.header["xyzt_units"]) % 8  # beside it stands the unit of time
+    unit = _NIFTI_UNITS.get(code, f"the unit {code} of xyzt_units")
     return _in_mm(np.asanyarray(image.dataobj), np.array(image.affine, np.float64), unit)
+
+
+def _require_spacing(image: dicom.Untyped) -> None:
+    """Raise a ValueError if a place rests on a spacing of 0, of which nibabel makes 1."""
+    with image.file_map["image"].get_prepare_fileobj("rb") as file:
+        stored = type(image.header).from_fileobj(file, check=False)
+
+    sides = zip(stored["pixdim"][1:4], image.shape, strict=False)
+    if not stored["sform_code"] and any(step == 0 and side > 1 for step, side in sides):
+        raise ValueError("its pixdim has a spacing of 0")
 
 
 def _itk(path: str, kind: str) -> _Raw:
@@ -379,6 +389,7 @@ def _check_size(uri: str, image: dicom.Untyped) -> None:
 def _open(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
+    nib.imageglobals.logger.disabled = True  # what it logs of a header is in its errors
     path, part = split_uri(uri)
     if not part:
         return nib.load(path)

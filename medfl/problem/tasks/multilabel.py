@@ -107,12 +107,12 @@ class Multilabel(Kind):
         if columns is None:
             return cases_of
 
-        others = torch.from_numpy(~columns)
+        left_out = torch.from_numpy(~columns)
         compared = {}
         for site, cases in cases_of.items():
             values = dict(cases.values)
             if len(cases):
-                values["findings"] = values["findings"].masked_fill(others, -1)
+                values["findings"] = values["findings"].masked_fill(left_out, -1)
             compared[site] = Cases(cases.ids, values)
 
         return compared
@@ -151,12 +151,12 @@ class FindingEvaluator:
     Attributes:
         batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
         ends_in_sigmoid: the network returns probabilities, not logits.
-        own: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
     """
 
     batch_size: int = 256
     ends_in_sigmoid: bool = False
-    own: OwnValues | None = None
+    metric_inputs: OwnValues | None = None
 
     @torch.no_grad()
     def __call__(
@@ -172,7 +172,7 @@ class FindingEvaluator:
         network.eval()
         outputs: list[Tensor] = []
         targets: list[Tensor] = []
-        own: list[dict[str, Tensor]] = []
+        metric_values: list[dict[str, Tensor]] = []
         for x, y in shard.batches(self.batch_size):
             output = network(x.to(device)).float()
             logits = output.flatten(1)
@@ -185,20 +185,20 @@ class FindingEvaluator:
 
             outputs.append(logits.cpu())
             targets.append(target.cpu())
-            if self.own is not None:
-                own.append(self.own(output, y))
+            if self.metric_inputs is not None:
+                metric_values.append(self.metric_inputs(output, y))
 
         if not outputs:
             return Cases((), {})
 
         logits = torch.cat(outputs)
         target = torch.cat(targets)
-        known = target >= 0  # NaN is not
+        is_known = target >= 0  # NaN is not
         truth = (target >= 0.5).float()
         losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
         values = {
             "probabilities": logits.sigmoid(),
-            "findings": torch.where(known, truth, -1).to(torch.int8),
-            "loss": (losses * known).sum(1) / known.sum(1),
+            "findings": torch.where(is_known, truth, -1).to(torch.int8),
+            "loss": (losses * is_known).sum(1) / is_known.sum(1),
         }
-        return Cases(tuple(shard.ids), values | joined(own))
+        return Cases(tuple(shard.ids), values | joined(metric_values))

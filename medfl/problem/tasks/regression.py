@@ -120,13 +120,13 @@ class NumberEvaluator:
         loss: (output (1, D), target) -> loss.
         metadata: of the bundle, for `scale_of`.
         batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
-        own: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     metadata: Config
     batch_size: int = 256
-    own: OwnValues | None = None
+    metric_inputs: OwnValues | None = None
 
     @torch.no_grad()
     def __call__(
@@ -141,7 +141,7 @@ class NumberEvaluator:
         predictions: list[Tensor] = []
         targets: list[Tensor] = []
         losses: list[Tensor] = []
-        own: list[dict[str, Tensor]] = []
+        metric_values: list[dict[str, Tensor]] = []
         for x, y in shard.batches(self.batch_size):
             output = network(x.to(device)).float()
             target = y.to(device).float()
@@ -153,8 +153,8 @@ class NumberEvaluator:
 
             predictions.append(output.reshape(len(output), -1).cpu().double())
             targets.append(target.reshape(len(target), -1).cpu().double())
-            if self.own is not None:
-                own.append(self.own(output, y))
+            if self.metric_inputs is not None:
+                metric_values.append(self.metric_inputs(output, y))
 
         if not predictions:
             return Cases((), {})
@@ -166,4 +166,4 @@ class NumberEvaluator:
             "target": mean + sd * torch.cat(targets),
             "loss": torch.stack(losses),
         }
-        return Cases(tuple(shard.ids), values | joined(own))
+        return Cases(tuple(shard.ids), values | joined(metric_values))
