@@ -440,7 +440,9 @@ class Bundle(Problem):
             if self.task == "classification":
                 return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
             if self.task == "multilabel":
-                return FindingEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs)
+                return FindingEvaluator(
+                    **size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs
+                )
 
             return NumberEvaluator(self.loss, self.metadata, **size, metric_inputs=inputs)
 

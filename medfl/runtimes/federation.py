@@ -98,9 +98,13 @@ class Federation:
                 images or the aggregation, or networks cannot be assigned.
         """
         if bundle.task not in method.tasks:
+            allowed = f"it supports {', '.join(method.tasks)}"
+            if "classification" in method.tasks:
+                allowed += ": its losses need a class for each image or pixel"
+
             raise InputError(
                 f"method {run.method!r} on bundle {bundle.name!r}, a {bundle.task} task",
-                f"it supports {', '.join(method.tasks)}",
+                allowed,
                 "see medfl methods",
             )
 
