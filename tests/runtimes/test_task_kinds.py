@@ -122,3 +122,40 @@ def test_all_that_only_average_or_change_the_gradient_fit() -> None:
         "fedavg", "fedprox", "scaffold", "feddyn", "fednova", "fedopt", "feddc", "fedbn", "ditto", "fedrep", "fedper",
         "fedbabu", "pfedme", "perfedavg", "l2gd", "local", "central", "moon", "fedlora",
     } <= set(FITTING)  # fmt: skip
+
+
+def test_findings_that_a_site_does_not_annotate_have_no_part_in_its_loss_and_scores(
+    tmp_path: Path,
+) -> None:
+    """Site x annotates one finding of three: the labels that it has of the others could be anything."""
+    labels = "x=mass"
+
+    class Scrambled(Vectors):
+        def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
+            stacked = super().prepared(section)
+            targets = stacked.targets.clone()
+            targets[:3, 1:] = 1 - targets[:3, 1:]  # those of site x
+            return Stacked(stacked.items, stacked.inputs, targets)
+
+    left_by = {}
+    for name, bundle in {
+        "true": Vectors("multilabel"),
+        "scrambled": Scrambled("multilabel"),
+    }.items():
+        made = Federation(bundle, load("fedavg"), run_record(rounds=2, site_labels=labels))
+        left_by[name] = simulated(tmp_path / name, made)
+
+    assert left_by["true"]["weights"] == left_by["scrambled"]["weights"]
+    assert left_by["true"]["summary"] == left_by["scrambled"]["summary"]
+    assert left_by["true"]["summary"]["labels"] == {"x": ["Mass"]}
+    rows = left_by["true"]["tables"]["predictions.csv"].splitlines()
+    assert rows[0].split(",")[2:5] == ["label_Mass", "label_Edema", "label_Hernia"]
+    assert all(row.split(",")[3:5] == ["", ""] for row in rows[1:] if row.split(",")[1] == "x")
+
+    whole = simulated(tmp_path / "whole", federation("fedavg", "multilabel", rounds=2))
+    assert whole["weights"] != left_by["true"]["weights"]
+
+
+def test_numbers_cannot_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--site-labels with a regression task"):
+        Federation(Vectors("regression"), load("fedavg"), run_record(site_labels="x=age"))

@@ -193,6 +193,10 @@ class FindingEvaluator:
 
         logits = torch.cat(outputs)
         target = torch.cat(targets)
+        for row, index in enumerate(shard.indices.tolist()):
+            if index in shard.shown:  # findings that its site does not annotate are not scored
+                target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]
+
         is_known = target >= 0  # NaN is not
         truth = (target >= 0.5).float()
         losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
