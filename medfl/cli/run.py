@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def run(args: Any) -> int:
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
-    launch = _launch(args)
+    launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
         hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
@@ -147,7 +148,7 @@ def run(args: Any) -> int:
         source=args.source,
         launch=launch,
     )
-    return show(args, document, lambda: _result(Path(document["folder"])))
+    return show(args, document, lambda: result_text(Path(document["folder"])))
 
 
 def _use(args: Any) -> Use:
@@ -191,14 +192,12 @@ def _bundle_of_folds(folder: Path) -> str:
     return ""
 
 
-def _launch(args: Any) -> Launch:
-    """Return how the run is carried out."""
-    flags = (
-        "out", "resume", "jobs", "with_local", "save_predictions", "profile", "track", "runtime", "min_replies",
-        "deadline",
-    )  # fmt: skip
+def launch_of(args: Any) -> Launch:
+    """Return how a run is carried out, by the flags that its verb has."""
+    flags = {field.name for field in fields(Launch)} & vars(args).keys()
     command = "medfl " + shlex.join(args.given)
-    return Launch(command=command, **{name: getattr(args, name) for name in flags}, **telling(args))
+    chosen = {name: getattr(args, name) for name in flags}
+    return Launch(**{**chosen, "command": command, **telling(args)})
 
 
 def _was_portable(args: Any) -> bool:
@@ -268,7 +267,8 @@ def _of_folds(folder: Path) -> str:
     return "\n".join([*table, f"report: {folder / 'report.html'}", f"folder: {folder}", data])
 
 
-def _result(folder: Path) -> str:
+def result_text(folder: Path) -> str:
+    """Return what is printed of a finished run."""
     from medfl.report import result_table
 
     *table, data = result_table(folder).splitlines()

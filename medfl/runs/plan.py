@@ -202,6 +202,13 @@ def make_plan(
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
+    if not settings["rounds"] and not request.init:
+        raise InputError(
+            "0 rounds, without weights to examine",
+            "--init FILE|run:DIR|bundle:DIR with --rounds 0, or 1 round and more",
+            "see medfl evaluate",
+        )
+
     method, option_notes = _settled_method(
         request.method, requested_options, int(settings["rounds"]), sizes
     )

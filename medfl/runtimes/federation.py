@@ -58,6 +58,17 @@ class _Architecture:
     stays: int
 
 
+def participants(run: Run, pooled: bool) -> list[str]:
+    """Return who trains in a run: its sites with training images, or one participant with everybody's."""
+    if pooled:
+        return [POOLED]
+
+    sites = run.partition.sites
+    trained = [name for name, ids in sites.items() if ids["train"]]
+    # nobody's images may be known here: those of a federation lie elsewhere
+    return trained or list(sites)
+
+
 def site_seed(run: Run, round_: int, name: str) -> int:
     """Return the seed of what a site draws in a round."""
     return derive(run.seed, "round", round_, name)
@@ -118,7 +129,7 @@ class Federation:
             lambda: constants(bundle.section("train").source.transforms),
         )
         self.names = list(run.partition.sites)
-        self.participants = [POOLED] if method.pools_data else self.names
+        self.participants = participants(run, method.pools_data)
         self.aggregation = self._aggregation()
 
         if run.max_share is not None and self.equal_weight_flag:
