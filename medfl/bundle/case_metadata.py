@@ -93,7 +93,7 @@ def band(age: float | str | None) -> str:
     return f"{first}–{first + _BAND - 1}"
 
 
-BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
+BANDS = tuple(map(band, range(0, _OLDEST + 1, _BAND)))
 """All bands, from young to old."""
 
 

@@ -256,7 +256,7 @@ def _jobs(text: str) -> int | None:
 
 def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Return name -> value of texts NAME=VALUE."""
-    values: dict[str, str] = {}
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -284,7 +284,7 @@ def as_flag_text(value: Any) -> str:
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Read the flag that names seeds, once each."""
     try:
-        return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
+        return tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError as error:
         raise InputError(
             f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas"

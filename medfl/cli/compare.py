@@ -99,7 +99,7 @@ def _compare(args: Any) -> int:
         [] if args.entries else [*tuned]
     )
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in methods]
-    entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
+    entries += list(map(Entry.read, dict.fromkeys(args.entries)))
 
     if not entries:
         raise InputError(

@@ -76,10 +76,7 @@ def _fetch(args: Any) -> int:
     from medfl import datasets
     from medfl.datasets.readers.download import fetch
 
-    files = [
-        str(path)
-        for path in fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())
-    ]
+    files = list(map(str, fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())))
     return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
 
 

@@ -118,7 +118,7 @@ def _parts(path: Path) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
+        todo = [("", load_pickled(path))]
 
     if not isinstance(todo[0][1], Mapping):
         raise ValueError("it holds no tensors by name")

@@ -92,7 +92,7 @@ def known_labels(
         return {}
 
     structures = bundle.structures
-    label_sets = dict[str, AnnotatedClasses]()
+    label_sets = {}
     everything = foreground_classes(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:

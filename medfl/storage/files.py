@@ -138,7 +138,7 @@ def decode_state(tree: bytes, tensors: bytes) -> State:
 
 def _separated(state: Mapping[str, object]) -> tuple[str, Tensors]:
     """Return a State's shape and numbers as JSON, and its tensors by their numbers in it."""
-    tensors: list[Tensor] = []
+    tensors = []
 
     def strip(node: object) -> object:
         if isinstance(node, Tensor):
@@ -151,7 +151,7 @@ def _separated(state: Mapping[str, object]) -> tuple[str, Tensors]:
             return {"dict": {key: strip(value) for key, value in node.items()}}
 
         if isinstance(node, list | tuple):
-            return {"list": [strip(value) for value in node]}
+            return {"list": list(map(strip, node))}
         if node is None or isinstance(node, bool | int | float | str):
             return {"value": node}
 
