@@ -22,7 +22,7 @@ from medfl.core.message import Tensors, Weights
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
-from medfl.core.untrusted import Plain, json_values
+from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file

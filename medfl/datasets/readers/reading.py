@@ -131,8 +131,7 @@ def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
     if not path.endswith(".npz"):
         return stacks.load(path, name)
     with _member(path, f"{name}.npy") as file:
-        loaded = np.lib.format.read_array(file, allow_pickle=False)
-        return loaded
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def archive(path: str | Path) -> zipfile.ZipFile:
