@@ -105,7 +105,7 @@ def unread(ages: Iterable[object]) -> list[str]:
     ]
 
 
-BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
+BANDS = tuple(map(band, range(0, _OLDEST + 1, _BAND)))
 """All bands, from young to old."""
 
 

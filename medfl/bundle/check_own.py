@@ -53,7 +53,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     root = Path(folder).expanduser().resolve()
     problems = []
     dataset = own.OwnImages([], [], {})
-    divided = list[tuple[Record, str]]()
+    divided = []
 
     try:
         dataset = own.found_by(root, ids)

@@ -133,7 +133,7 @@ def read_metadata(root: Path) -> Document:
     described = read(path) if path.is_file() else {}
     kinds = dict.fromkeys(("inputs", "outputs"), dict[str, Document])
     errors = [*type_errors(described, {"network_data_format": kinds})]
-    tensors: list[Document] = []
+    tensors = []
     if not errors:
         formats = described.get("network_data_format", {})
         for kind in kinds:

@@ -100,7 +100,7 @@ def masks(
         return mask.numpy()
 
     outputs = evaluator.masks(network, shard, device)
-    results: list[dict[str, Any]] = []
+    results = []
     for index, ident, case in zip(shard.indices.tolist(), shard.ids, outputs, strict=True):
         mask = None if case is None else on_file(index, case.prediction.cpu())
         results.append({"id": ident, "mask": mask})

@@ -143,7 +143,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
 def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
     odd = [text for text in texts if text not in reference] or texts
-    shown = [repr(text) for text in odd[:limit]]
+    shown = list(map(repr, odd[:limit]))
     if odd[limit:]:
         shown.append("…")
 

@@ -19,7 +19,7 @@ from medfl.core.errors import InputError, did_you_mean
 def bundles(name: str | None = None) -> Document:
     """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
-        return {"bundles": [_bundle(bundle) for bundle in shipped()]}
+        return {"bundles": list(map(_bundle, shipped()))}
     if name not in shipped():
         raise InputError(
             f"bundle {name!r}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
@@ -51,11 +50,13 @@ def add(verbs: Any) -> None:
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with its own options; may be repeated, also with the same name",
     )  # fmt: skip
-    group.add_argument(
-        "--tuned", type=Path, metavar="DIR",
-        help="folder that medfl tune wrote, or one holding several: use the settings found there; default:"
-             " all methods in it, or those of --methods",
-    )  # fmt: skip
+    arguments.add_path(
+        group,
+        "--tuned",
+        "DIR",
+        "folder that medfl tune wrote, or one holding several: use the settings found there; default:"
+        " all methods in it, or those of --methods",
+    )
     text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
     group.add_argument("--seeds", metavar="0,1,2", help=text)
     arguments.add_what(group, "set an option of every method that has it; may be repeated")
@@ -72,7 +73,7 @@ def add(verbs: Any) -> None:
              " default: the best of --against"),
     )  # fmt: skip
     text = "also print the published figures of these methods"
-    output.add_argument("--published", action="store_true", help=text)
+    arguments.add_switch(output, "--published", text)
     arguments.add_quiet(output)
 
 
@@ -99,7 +100,7 @@ def _compare(args: Any) -> int:
         [] if args.entries else [*tuned]
     )
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in methods]
-    entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
+    entries += list(map(Entry.read, dict.fromkeys(args.entries)))
 
     if not entries:
         raise InputError(

@@ -30,24 +30,14 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write a bundle for your own images: labelled pictures, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
-    new.add_argument(
-        "bundle",
-        type=Path,
-        metavar="BUNDLE_DIR",
-        help=("new folder; its name becomes the name of the bundle"),
+    arguments.add_path(
+        new, "bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle"
     )
-    new.add_argument(
-        "--images",
-        type=arguments.existing,
-        required=True,
-        metavar="DIR",
-        help="folder of the images",
+    arguments.add_path(
+        new, "--images", "DIR", "folder of the images", arguments.existing, required=True
     )
-    new.add_argument(
-        "--masks",
-        type=arguments.existing,
-        metavar="DIR",
-        help=("folder of the masks; may be within --images"),
+    arguments.add_path(
+        new, "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
     )
     new.add_argument(
         "--classes",
@@ -55,11 +45,14 @@ def add(verbs: Any) -> None:
         metavar="A,B,...",
         help=("comma-separated class names of the mask values 1, 2, ..."),
     )
-    new.add_argument(
-        "--labels", type=arguments.existing, metavar="CSV",
-        help="table of the pictures' classes: a column of file names, and either a column called label, "
-             "class or diagnosis, or one column of 0 and 1 per class; in --images or beside it",
-    )  # fmt: skip
+    arguments.add_path(
+        new,
+        "--labels",
+        "CSV",
+        "table of the pictures' classes: a column of file names, and either a column called label, "
+        "class or diagnosis, or one column of 0 and 1 per class; in --images or beside it",
+        arguments.existing,
+    )
     new.add_argument(
         "--group-by",
         metavar="REGEX",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
@@ -31,20 +30,18 @@ def add(verbs: Any) -> None:
     text = "apply a trained network to new images: write classes or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
+    arguments.add_path(predict, "model", "RUN|BUNDLE", text)
     text = (
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
         "files, DICOM files and series, .zip and .npz archives"
     )
-    predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
-    predict.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder"
-    )
+    arguments.add_path(predict, "images", "PATH", text, nargs="+")
+    arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label"
     )
-    predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
+    arguments.add_path(predict, "--reference", "DIR|CSV", text)
     text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument(

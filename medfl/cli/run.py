@@ -67,36 +67,34 @@ def add_flags(run: Any) -> None:
              "process, or a job on NVIDIA FLARE's simulator",
     )  # fmt: skip
     output = run.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED"
+    arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
+    arguments.add_switch(
+        output, "--resume", "continue the run in --out, optionally for more --rounds"
     )
-    output.add_argument(
-        "--resume",
-        action="store_true",
-        help=("continue the run in --out, optionally for more --rounds"),
-    )
-    output.add_argument(
-        "--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run"
-    )
+    arguments.add_path(output, "--from", "RUN.JSON", "repeat a recorded run", dest="source")
     arguments.add_number(
-        output, "--folds", "K",
+        output,
+        "--folds",
+        "K",
         "K-fold cross-validation, split by patient, and pooled metrics over all folds",
-    )  # fmt: skip
-    output.add_argument(
-        "--with-local",
-        action="store_true",
-        help=("first train each site alone for the same number of steps, as a baseline"),
     )
-    output.add_argument(
-        "--save-predictions", action="store_true",
-        help=("segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
-             "of the image files"),
-    )  # fmt: skip
-    output.add_argument(
-        "--profile", action="store_true",
-        help="run all sites in one process, print where the time went, and write profile.json, a trace for "
-             "Perfetto or chrome://tracing",
-    )  # fmt: skip
+    arguments.add_switch(
+        output,
+        "--with-local",
+        "first train each site alone for the same number of steps, as a baseline",
+    )
+    arguments.add_switch(
+        output,
+        "--save-predictions",
+        "segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
+        "of the image files",
+    )
+    arguments.add_switch(
+        output,
+        "--profile",
+        "run all sites in one process, print where the time went, and write profile.json, a trace for "
+        "Perfetto or chrome://tracing",
+    )
     output.add_argument(
         "--track",
         metavar="mlflow[:URI]|wandb[:PROJECT]",

@@ -66,27 +66,33 @@ def add(verbs: Any) -> None:
     add_bundle(inspect, type=arguments.bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
-    inspect.add_argument("--against", type=arguments.existing, metavar="DIR", help=text)
-    inspect.add_argument(
-        "--write-policy", type=Path, metavar="FILE",
-        help="if the bundle is accepted, write a policy that pins every file and keeps the other entries "
-             "of --policy; files that differ from their pins are listed and pinned again",
-    )  # fmt: skip
-    inspect.add_argument(
-        "--job", type=arguments.existing, metavar="DIR|run.json",
-        help="with --write-policy: allow this job's method, rounds, batch size and local epochs",
-    )  # fmt: skip
+    arguments.add_path(inspect, "--against", "DIR", text, arguments.existing)
+    arguments.add_path(
+        inspect,
+        "--write-policy",
+        "FILE",
+        "if the bundle is accepted, write a policy that pins every file and keeps the other entries "
+        "of --policy; files that differ from their pins are listed and pinned again",
+    )
+    arguments.add_path(
+        inspect,
+        "--job",
+        "DIR|run.json",
+        "with --write-policy: allow this job's method, rounds, batch size and local epochs",
+        arguments.existing,
+    )
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
     check.add_argument(
         "--server", metavar="HOST:PORT", help="check that this server can be reached"
     )
-    check.add_argument(
+    arguments.add_path(
+        check,
         "--kit",
-        type=arguments.existing,
-        metavar="DIR",
-        help=("check that this startup kit is valid for the server and the site"),
+        "DIR",
+        "check that this startup kit is valid for the server and the site",
+        arguments.existing,
     )
     check.add_argument(
         "--device",
@@ -95,9 +101,7 @@ def add(verbs: Any) -> None:
         help=("device for training; default: cpu"),
     )
     add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
-    check.add_argument(
-        "--folder", type=Path, default=Path("."), metavar="DIR", help="folder for the site's state"
-    )
+    arguments.add_path(check, "--folder", "DIR", "folder for the site's state", default=Path("."))
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
@@ -117,23 +121,21 @@ def add(verbs: Any) -> None:
         "differential privacy: add noise to each count and histogram; a smaller epsilon adds more",
         float,
     )
-    stats.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=("write the statistics to this file; with --collect: the plot"),
+    arguments.add_path(
+        stats, "--out", "FILE", "write the statistics to this file; with --collect: the plot"
     )
-    stats.add_argument(
+    arguments.add_path(
+        stats,
         "--collect",
+        "FILE",
+        "plot the statistics that several sites have written",
+        arguments.existing,
         nargs="+",
-        type=arguments.existing,
-        metavar="FILE",
-        help=("plot the statistics that several sites have written"),
     )
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
-    audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
+    arguments.add_path(audit, "file", "FILE", "the log", arguments.existing)
     audit.add_argument(
         "--noted",
         metavar="SHA256",
@@ -149,7 +151,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
         "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
     )
     text = "the site has no labels: use unlabelled images for training"
-    parser.add_argument("--unlabelled", action="store_true", help=text)
+    arguments.add_switch(parser, "--unlabelled", text)
     _add_policy(parser)
     arguments.add_config(
         parser,
@@ -160,7 +162,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 def _add_policy(parser: Any) -> None:
     arguments.add_walls(parser)
     text = "the site's policy; default: none"
-    parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
+    arguments.add_path(parser, "--policy", "FILE", text, arguments.existing)
 
 
 def _inspect(args: Any) -> int:

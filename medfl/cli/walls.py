@@ -71,8 +71,8 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles: list[str | Path] = [*use.bundles, *(run.bundle_path for run in records)]
-    foreign: list[str | Path] = []
+    bundles = [*use.bundles, *(run.bundle_path for run in records)]
+    foreign = []
     reasons = []
     for bundle in bundles:
         if bundle and not is_shipped(bundle):

@@ -260,7 +260,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     say = launch.say
     left = deque(cells)
     busy: dict[int, tuple[BaseProcess, Cell, float]] = {}
-    failed: dict[str, str] = {}
+    failed = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
 
     with terminal.bar(

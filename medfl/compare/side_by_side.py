@@ -65,7 +65,7 @@ def over_rounds(
     numbers = sorted({number for curve in curves.values() for number in curve})
     lines = {}
     for tone, curve in curves.items():
-        lines[tone] = [curve.get(number) for number in numbers]
+        lines[tone] = list(map(curve.get, numbers))
 
     # no band of sites: the lines of several runs would hide under theirs
     svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
@@ -199,8 +199,8 @@ def _row(
 
 def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
-    by_run: list[dict[str, str]] = []
-    defaults: dict[str, str] = {}
+    by_run = []
+    defaults = {}
     for run in runs:
         values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
         values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
@@ -236,8 +236,8 @@ def _learning(entries: Sequence[_Entry]) -> list[Chart]:
     """Draw the runs' key metric and loss over the rounds."""
     key = entries[0].run.key
     legend = []
-    scores: dict[str, ByRound] = {}
-    losses: dict[str, ByRound] = {}
+    scores = {}
+    losses = {}
     for entry in entries:
         legend.append((entry.tone, entry.name))
         rounds = entry.run.rounds

@@ -25,7 +25,7 @@ def text_table(
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
         widths = [max(map(len, column)) for column in columns]
-        floors = [_longest_word(column) for column in columns]
+        floors = list(map(_longest_word, columns))
         gaps = 2 * (len(columns) - 1)
         if sum(floors) + gaps <= width:
             break

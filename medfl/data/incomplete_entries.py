@@ -98,7 +98,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
     first = first_random(steps)
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Transform] = []
+    fixed = []
     for step in steps[:first]:
         fixed += [step, *zero]
 

@@ -48,7 +48,7 @@ class AnnotatedClasses:
             InputError: the output has another number of channels.
         """
         if isinstance(output, list | tuple):
-            return [self.marginal_logits(part) for part in output]
+            return list(map(self.marginal_logits, output))
         if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
             raise InputError(
                 f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",

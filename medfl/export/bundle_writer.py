@@ -266,7 +266,7 @@ class _BundleWriter:
     def _arguments(self) -> Document:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
         run = self.trained.run
-        shapes = list[list[int]]()
+        shapes = []
 
         def embeddings(plm: str) -> Tensor:
             values = self.task.embeddings(plm)

@@ -264,7 +264,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     document = json.loads(json.dumps(run.to_dict()))
     error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
-        where = ".".join(str(part) for part in error.absolute_path) or "the run"
+        where = ".".join(map(str, error.absolute_path)) or "the run"
         problem = f"{printable(where, 60)} is {printable(error.instance, 60)}"
         raise refuse(problem, "numbers and names as medfl writes them")
 

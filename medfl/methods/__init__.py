@@ -99,7 +99,7 @@ def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
     """
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
-    shared_fields: dict[str, dataclasses.Field[Any]] = {}
+    shared_fields = {}
     if cls.takes_prototypes:
         shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
 
@@ -217,11 +217,11 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
         )
 
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
-    owners: dict[str, type[Any]] = {}
+    owners = {}
     for kind in kinds:
         owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
 
-    remedies: dict[str, str] = {}
+    remedies = {}
     for hook, kind in owners.items():
         if hasattr(cls, hook) and not issubclass(cls, kind):
             remedies[hook] = f"derive from medfl.methods.{kind.__name__} too"

@@ -135,7 +135,7 @@ class FederationStatistics:
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
     """Read the files that sites have written; InputError if one is another file, or they are of different bundles."""
-    documents = [_document(path) for path in paths]
+    documents = list(map(_document, paths))
     sites = tuple(map(_site, documents, paths))
     # a site with too few images tells no histograms, which is no difference
     histograms = next((site for site in sites if site.shares is not None), sites[0])

@@ -93,7 +93,7 @@ def gather(
     Raises:
         InputError: an item cannot be read; names it.
     """
-    summaries: dict[str, Document] = {}
+    summaries = {}
     for section in sections(bundle):
         metadata = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
@@ -262,7 +262,7 @@ class _Counts:
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)  # which bins are small must not show
 
-            histogram: list[float | None] = []
+            histogram = []
             for is_hidden, share in zip(hidden, shares, strict=True):
                 histogram.append(None if is_hidden else round(float(share), 5))
 
@@ -291,7 +291,7 @@ def _released_counts(
     if options.epsilon is None:
         return suppress_counts(counts, options.min_count)[0]
 
-    cells: dict[str, int | None] = {}
+    cells = {}
     for name, count in add_noise(counts, options.epsilon, options.entropy).items():
         cells[name] = int(count) if count >= options.min_count else None
 

@@ -372,7 +372,7 @@ class BundleFiles:
                 self.inspection.refuse(name, "", error)
 
     def _paths(self) -> list[Path]:
-        paths: list[Path] = []
+        paths = []
 
         def unreadable(error: OSError) -> None:
             self.inspection.refuse(

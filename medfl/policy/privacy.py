@@ -204,7 +204,7 @@ class Account:
     def _of_training(self) -> str:
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
-            names = listed([printable(name) for name in sorted(self.uncovered)], _NAMED)
+            names = listed(list(map(printable, sorted(self.uncovered))), _NAMED)
             return f"{count}: no formal privacy, for these left without noise: {names}"
 
         if self.plain:

@@ -113,7 +113,7 @@ def stacked(
     label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0
 ) -> Markup | None:
     """Draw one stacked bar a round, each part in its colour and divided by `unit`; None if all are zero or absent."""
-    if not any(any(values) for values in parts.values()):
+    if not any(map(any, parts.values())):
         return None
 
     edges = [*(number - 0.5 for number in rounds), rounds[-1] + 0.5]

@@ -122,8 +122,8 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
         return None
 
     of_site = np.array(predictions.sites) == site
-    metric_draws = list[Floats]()
-    cases = list[int]()
+    metric_draws = []
+    cases = []
     enough = True
 
     for name, members in (("site", of_site), ("others", ~of_site)):

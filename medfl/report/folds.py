@@ -142,7 +142,7 @@ class Folds:
     @cached_property
     def pooled(self) -> dict[str, float]:
         """The metrics of all test cases."""
-        return metrics.summarise(Cases.concat([_cases(run) for run in self.runs.values()]))
+        return metrics.summarise(Cases.concat(list(map(_cases, self.runs.values()))))
 
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
@@ -212,7 +212,7 @@ class Folds:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
         names = self.names[:_COLUMNS]
-        spreads = [self.spread(name) for name in names]
+        spreads = list(map(self.spread, names))
 
         def numbers(values: Mapping[str, float]) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
@@ -225,7 +225,7 @@ class Folds:
 
         # a metric that no fold has has no spread
         means = [formatting.number(spread.get("mean")) for spread in spreads]
-        deviations = [formatting.sd(spread) for spread in spreads]
+        deviations = list(map(formatting.sd, spreads))
         counts = [spread.get("count", 0) for spread in spreads]
         rows.append(["mean", "", "", *means])
         rows.append(["sd", "", "", *deviations])

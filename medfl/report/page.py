@@ -149,7 +149,7 @@ def _predicted(run: RunFiles) -> Document:
         if kind == run.judged and values.get("round") == last:
             exact.append(when)
 
-    entries: Document = {
+    entries = {
         "classified": bool(run.classes) and run.record["task"] == "classification",
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "least": bootstrap.LEAST,
@@ -196,7 +196,7 @@ def _structures(run: RunFiles) -> Document:
             cells = [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns]
             sites.append((site, cells))
 
-    titles = [run.title(kind) for kind in kinds]
+    titles = list(map(run.title, kinds))
     return {"structure_titles": titles, "structures": structures, "structure_sites": sites}
 
 
@@ -377,7 +377,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
 def costs(run: RunFiles) -> list[Chart]:
     """Return the charts of seconds and megabytes of each round, where the rounds have them."""
     rounds = run.rounds
-    drawn = list[Chart]()
+    drawn = []
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
         parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}

@@ -97,7 +97,7 @@ class PredictionAnalysis:
             ]
         else:
             heads = [self.run.title(name) for name in cases.scores]
-            columns = [_numbers(values) for values in cases.scores.values()]
+            columns = list(map(_numbers, cases.scores.values()))
 
         rows = zip(cases.ids, cases.sites, zip(*columns, strict=True), strict=True)
         return {"heads": heads, "rows": list(rows)}
@@ -278,7 +278,7 @@ class PredictionAnalysis:
 
 
 def _numbers(values: Iterable[float | None]) -> list[str]:
-    return [formatting.number(value) for value in values]
+    return list(map(formatting.number, values))
 
 
 def _shares(hits: NDArray[np.int64], totals: NDArray[np.int64]) -> list[float | None]:

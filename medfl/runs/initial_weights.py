@@ -22,7 +22,7 @@ from medfl.core.message import Tensors, Weights
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
-from medfl.core.untrusted import Plain, json_values
+from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
@@ -140,7 +140,7 @@ def _parts(path: Path) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
+        todo = [("", load_pickled(path))]
 
     if not isinstance(todo[0][1], Mapping):
         raise ValueError("it holds no tensors by name")

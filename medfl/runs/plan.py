@@ -120,7 +120,7 @@ class Plan:
 
     def extra(self, command: str) -> Document:
         """Return what run.json tells a reader beyond the run itself."""
-        counts: dict[str, list[int]] = {}
+        counts = {}
         if self.counted:
             counts = self.partition.counts(self.sections, len(self.counted))
 
@@ -306,7 +306,7 @@ def request_of(
     **requested: Any,
 ) -> Request:
     """Return a request for a recorded run's settings, overridden by those given here."""
-    recorded: Document = {name: getattr(run, name) for name in ("method", *SETTINGS)}
+    recorded = {name: getattr(run, name) for name in ("method", *SETTINGS)}
     recorded |= {"data": _recorded_data(run), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)

@@ -381,8 +381,8 @@ def _amounts(
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
-    taken = set[str]()
-    paths = dict[str, Path]()
+    taken = set()
+    paths = {}
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts

@@ -61,7 +61,7 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not path.is_dir():
         return _in_table(path, files, classes)
 
-    form_labels = defaultdict[str, set[int]](set)
+    form_labels = defaultdict(set)
     for name, label in _in_folders(path, classes):
         for form in _forms(name):
             form_labels[form].add(label)

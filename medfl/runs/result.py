@@ -123,7 +123,7 @@ class Result(ResultTables):
         )  # fmt: skip
         rows = []
         for entry in self._files.rounds:
-            row: Record = {name: entry[name] for name in columns if name in entry}
+            row = {name: entry[name] for name in columns if name in entry}
             row["sites"] = len(entry.get("cohort") or ())
             for name, value in (entry.get("val") or {}).items():
                 row[f"val_{name}"] = value
@@ -138,7 +138,7 @@ class Result(ResultTables):
         rows = []
         for entry in self._files.rounds:
             for site, site_entry in (entry.get("sites") or {}).items():
-                row: Record = {"round": entry["round"], "site": site}
+                row = {"round": entry["round"], "site": site}
                 rows.append(row)
                 for kind, value in site_entry.items():
                     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ class Result(ResultTables):
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return with_same_keys([parse_row(row) for row in self._files.sites])
+        return with_same_keys(list(map(parse_row, self._files.sites)))
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -164,7 +164,7 @@ class Result(ResultTables):
             InputError: the run has not come that far.
         """
         rows = self._files.prediction_rows()
-        return [parse_row(row) for row in self._needed(rows, "predictions.csv")]
+        return list(map(parse_row, self._needed(rows, "predictions.csv")))
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -251,7 +251,7 @@ def _classified(
     times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
-    reported = [int(k) for k in np.flatnonzero(enough)]
+    reported = list(map(int, np.flatnonzero(enough)))
     areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
 
     if len(reported) > 1 and not silent:

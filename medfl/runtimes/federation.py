@@ -169,7 +169,7 @@ class Federation:
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
         """Return each participant's architecture; sites with the same network share one."""
-        built: dict[str, _Architecture] = {}
+        built = {}
         architectures = {}
         for name, config in methods.site_networks(self.method, self.participants).items():
             key = repr(config)
@@ -213,7 +213,7 @@ class Federation:
     def _make_compression(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
         messages = Compression.parse(self.run.messages)
-        exact = set[str]()
+        exact = set()
         if messages.lossless:
             return messages
 
@@ -279,7 +279,7 @@ class Federation:
         prepared = self.sections[section]
         ids_of_data = prepared.ids(range(len(prepared)))
         position = dict(zip(ids_of_data, range(len(prepared)), strict=True))
-        shards: dict[str, Shard] = {}
+        shards = {}
         for name, ids_of_site in self.run.partition.sites.items():
             ids = ids_of_site.get(section, [])
             missing = [ident for ident in ids if ident not in position]

@@ -97,7 +97,7 @@ def known_labels(
         return {}
 
     structures = names_of(bundle)
-    label_sets = dict[str, AnnotatedClasses]()
+    label_sets = {}
     everything = foreground_classes(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:

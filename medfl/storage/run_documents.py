@@ -171,8 +171,8 @@ def read_summary(path: Path) -> dict[str, Plain]:
 
 def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat = dict[str, Plain]()
-    classes: list[object] = []
+    flat = {}
+    classes = []
     for name, part in value.items():
         if name == "classes":
             classes.append(part)

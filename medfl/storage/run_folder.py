@@ -254,7 +254,7 @@ class RunFolder:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
-        entries = list[dict[str, Plain]]()
+        entries = []
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))

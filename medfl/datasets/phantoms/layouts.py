@@ -89,7 +89,7 @@ def draw_stacks(
             [to_bytes(case.render(class_scenes(classes, channels))[0]) for case in cases]
         )
         labels = np.array([case.label for case in cases])
-        parts = np.array([part(case) for case in cases])
+        parts = np.array(list(map(part, cases)))
         stacks = {}
         for name in np.unique(parts):
             stacks[str(name)] = (images[parts == name], labels[parts == name])

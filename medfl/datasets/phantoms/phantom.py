@@ -204,7 +204,7 @@ def cohort(
     folds = _cut(rng, labels + centres * counts.shape[1], _FOLDS)
     parts = _cut(rng, labels, _PARTS)
 
-    cases: list[Case] = []
+    cases = []
     before = (-1, -1)
     group = place = shot = seed = 0
     shape: Shape = ()

@@ -107,7 +107,7 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     Raises:
         InputError: several images have the entities of a mask; names them.
     """
-    images_of = defaultdict[str, list[str]](list)
+    images_of = defaultdict(list)
     for path, _ in images:
         match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if match and match[3] not in _MASKS:

@@ -129,7 +129,7 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    alike = defaultdict[str, list[str]](list)
+    alike = defaultdict(list)
     for name in names:
         alike[name.casefold()].append(name)
 
@@ -138,7 +138,7 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
             f"classes that differ in upper and lower case only: {'; '.join(twice)}; they count as different"
         )
 
-    cases_of: dict[str, dict[str, str]] = {}
+    cases_of = {}
     for image, number in index.items():
         row = rows[number]
         cases_of[image] = {name: (row[head] or "").strip() for name, head in case_heads.items()}
@@ -177,7 +177,7 @@ def _by_number(
     matched: Mapping[str, int],
 ) -> dict[str, int]:
     """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
-    images_of = defaultdict[str, list[str]](list)
+    images_of = defaultdict(list)
     for image in images:
         if image not in matched and (shown := as_number(_forms(image)[-1])):
             images_of[shown].append(image)
@@ -204,7 +204,7 @@ def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list
     for name in known:
         spelling.setdefault(as_number(name), name)
 
-    written = defaultdict[str, set[str]](set)
+    written = defaultdict(set)
     for name in class_of:
         written[as_number(name)].add(name)
 

@@ -109,7 +109,7 @@ def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that are no pair."""
-    shown = list[str]()
+    shown = []
     for record in records:
         shown += record.image.split(JOINED)
 

@@ -132,8 +132,7 @@ def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
     if not path.endswith(".npz"):
         return stacks.load(path, name)
     with _member(path, f"{name}.npy") as file:
-        loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
-        return loaded
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def archive(path: str | Path) -> zipfile.ZipFile:
@@ -286,7 +285,7 @@ def content_key(uri: str) -> str:
         InputError: the file is not there.
     """
     if JOINED in uri:
-        return ",".join(content_key(file) for file in uri.split(JOINED))
+        return ",".join(map(content_key, uri.split(JOINED)))
 
     path, part = split_uri(uri)
     require_file(path)
@@ -522,7 +521,7 @@ def _decode(
     if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
-    decoded: Pixels = np.array(image)
+    decoded = np.array(image)
     # Pillow opens grey pictures of 16 bits as 32-bit integers.
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
@@ -562,7 +561,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
         image = Image.fromarray(
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
         )
-        resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
+        resized = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
 
     import torch

@@ -59,7 +59,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
             strata[record.label, record.centre if at_centres else ""].append(group)
 
         bounds = list(itertools.accumulate(shares[:-1]))
-        section: dict[str, str] = {}
+        section = {}
         for groups in strata.values():
             total = sum(sizes[group] for group in groups)
             done = 0

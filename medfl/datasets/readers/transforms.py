@@ -276,7 +276,7 @@ class WriteMaskd(MapTransform):
             )
 
         file = str(meta["filename_or_obj"])
-        shape = [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
+        shape = list(map(int, np.asarray(meta["spatial_shape"]).ravel()))
         for key in self.key_iterator(data):
             scores = torch.as_tensor(data[key]).detach().cpu()
             affine = np.asarray(meta["original_affine"])
@@ -350,7 +350,7 @@ class WriteClassesd(MapTransform):
     ) -> None:
         super().__init__(keys)
         self.file = Path(output_dir) / "predictions.csv"
-        self.classes = [str(name) for name in classes]
+        self.classes = list(map(str, classes))
         self._begun = False
 
     def __call__(self, data: Entry) -> NewEntry:
