@@ -74,10 +74,12 @@ def hold(args: Any, use: Use) -> None:
     bundles: list[str | Path] = [*use.bundles, *(run.bundle_path for run in records)]
     foreign: list[str | Path] = []
     reasons = []
-    for bundle in bundles:
-        if bundle and not is_shipped(bundle):
+    for bundle in filter(None, bundles):
+        from medfl.bundle.files import ships_unchanged  # imports NumPy, which refusals need not
+
+        if not ships_unchanged(bundle):
             foreign.append(bundle)
-            reasons.append(f"bundle {bundle}, which is not shipped,")
+            reasons.append(f"bundle {bundle}, which is not shipped, or changed since,")
 
     for run in filter(_brings_code, records):
         reasons.append(f"the record of run {run.run_hash}")
@@ -113,18 +115,6 @@ def hold(args: Any, use: Use) -> None:
         )
 
     _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(reasons))
-
-
-def is_shipped(bundle: str | Path) -> bool:
-    """Tell whether a name or folder is that of a shipped bundle."""
-    from medfl.bundle.files import shipped_folders  # imports NumPy, which a plain refusal needs not
-
-    folders = shipped_folders()
-    if str(bundle) in folders:
-        return True
-
-    path = Path(bundle).expanduser().resolve()
-    return any(path == folder.resolve() for folder in folders.values())
 
 
 def _brings_code(run: Run) -> bool:
