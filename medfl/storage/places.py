@@ -32,7 +32,7 @@ _WEIGHTS = {
 }
 
 
-_PRIVATE = ("prepared", "answers")
+_PRIVATE = ("prepared", "answers", PHANTOM)
 """Kinds of cache that a worker in a sandbox has for itself: what a bundle makes there, others would take up."""
 
 
