@@ -140,7 +140,8 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
         inside = (scratch or folder) / target.name
         setattr(args, use.file, inside)
 
-    key = hashlib.sha256(os.fsencode("\n".join(map(str, readable[:1])))).hexdigest()[:16]
+    named = [os.fsencode(path.resolve()) for path in readable[:1]]
+    key = hashlib.sha256(b"".join(named)).hexdigest()[:16]
     private = cache_folder("sandbox") / key
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
