@@ -2,7 +2,8 @@
 
 A bundle that does not ship with medfl is trained with and without walls, in turn; each pair has its difference. At a
 site of a FLARE federation a worker trains behind a pipe: its rounds are measured beside those of the same site in one
-process, with a ResNet-18, whose weights cross the pipe both ways. Machines drift, so only what is paired counts.
+process, with a ResNet-18, whose weights cross the pipe both ways. Machines drift, so only what is paired counts, and
+where they do other work, seconds of the processor more than those of the clock.
 
     python benchmarks/walls.py [--json] [--repeats 5] [--rounds 6]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -52,10 +54,13 @@ def bundle(folder: Path) -> tuple[Path, Path]:
     return made, images
 
 
-def command(made: Path, images: Path, out: Path, rounds: int, *flags: str) -> tuple[float, float]:
-    """Return the seconds of a whole command, and of its median round."""
+def command(
+    made: Path, images: Path, out: Path, rounds: int, *flags: str
+) -> tuple[float, float, float]:
+    """Return the seconds of a whole command, of its median round, and of the processor for all of it."""
     words = ["run", str(made), "--data", str(images), "--out", str(out), "--rounds", str(rounds)]
     words += ["--sites", "2", "--jobs", "1", *flags]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "medfl", *words],
@@ -64,21 +69,30 @@ def command(made: Path, images: Path, out: Path, rounds: int, *flags: str) -> tu
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     seconds = time.perf_counter() - started
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     lines = (out / "rounds.jsonl").read_text().splitlines()
-    return seconds, statistics.median(json.loads(line)["seconds"] for line in lines)
+    rounds_seconds = [json.loads(line)["seconds"] for line in lines]
+    return seconds, statistics.median(rounds_seconds), processor
 
 
 def commands(made: Path, images: Path, folder: Path, repeats: int, rounds: int) -> dict[str, Any]:
     """Return the difference of starts and the ratio of rounds, each the median of pairs."""
     more = []
+    processor = []
     ratios = []
     for repeat in range(repeats):
         walled = command(made, images, folder / f"walled-{repeat}", rounds)
         plain = command(made, images, folder / f"plain-{repeat}", rounds, "--no-sandbox")
         ratios.append(walled[1] / plain[1])
+        processor.append(walled[2] - plain[2])
         more.append(walled[0] - plain[0] - rounds * (walled[1] - plain[1]))
 
-    return {"seconds_more": statistics.median(more), "round_ratio": statistics.median(ratios)}
+    return {
+        "seconds_more": statistics.median(more),
+        "processor_seconds_more": statistics.median(processor),
+        "round_ratio": statistics.median(ratios),
+    }
 
 
 def site(made: Path, images: Path, folder: Path, repeats: int) -> dict[str, Any]:

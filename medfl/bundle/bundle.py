@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from medfl.bundle import text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_schedule, find_trainer, key_metric, own_trainer_class, scoring
-from medfl.bundle.files import config_file, find, read_metadata, sha256_of, shipped_folders
+from medfl.bundle.files import (
+    config_file,
+    find,
+    read_metadata,
+    sha256_of,
+    shipped_folders,
+    ships_unchanged,
+)
 from medfl.bundle.files import read_protocol as read_protocol
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
@@ -84,18 +91,17 @@ class Bundle(Problem):
         *,
         known_as: str = "",
     ) -> None:
-        """Inspect the bundle if it is not a shipped one, and parse its configuration; nothing is evaluated yet."""
+        """Inspect the bundle unless it ships as it is, and parse its configuration; nothing is evaluated yet."""
         root = find(name_or_path)
         policy = admission.in_force() if policy is None else policy
-        is_shipped = shipped_folders().get(root.name) == root
-        if not is_shipped:
+        if not ships_unchanged(root):
             admission.admit(root, policy, TRAINING)
 
         super().__init__(
             known_as or root.name,
             source=str(root),
             device=torch.device(device),
-            dataset=root.name if is_shipped else known_as,
+            dataset=root.name if root in shipped_folders().values() else known_as,
         )
         vars(self).update(root=root, policy=policy)
         self._open(_by_id(config or {}), None, {})

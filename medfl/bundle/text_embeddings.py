@@ -172,7 +172,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
 
-    paths = [cached(plm, text)]
+    paths = [cached(plm, text), cached(plm, text, shared=True)]
     if shipped:
         paths.insert(0, shipped / f"{plm}.safetensors")
 
@@ -185,9 +185,12 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     return replace(built, values=unit(built.values.half()))
 
 
-def cached(plm: str, text: Text) -> Path:
+def cached(plm: str, text: Text, *, shared: bool = False) -> Path:
     """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
-    return cache_folder("embeddings") / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    return (
+        cache_folder("embeddings", shared=shared)
+        / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    )
 
 
 def build(

@@ -8,7 +8,6 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core.errors import InputError
-from medfl.storage.places import cache_folder
 
 
 def add(verbs: Any) -> None:
@@ -42,8 +41,7 @@ def add(verbs: Any) -> None:
 
 
 def _concepts(args: Any) -> int:
-    shared = None if args.out else cache_folder("embeddings")
-    hold(args, Use(bundles=[args.bundle], file="out", folder=shared))
+    hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 

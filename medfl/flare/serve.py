@@ -109,7 +109,7 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
     if reason and not (args.no_sandbox or config.is_shipped):
         raise InputError(
-            f"bundle {config.bundle}, which is not shipped: {reason}",
+            f"bundle {config.bundle}, which is not shipped, or changed since: {reason}",
             "a Linux kernel of at least 5.13 with Landlock",
             "serve there, or add --no-sandbox: it then runs with your rights",
         )

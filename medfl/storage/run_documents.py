@@ -122,9 +122,16 @@ def require_entries(path: Path, document: Mapping[str, Plain], required: Iterabl
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
+def _not_linked(path: Path) -> Path:
+    """Return the path of a run's file; InputError if it is a link, by which a file elsewhere would be read."""
+    if path.is_symlink():
+        raise damaged(path, "is a link")
+    return path
+
+
 def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
-    return checked(path, read_json(path, *_AS_WRITTEN), form, required)
+    return checked(path, read_json(_not_linked(path), *_AS_WRITTEN), form, required)
 
 
 def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Plain]:
@@ -209,7 +216,7 @@ def round_lines(path: Path) -> list[bytes]:
     if not path.is_file():
         return []
     try:
-        return read_bytes(path, _ROUNDS_FILE).split(b"\n")
+        return read_bytes(_not_linked(path), _ROUNDS_FILE).split(b"\n")
     except Refused as error:
         raise damaged(path, str(error)) from None
 
@@ -221,7 +228,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
         InputError: it is no such table; names the line.
     """
     try:
-        names, rows = read_table(path)
+        names, rows = read_table(_not_linked(path))
     except Refused as error:
         raise damaged(path, str(error)) from None
 
