@@ -260,12 +260,9 @@ def content_key(uri: str) -> str:
     require_file(path)
     try:
         if path.endswith(".json") and part:
-            text = _text(path, part)
-            return f"{len(text)}:{zlib.crc32(text):08x}"
-
+            return _checksum(_text(path, part))
         if part and not path.endswith((".zip", ".npz")):
-            values = array(path, part.rpartition("#")[0])
-            return f"{values.nbytes}:{zlib.crc32(values.tobytes()):08x}"
+            return _checksum(array(path, part.rpartition("#")[0]).tobytes())
 
         if os.path.isdir(path):  # a DICOM series
             inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
@@ -291,6 +288,10 @@ def content_key(uri: str) -> str:
             READABLE,
             "check the path, or copy the file again",
         ) from error
+
+
+def _checksum(content: bytes) -> str:
+    return f"{len(content)}:{zlib.crc32(content):08x}"
 
 
 def stored_key(uri: str | Path) -> str:
