@@ -263,8 +263,8 @@ def notes(
 
     left_out = dataset.notes if used_images == images else ()
     are_unknown = all(item.get("group") == item["id"] for item in items)
-    found = (*own_folder.odd(root), *cases.notes(dataset.rows))
-    return (*left_out, *found, *((UNKNOWN_PATIENTS,) if are_unknown else ()))
+    lines = [*left_out, *own_folder.odd(root), *cases.notes(dataset.rows)]
+    return (*lines, UNKNOWN_PATIENTS) if are_unknown else tuple(lines)
 
 
 NO_PATIENTS = (

@@ -68,15 +68,15 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             parts = _parts(path)
 
         ranks = {}
-        for place, tensors_there in parts.items():
-            for prefix in _prefixes(tensors_there, names):
-                ranks[place, prefix] = _shared(tensors_there, prefix, names)
+        for place, part in parts.items():
+            for prefix in _prefixes(part, names):
+                ranks[place, prefix] = _shared(part, prefix, names)
 
-        place, prefix = max(ranks, key=lambda found: ranks[found])
+        place, prefix = max(ranks, key=lambda key: ranks[key])
         shared = ranks.pop((place, prefix))[0]
-        others = [repr("".join(found)) for found, rank in ranks.items() if rank[0] == shared > 0]
-        if others:
-            say(f"--init: {path.name} has such names after {' and '.join(others)} too, left out")
+        rivals = [repr("".join(key)) for key, rank in ranks.items() if rank[0] == shared > 0]
+        if rivals:
+            say(f"--init: {path.name} has such names after {' and '.join(rivals)} too, left out")
 
         weights = {}
         for name, tensor in parts[place].items():
@@ -120,9 +120,9 @@ def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say
     """Return weights in the number types of a network, where both are floating point: a file may have halves."""
     changed = {}
     for name, tensor in weights.items():
-        own = drawn.get(name, tensor)
-        if own.dtype != tensor.dtype and own.is_floating_point() and tensor.is_floating_point():
-            changed[name] = tensor.to(own.dtype)
+        dtype = drawn.get(name, tensor).dtype
+        if tensor.dtype != dtype and dtype.is_floating_point and tensor.is_floating_point():
+            changed[name] = tensor.to(dtype)
 
     if changed:
         types = sorted({str(weights[name].dtype).removeprefix("torch.") for name in changed})

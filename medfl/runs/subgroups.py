@@ -12,6 +12,7 @@ classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong'
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,12 +126,12 @@ class Subgroups:
             notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            what = "balanced accuracy and AUROC where a class, or all others,"
+            metrics = "balanced accuracy and AUROC where a class, or all others,"
             if "accuracy" not in self.metrics:
-                what = "means, nor that of all, where those with a structure"
+                metrics = "means, nor that of all, where those with a structure"
 
-            reason = f"{what} have fewer than {self.min_count} cases"
-            notes.append(f"no {reason}: {'; '.join(thin)}")
+            reason = f"have fewer than {self.min_count} cases"
+            notes.append(f"no {metrics} {reason}: {'; '.join(thin)}")
 
         notes += self.unread
         if any(estimate.cases for estimate in self.total.metrics.values()):
@@ -198,7 +199,7 @@ def of(
     unread = case_metadata.unread(row.get("age") for row in rows if by == "age")
     total = group("all of these", np.sort(together))
     if not classes:  # a mean that is not told would follow from that of all
-        for name in {name for told in groups for name in told.small_classes}:
+        for name in itertools.chain(*(subgroup.small_classes for subgroup in groups)):
             total.metrics.pop(name, None)
 
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread))

@@ -386,9 +386,9 @@ def _names_of_values(
 
 def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
     """Return the values of masks, 255 as 1 where each has 0 and 255, or 0 and 1, only; of volumes some the latter."""
-    ones = [values <= {0, 1} for values in present]
     white = [values <= {0, 255} for values in present]
-    if all(map(operator.or_, ones, white)) and not (solid and all(white)):
+    binary = [values <= {0, 1} for values in present]
+    if all(map(operator.or_, white, binary)) and not (solid and all(white)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present

@@ -21,6 +21,7 @@ _BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT =
 )  # fmt: skip
 """Tags of TIFF."""
 _APART = 2
+_Pixels = NDArray[Any]
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 
 
@@ -37,7 +38,7 @@ def loses(image: ImageFile) -> bool:
     )
 
 
-def read(image: ImageFile, content: bytes) -> NDArray[Any]:
+def read(image: ImageFile, content: bytes) -> _Pixels:
     """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
 
     Raises:
@@ -60,7 +61,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
         path = Path(folder, "picture")
         path.write_bytes(content)
         try:
-            pixels: NDArray[Any] = sitk.GetArrayFromImage(
+            pixels: _Pixels = sitk.GetArrayFromImage(
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
         except RuntimeError as error:
@@ -72,7 +73,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
     return pixels
 
 
-def _planes(image: TiffImageFile, content: bytes, bits: int) -> NDArray[Any]:
+def _planes(image: TiffImageFile, content: bytes, bits: int) -> _Pixels:
     """Return the channels (H, W, C) of a TIFF in which they lie one after the other."""
     tags = image.tag_v2
     sizes = tags.get(_SIZES, ())
@@ -94,11 +95,11 @@ def tags_of(file: IO[bytes]) -> str:
     tags = ImageFileDirectory_v2(file.read(8))
     file.seek(tags.next)
     tags.load(file)
-    named = (_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES)
-    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in named if tag in tags)
+    present = tags.keys() & {_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES}
+    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
 
 
-def white_is_high(image: ImageFile, pixels: NDArray[Any]) -> NDArray[Any]:
+def white_is_high(image: ImageFile, pixels: _Pixels) -> _Pixels:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:

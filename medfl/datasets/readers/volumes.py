@@ -29,7 +29,6 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
-    UNREADABLE,
     Files,
     archive,
     files_below,
@@ -86,13 +85,6 @@ _PLACE = (
 )
 """What a NIfTI header says of place, beside pixdim."""
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
-
-
-def _nifti_errors() -> tuple[type[BaseException], ...]:
-    from nibabel.filebasedimages import ImageFileError
-    from nibabel.spatialimages import HeaderDataError, HeaderTypeError
-
-    return ImageFileError, HeaderDataError, HeaderTypeError, OverflowError, MemoryError, *UNREADABLE
 
 
 def read_volume(uri: str) -> MetaTensor:
@@ -196,9 +188,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except InputError:
-        return None
-    except _nifti_errors():
+    except Exception:  # its reader says what is wrong with it
         return None
 
 
@@ -292,7 +282,9 @@ def _read(uri: str) -> _Raw:
                 raw = _itk(str(copy), kind)
         else:
             raw = _itk(uri, kind)
-    except _nifti_errors() as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever nibabel and SimpleITK stumble over
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
             f"volume {uri} cannot be read ({reason})",
