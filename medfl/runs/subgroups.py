@@ -14,22 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
 from medfl.core.errors import InputError
 from medfl.core.names import listed
-from medfl.evaluation import bootstrap, delong
+from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.suppression import suppress_counts
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Kind, column_names
+from medfl.storage.run_reader import Table
 
 MIN_COUNT = 10
 _NO_GROUPS = ("id", "label", "predicted", "group")
 _NO_METRICS = (*_NO_GROUPS, "loss", "age")
+_OF_VECTORS = ("label_", "predicted_", "p_", "target_")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Subgroups:
         total: all cases of the groups that are told, together.
         min_count: the fewest cases that are told.
         unread: ages that are no ages, of the cases that count as without one.
+        findings: whether a case may have several of the classes.
     """
 
     by: str
@@ -77,6 +85,7 @@ class Subgroups:
     total: Subgroup
     min_count: int
     unread: tuple[str, ...] = ()
+    findings: bool = False
 
     def records(self) -> list[dict[str, object]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
@@ -114,8 +123,12 @@ class Subgroups:
             notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            reason = f"a class, or all others, have fewer than {self.min_count} cases"
-            notes.append(f"no balanced accuracy and AUROC where {reason}: {'; '.join(thin)}")
+            if self.findings:
+                why = "means are over findings that in every group enough cases have and lack; not told, fewer than"
+            else:
+                why = "no balanced accuracy and AUROC where a class, or all others, have fewer than"
+
+            notes.append(f"{why} {self.min_count} cases: {'; '.join(thin)}")
 
         if self.unread:
             examples = listed(sorted({*map(repr, self.unread)}))
@@ -135,15 +148,17 @@ def of(
     by: str,
     classes: Sequence[str] = (),
     *,
+    task: str = "",
     min_count: int = MIN_COUNT,
     seed: int = 0,
 ) -> Subgroups:
     """Return the metrics of cases by the values of a column.
 
     Args:
-        rows: one record a case. Of a classification with label, predicted and `p_<class>`; else numbers are metrics.
+        rows: one record a case, with the columns of predictions.csv.
         by: name of the column; ages are put into bands of 20 years.
-        classes: class names in label order, () where there are none.
+        classes: class names in label order, names of findings or numbers, () where there are none.
+        task: its kind; default: classification where there are classes.
         min_count: the fewest cases that are told.
         seed: of the bootstrap.
 
@@ -162,28 +177,22 @@ def of(
 
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
 
-    def group(name: str, index: NDArray[np.int64]) -> Subgroup:
-        group_rows = [rows[i] for i in index]
-        if not group_rows:
-            return Subgroup(name, None, {}, {})
-        if classes:
-            return _classified(name, group_rows, classes, min_count, seed)
-
-        return _measured(name, group_rows, seed)
-
-    groups = []
+    kind = KINDS[task or ("classification" if classes else "other")]
+    told = {name: index for name, index in members.items() if counts[name] is not None}
     # without the hidden groups, whose metrics the total would otherwise reveal
-    together = np.empty(0, np.int64)
-    for name, index in members.items():
-        if counts[name] is None:
-            groups.append(Subgroup(name, None, {}, {}))
+    together = np.sort(np.concatenate([np.empty(0, np.int64), *told.values()]))
+    measured = _Measured(rows, kind, classes, min_count, seed, [*told.values()])
+    groups = []
+    for name in members:
+        if name in told:
+            groups.append(measured.group(name, told[name]))
         else:
-            groups.append(group(name, index))
-            together = np.append(together, index)
+            groups.append(Subgroup(name, None, {}, {}))
 
     unread = [str(row["age"]) for row in rows if by == "age" and isinstance(row.get("age"), str)]
-    total = group("all of these", np.sort(together))
-    return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
+    total = measured.group("all of these", together)
+    several = measured.common is not None
+    return Subgroups(by, tuple(groups), total, min_count, tuple(unread), several)
 
 
 def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
@@ -253,25 +262,81 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
-def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
-    """Return the means of all numbers of the rows."""
-    values = {}
-    for key in rows[0]:
-        if key in _NO_METRICS:
-            continue
+class _Measured:
+    """The metrics of groups of cases; means over findings are of those that may be told of each group."""
 
-        column = [row[key] for row in rows]
-        if any(isinstance(value, float) for value in column):
-            # as float64, None is NaN: a case without this structure
-            values[key] = np.array(column, dtype=np.float64)
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        classes: Sequence[str],
+        min_count: int,
+        seed: int,
+        groups: Sequence[NDArray[np.int64]],
+    ) -> None:
+        self.rows = rows
+        self.kind = kind
+        self.classes = classes
+        self.min_count = min_count
+        self.seed = seed
+        self.common: NDArray[np.bool_] | None = None
+        if kind.name == "multilabel":
+            flags = [self._told(self._cases(index)) for index in groups]
+            self.common = np.logical_and.reduce(flags) if flags else None
 
-    ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
-    estimates = {}
-    for key, numbers in values.items():
-        if key in ends:
-            estimates[key] = Estimate(float(np.nanmean(numbers)), *ends[key])
+    def group(self, name: str, index: NDArray[np.int64]) -> Subgroup:
+        """Return what is told of the cases of these indices."""
+        if not len(index):
+            return Subgroup(name, None, {}, {})
+        if self.kind.name == "classification":
+            rows = [self.rows[i] for i in index]
+            return _classified(name, rows, self.classes, self.min_count, self.seed)
 
-    return Subgroup(name, len(rows), estimates, {})
+        cases = self._cases(index)
+        areas: dict[str, Area] = {}
+        silent: tuple[str, ...] = ()
+        if self.common is not None:
+            areas, silent = self._of_findings(cases)
+            others = torch.from_numpy(~self.common)
+            shared = cases.values["findings"].masked_fill(others, -1)
+            cases = Cases(cases.ids, {**cases.values, "findings": shared})
+
+        draws = bootstrap.draw(np.zeros(len(cases), np.int64), self.seed)
+        ends = self.kind.intervals(cases, self.kind.redrawn(cases, draws))
+        values = summarise(cases)
+        estimates = {key: Estimate(values[key], *ends[key]) for key in values if key in ends}
+        return Subgroup(name, len(cases), estimates, areas, silent)
+
+    def _cases(self, index: NDArray[np.int64]) -> Cases:
+        """Return the predictions of some rows, without what the data say of the cases."""
+        kept = ["id"]
+        for key in self.rows[0]:
+            floats = any(isinstance(row[key], float) for row in self.rows)
+            if key not in _NO_METRICS and (floats or key.startswith(_OF_VECTORS)):
+                kept.append(key)
+
+        part = [(int(i) + 2, {key: self.rows[i][key] for key in kept}) for i in index]
+        return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
+
+    def _told(self, cases: Cases) -> NDArray[np.bool_]:
+        truth = cases.values["findings"].numpy()
+        return findings.scored(truth, self.min_count)
+
+    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
+        """Return the areas of the findings that are told, and the names of the others that a case has."""
+        truth = cases.values["findings"].numpy()
+        probabilities = cases.values["probabilities"].numpy()
+        told = self._told(cases)
+        areas = {}
+        silent = []
+        for k, title in enumerate(column_names(self.classes, truth.shape[1])):
+            known = truth[:, k] >= 0
+            if told[k]:
+                areas[title] = delong.area(truth[known, k] == 1, probabilities[known, k])
+            elif known.any():
+                silent.append(title)
+
+        return areas, tuple(silent)
 
 
 def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
