@@ -11,7 +11,7 @@ from medfl.compare.checks import MUST_AGREE, require_same
 from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
-from medfl.evaluation import bootstrap, metrics, roc
+from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
@@ -131,7 +131,9 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
             silent.append(entry.name)
             continue
 
-        confusions.append((entry.name, entry.analysis.confusion()))
+        if confusion := entry.analysis.confusion():
+            confusions.append((entry.name, confusion))
+
         calibration = entry.analysis.calibration()
         if calibration is not None:
             calibrations.append((entry.name, entry.tone, calibration))
@@ -326,8 +328,9 @@ def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
 
         area = drawn["mean"]
         if area:
-            by_tone[entry.tone] = roc.macro(analysis.curves)
-            title = title or "Mean ROC curve over the classes"
+            by_tone[entry.tone] = area["curve"]
+            noun = "classes" if analysis.is_classification else "findings"
+            title = title or f"Mean ROC curve over the {noun}"
         else:
             area = drawn["rows"][0]
             by_tone[entry.tone] = (analysis.curves[0].fpr, analysis.curves[0].tpr)

@@ -153,7 +153,12 @@ def roc(
 
 
 def reliability(
-    label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats
+    label: str,
+    confidence: Floats,
+    accuracy: Floats,
+    count: Sequence[int],
+    ends: Floats,
+    axis_labels: tuple[str, str],
 ) -> Markup:
     """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
 
@@ -180,7 +185,26 @@ def reliability(
             zorder=3,
         )
 
-    return _svg(draw, label, ("confidence", "share of right predictions"), _SQUARE)
+    return _svg(draw, label, axis_labels, _SQUARE)
+
+
+def agreement(
+    label: str, x: Floats, y: Floats, axis_labels: tuple[str, str], levels: Values
+) -> Markup:
+    """Draw a point a case; a line at each of the levels of y, the first one thick, or without levels where x = y."""
+
+    def draw(axes: Axes) -> None:
+        axes.scatter(x, y, s=9, color=_COLOUR["received"], alpha=0.55, linewidths=0)
+        if not levels:
+            ends = [float(min(x.min(), y.min())), float(max(x.max(), y.max()))]
+            axes.plot(ends, ends, **_DOTTED)
+            return
+
+        axes.axhline(0, **_DOTTED)
+        for place, level in enumerate(filter(_is_finite, levels)):
+            axes.axhline(level, color=_COLOUR["ink"], linewidth=0.8 if place else 1.6)
+
+    return _svg(draw, label, axis_labels, _SQUARE)
 
 
 def _square(axes: Axes) -> None:

@@ -12,26 +12,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
-from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.undefined import told_by
 from medfl.report import formatting
-from medfl.report.run_files import RunFiles
+from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import read_document
 from medfl.storage.run_folder import RunFolder
-from medfl.storage.run_reader import Predictions
 
 FORM: Config = {
     "folds": Count, "bundle": str, "options": Document, "config": Document, "requested": Document,
@@ -142,14 +138,18 @@ class Folds:
     @cached_property
     def pooled(self) -> dict[str, float]:
         """The metrics of all test cases."""
-        return metrics.summarise(Cases.concat(list(map(_cases, self.runs.values()))))
+        return metrics.summarise(self.cases)
 
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
-        """Structure -> its metrics over all test cases whose reference has it, and their number."""
-        return by_structure(
-            self.pooled, _predictions(self.first).scores, [*self.first.structures], len(self.ids)
-        )
+        """Structure, finding or number -> its metrics over all test cases that have it, and their number."""
+        names = [*self.first.structures] or self.first.classes
+        return self.first.kind.by_name(self.pooled, self.cases, names)
+
+    @cached_property
+    def cases(self) -> Cases:
+        """All test cases."""
+        return Cases.concat([_cases(run) for run in self.runs.values()])
 
     @property
     def names(self) -> list[str]:
@@ -309,13 +309,7 @@ def _form(run: RunFiles) -> tuple[object, ...]:
 
 
 def _cases(run: RunFiles) -> Cases:
-    predictions = _predictions(run)
-    columns: Document = dict(predictions.scores)
-    if predictions.probabilities is not None:
-        columns = {"probabilities": predictions.probabilities, "label": predictions.label}
-
-    values = {name: torch.as_tensor(column) for name, column in columns.items()}
-    return Cases(tuple(predictions.ids), values)
+    return _predictions(run).cases
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

@@ -216,7 +216,9 @@ class Result(ResultTables):
             InputError: the data have no such column; as `cases`.
         """
         rows = self.predictions if by == "site" else self.cases()
-        return subgroups.of(rows, by, self.classes, min_count=min_count, seed=self.run.seed)
+        return subgroups.of(
+            rows, by, self.classes, task=self.task, min_count=min_count, seed=self.run.seed
+        )
 
     # Networks
 

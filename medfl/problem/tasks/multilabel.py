@@ -6,24 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from monai.losses import FocalLoss
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Kind,
     OwnValues,
+    Redrawn,
     Row,
+    Wanted,
     are_flags,
+    cases_of,
     column_names,
     exact,
     joined,
+    macro,
     misfit,
+    probabilities_in,
+    stacked,
+    starting,
 )
+from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
 
@@ -90,9 +101,7 @@ class Multilabel(Kind):
         """
         probabilities, truth = _arrays(cases)
         scored = findings.scored(truth)
-        decisions = (
-            cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
-        )
+        decisions = _decisions(cases)
         results: dict[str, dict[str, float | None]] = {}
         for k, name in enumerate(column_names(names, truth.shape[1])):
             decision = None if decisions is None else decisions[:, k]
@@ -134,6 +143,44 @@ class Multilabel(Kind):
             row[f"p_{title}"] = exact(float(values["probabilities"][index, k]))
 
         return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return the cases with "probabilities", "findings" and "decisions"."""
+        titles = [name.removeprefix("label_") for name in starting(table, "label_")]
+        if not titles:
+            return super().read(table, names)
+
+        truth = stacked(table, [f"label_{title}" for title in titles])
+        truth = np.where(np.isnan(truth), -1, truth)
+        decisions = stacked(table, [f"predicted_{title}" for title in titles])
+        if not (np.isin(truth, (-1, 0, 1)).all() and np.isin(decisions, (0, 1)).all()):
+            raise table.damaged("has a finding that is neither 1 nor 0 nor blank")
+
+        columns: dict[str, NDArray[Any]] = {
+            "probabilities": probabilities_in(table, [f"p_{title}" for title in titles]),
+            "findings": truth.astype(np.int8),
+            "decisions": decisions.astype(np.int8),
+        }
+        return cases_of(table, columns)
+
+    def averaged(self, cases: Cases) -> tuple[int, ...]:
+        """Return the findings that enough cases have and lack."""
+        if "findings" not in cases.values:
+            return ()
+
+        return tuple(np.flatnonzero(findings.scored(_arrays(cases)[1])).tolist())
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return the metrics of each finding that is scored, and their means."""
+        if "findings" not in cases.values:
+            return super().redrawn(cases, draws, wanted)
+
+        by_name = findings.redrawn(*_arrays(cases), _decisions(cases), draws, wanted)
+        return Redrawn(macro(by_name), by_name)
+
+
+def _decisions(cases: Cases) -> Any:
+    return cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
 
 
 def _arrays(cases: Cases) -> tuple[Any, Any]:
