@@ -323,13 +323,10 @@ class _Measured:
         values = summarise(cases)
         estimates = {}
         for key in values:
-            if key not in ends:
-                continue
-
             count = int(values.get(f"{key}_cases", len(cases)))
             if count < self.min_count:
                 silent = (*silent, key)
-            else:
+            elif key in ends:
                 of_some = count * (count < len(cases))
                 estimates[key] = Estimate(values[key], *ends[key], of_some)
 
