@@ -30,7 +30,7 @@ from medfl.datasets.readers.tables import Layout, Table, several
 
 class _Item(TypedDict):
     image: str
-    label: int | str
+    label: int | str | tuple[float, ...]
     id: str
     centre: str
     group: str
@@ -39,7 +39,8 @@ class _Item(TypedDict):
 class Item(_Item, total=False):
     """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
 
-    `label` is the class, or in segmentation where the reference mask lies; `size` the number of pixels or voxels.
+    `label` is the class, in segmentation where the reference mask lies, or findings or numbers; `size` the number of
+    pixels or voxels.
     """
 
     size: int
@@ -344,7 +345,7 @@ def _sections(
 
 def item_of(record: Record) -> Item:
     """Return a record as an entry of a data list."""
-    label = record.mask or ClassIndex(record.label, record.image)
+    label = record.mask or record.target or ClassIndex(record.label, record.image)
     item = Item(
         image=record.image, label=label, id=record.id, centre=record.centre, group=record.group
     )

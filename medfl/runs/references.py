@@ -10,6 +10,7 @@ from medfl.core.errors import InputError
 from medfl.core.names import as_number
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, label_table, matching, pairs, tables
+from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
@@ -127,7 +128,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not any(map(as_number, classes)):
         labels |= {str(index): index for index in range(len(classes))}
 
-    label_of = label_table.read(file, [*files], labels).classes
+    label_of = label_table.read(file, [*files], Wanted("classification", names=(*labels,))).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(
