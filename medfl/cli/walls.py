@@ -171,7 +171,6 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
             log(f"sandbox: {sandbox.line(folder)}")
         return
 
-    sandbox.close()
     code = _kept(worker)
     try:
         if target is not None and code == 0:
