@@ -35,7 +35,7 @@ from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions
 from medfl.runs.teachers.questions import Teacher as Teacher
 from medfl.runs.teachers.questions import public_classes
-from medfl.storage.files import write_atomic, writing
+from medfl.storage.files import write_json, writing
 from medfl.storage.places import cache_folder
 
 CLIP = 1e-4
@@ -250,7 +250,7 @@ class _Cached:
             "ids_sha256": hashlib.sha256(json.dumps(self.about["ids"]).encode()).hexdigest(),
             "pass": {"done": state.done, "queries": state.queries, "crc32": state.crc32},
         }  # fmt: skip
-        write_atomic(self.manifest, (json.dumps(document, indent=1) + "\n").encode())
+        write_json(self.manifest, document)
 
 
 def _ask(
