@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
@@ -42,7 +43,7 @@ class PredictionAnalysis:
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
-    def _areas(self) -> NDArray[np.float64]:
+    def _areas(self) -> Floats:
         assert self.predictions.probabilities is not None
         return bootstrap.areas(self.predictions.label, self.predictions.probabilities, self._draws)
 
@@ -216,7 +217,7 @@ class PredictionAnalysis:
         return None
 
     @cached_property
-    def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
+    def _confidence(self) -> tuple[Floats, NDArray[np.bool_]] | None:
         """Confidence of each case, and whether its predicted class is right."""
         cases = self.predictions
         if cases.probabilities is None:
@@ -281,7 +282,7 @@ def _numbers(values: Iterable[float | None]) -> list[str]:
     return list(map(formatting.number, values))
 
 
-def _shares(hits: NDArray[np.int64], totals: NDArray[np.int64]) -> list[float | None]:
+def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
     return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
+from medfl.core.arrays import Array, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import listed
@@ -163,7 +162,7 @@ def of(
 
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
 
-    def group(name: str, index: NDArray[np.int64]) -> Subgroup:
+    def group(name: str, index: Integers) -> Subgroup:
         group_rows = [rows[i] for i in index]
         if not group_rows:
             return Subgroup(name, None, {}, {})
@@ -187,7 +186,7 @@ def of(
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
 
 
-def _values(rows: Sequence[Config], by: str) -> NDArray[Any]:
+def _values(rows: Sequence[Config], by: str) -> Array:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
@@ -275,7 +274,7 @@ def _measured(name: str, rows: Sequence[Config], seed: int) -> Subgroup:
     return Subgroup(name, len(rows), estimates, {})
 
 
-def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
+def _estimate(value: float, drawn: Array) -> Estimate:
     ends = bootstrap.interval(np.asarray(drawn, dtype=np.float64))
     assert ends is not None  # every draw has a value: strata are drawn whole
     return Estimate(value, *ends)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats, Integers
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Plain
@@ -59,13 +59,13 @@ class Predictions:
 
     ids: Sequence[str]
     sites: Sequence[str]
-    label: NDArray[np.int64]
-    predicted: NDArray[np.int64]
-    probabilities: NDArray[np.float64] | None
-    scores: Mapping[str, NDArray[np.float64]]
+    label: Integers
+    predicted: Integers
+    probabilities: Floats | None
+    scores: Mapping[str, Floats]
 
     @property
-    def strata(self) -> NDArray[np.int64]:
+    def strata(self) -> Integers:
         """(N,) groups that a bootstrap resamples separately: the reference classes, else a single group."""
         if len(self.label):
             return self.label
@@ -375,7 +375,7 @@ def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
     return Predictions(ids, sites, label, predicted, probabilities, {})
 
 
-def _class_numbers(path: Path, rows: Rows, classes: int) -> NDArray[np.int64]:
+def _class_numbers(path: Path, rows: Rows, classes: int) -> Integers:
     """Return the reference and the predicted classes, (2, N)."""
     pairs = []
     for number, row in rows:
@@ -393,7 +393,7 @@ def _class_numbers(path: Path, rows: Rows, classes: int) -> NDArray[np.int64]:
     return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
 
-def _numbers(path: Path, rows: Rows, name: str) -> NDArray[np.float64]:
+def _numbers(path: Path, rows: Rows, name: str) -> Floats:
     """Return a column as numbers, NaN where a cell is blank."""
     try:
         return np.array([float(row[name] or "nan") for _, row in rows])

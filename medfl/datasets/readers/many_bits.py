@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from numpy.typing import NDArray
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from medfl.core.arrays import Array
 from medfl.datasets.readers import dicom
 
 _BITS, _PHOTOMETRIC, _ORIENTATION, _PLANES, _FORMAT = 258, 262, 274, 284, 339  # tags of TIFF
@@ -30,7 +29,7 @@ def loses(image: ImageFile) -> bool:
     )
 
 
-def read(image: ImageFile, content: bytes) -> NDArray[Any]:
+def read(image: ImageFile, content: bytes) -> Array:
     """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
 
     Raises:
@@ -51,7 +50,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
         path = Path(folder, "picture")
         path.write_bytes(content)
         try:
-            pixels: NDArray[Any] = sitk.GetArrayFromImage(
+            pixels: Array = sitk.GetArrayFromImage(
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
         except RuntimeError as error:
@@ -63,7 +62,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
     return pixels
 
 
-def white_is_high(image: ImageFile, pixels: NDArray[Any]) -> NDArray[Any]:
+def white_is_high(image: ImageFile, pixels: Array) -> Array:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.core import terminal
+from medfl.core.arrays import Array
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
@@ -219,7 +219,7 @@ class _Cached:
 
         return state, ""
 
-    def rows(self, fresh: bool) -> NDArray[Any]:
+    def rows(self, fresh: bool) -> Array:
         """Return the array for writing: the one on disk, or a new one with all its space taken."""
         if not fresh:
             return np.lib.format.open_memmap(self.path, mode="r+")
@@ -229,7 +229,7 @@ class _Cached:
         self.path.unlink(missing_ok=True)
 
         shape = tuple(self.about["shape"])
-        rows: NDArray[Any] = np.lib.format.open_memmap(
+        rows: Array = np.lib.format.open_memmap(
             self.path, "w+", np.dtype(self.about["dtype"]), shape
         )
         # a full disk is an error here; at a write into the map it would be a bus error
@@ -298,7 +298,7 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 def _checked(
     teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor
-) -> NDArray[Any]:
+) -> Array:
     """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     shape = _shape(questions)
