@@ -37,7 +37,7 @@ def add(verbs: Any) -> None:
         "--methods",
         default="",
         metavar="A,B,...",
-        help=("comma-separated methods, with their default options"),
+        help="comma-separated methods, with their default options",
     )
     group.add_argument(
         "--paper", metavar="PAPER/TABLE",

@@ -23,7 +23,7 @@ def add(verbs: Any) -> None:
     concepts.add_argument(
         "--model",
         metavar="DIR",
-        help=("folder of the language model; default: the Hugging Face cache, or a download"),
+        help="folder of the language model; default: the Hugging Face cache, or a download",
     )
     arguments.add_trust(concepts)
     arguments.add_path(

@@ -38,7 +38,7 @@ def add(verbs: Any) -> None:
     export.add_argument(
         "--site",
         metavar="NAME",
-        help=("export the personal model of this site, or of all, if the method has one for each"),
+        help="export the personal model of this site, or of all, if the method has one for each",
     )
     export.add_argument(
         "--formats", default="torchscript,onnx", metavar="A,B",

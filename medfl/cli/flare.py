@@ -73,7 +73,7 @@ def add(verbs: Any) -> None:
         "--sites",
         required=True,
         metavar="A,B,...",
-        help=("comma-separated names of the sites in the federation"),
+        help="comma-separated names of the sites in the federation",
     )
     arguments.add_settings(sites, *arguments.names_of_group(SITES))
     arguments.add_training(export)

@@ -47,7 +47,7 @@ def add(verbs: Any) -> None:
         "--classes",
         default="",
         metavar="A,B,...",
-        help=("comma-separated class names of the mask values 1, 2, ..."),
+        help="comma-separated class names of the mask values 1, 2, ...",
     )
     new.add_argument(
         "--labels", type=arguments.existing, metavar="CSV",
@@ -77,14 +77,12 @@ def add(verbs: Any) -> None:
     new.add_argument(
         "--group-by",
         metavar="REGEX",
-        help=(
-            "regular expression whose group in a file's name is the patient; default: read cases.csv"
-        ),
+        help="regular expression whose group in a file's name is the patient; default: read cases.csv",
     )
     new.add_argument(
         "--network",
         metavar="NAME",
-        help=("network of the bundle (a run can override it); default: a small one"),
+        help="network of the bundle (a run can override it); default: a small one",
     )
     arguments.add_number(
         new,

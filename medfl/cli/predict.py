@@ -47,7 +47,7 @@ def add(verbs: Any) -> None:
     predict.add_argument(
         "--site",
         metavar="NAME",
-        help=("use the personal model of this site, if the method has one for each"),
+        help="use the personal model of this site, if the method has one for each",
     )
     arguments.add_settings(predict, "device")
     arguments.add_number(

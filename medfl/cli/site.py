@@ -58,7 +58,7 @@ def add(verbs: Any) -> None:
     actions = add_actions(
         verbs,
         "site",
-        ("tools for a hospital: inspect a bundle, check the data, share statistics, audit, join"),
+        "tools for a hospital: inspect a bundle, check the data, share statistics, audit, join",
     )
     inspect = add_verb(
         actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
@@ -98,7 +98,7 @@ def add(verbs: Any) -> None:
         "--device",
         default="cpu",
         metavar="auto|cpu|cuda[:i]",
-        help=("device for training; default: cpu"),
+        help="device for training; default: cpu",
     )
     add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
     arguments.add_path(check, "--folder", "DIR", "folder for the site's state", default=Path("."))
@@ -109,7 +109,7 @@ def add(verbs: Any) -> None:
     stats.add_argument(
         "--range",
         metavar="LOW,HIGH",
-        help=("value range of the histograms; default: value_range of metadata.json"),
+        help="value range of the histograms; default: value_range of metadata.json",
     )
     add_number(
         stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
@@ -139,7 +139,7 @@ def add(verbs: Any) -> None:
     audit.add_argument(
         "--noted",
         metavar="SHA256",
-        help=("hash of a log line that was noted elsewhere; fail if the log does not have it"),
+        help="hash of a log line that was noted elsewhere; fail if the log does not have it",
     )
     serve.add(actions, add_verb, show)
 

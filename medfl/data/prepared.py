@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import default_collate
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
@@ -54,8 +54,8 @@ class Geometry:
         file: the image's file.
     """
 
-    affine: NDArray[np.float64]
-    original_affine: NDArray[np.float64]
+    affine: Floats
+    original_affine: Floats
     original_shape: tuple[int, ...]
     file: str
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle import case_metadata
 from medfl.core import terminal
+from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
@@ -308,7 +308,7 @@ def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | No
     return shown
 
 
-def _moments(shares: NDArray[np.float64], bins: Bins) -> tuple[float, float]:
+def _moments(shares: Floats, bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
     total = float(shares.sum())

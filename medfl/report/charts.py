@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from markupsafe import Markup, escape
-from numpy.typing import NDArray
+
+from medfl.core.arrays import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +32,6 @@ _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 _DOTTED: dict[str, Any] = {"color": _COLOUR["muted"], "linewidth": 0.8, "linestyle": (0, (2, 3))}
 _SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
-Floats = NDArray[np.float64]
 
 
 class Chart(NamedTuple):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Integers
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
@@ -34,7 +34,7 @@ _ROUNDING = 1e-9  # below it an end is zero
 _SITES = 100
 _COMPARED = 24
 """Of more sites no differences from Local, and from each other, are computed."""
-Rows = NDArray[np.int64]
+Rows = Integers
 
 
 def word(ends: Interval | None, higher_is_better: bool) -> str:

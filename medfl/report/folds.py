@@ -5,7 +5,6 @@ It has `folds.json`, what was asked for, and a run folder `fold-<number>` for ea
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import rendered
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_atomic, write_json
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import read_document
 from medfl.storage.run_folder import RunFolder
@@ -268,7 +267,7 @@ def write(folder: Path) -> Folds:
     """
     cross_validation = Folds.read(folder)
     summary = cross_validation.summary()
-    write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    write_json(folder / "summary.json", summary)
     _write_predictions(cross_validation)
     head, rows = cross_validation.cells()
     values = {

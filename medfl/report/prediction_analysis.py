@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.arrays import Array, Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
@@ -41,7 +42,7 @@ class PredictionAnalysis:
         """Whether the cases have classes."""
         return self.predictions.cases.is_classification
 
-    def _values(self, name: str) -> NDArray[Any] | None:
+    def _values(self, name: str) -> Array | None:
         """Return a value of the cases, None where they have none of this name."""
         values = self.predictions.cases.values.get(name)
         return None if values is None else values.numpy(force=True)
@@ -94,7 +95,7 @@ class PredictionAnalysis:
         return few
 
     @property
-    def _scores(self) -> dict[str, NDArray[np.float64]]:
+    def _scores(self) -> dict[str, Floats]:
         """Metric -> its value of each case, of tasks whose cases have such."""
         if self.predictions.cases.reference is not None:
             return {}
@@ -143,7 +144,7 @@ class PredictionAnalysis:
         return {"heads": heads, "rows": list(rows)}
 
     @cached_property
-    def _predicted(self) -> NDArray[np.int64]:
+    def _predicted(self) -> Integers:
         predicted = self._values("predicted")
         assert predicted is not None
         return predicted
@@ -282,7 +283,7 @@ class PredictionAnalysis:
     @cached_property
     def _confidence(
         self,
-    ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]] | None:
+    ) -> tuple[Floats, NDArray[np.bool_], Integers] | None:
         """Confidence of each prediction, whether it is right, and of which case it is.
 
         Of findings the probability of each one that is known, and whether the case has it.
@@ -358,7 +359,7 @@ class PredictionAnalysis:
 
     def _of_reference(
         self,
-    ) -> tuple[list[str], NDArray[np.float64], NDArray[np.int64], list[Sequence[str]]] | None:
+    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
         """Return heads, badness, case, and cells of each candidate for the worst cases."""
         probabilities = self._values("probabilities")
         label = self._values("label")
@@ -376,7 +377,7 @@ class PredictionAnalysis:
 
         if probabilities is not None and not self.is_classification and self._confidence:
             probability, has, case = self._confidence
-            finding = np.nonzero(cast("NDArray[Any]", self._values("findings")) >= 0)[1].tolist()
+            finding = np.nonzero(cast("Array", self._values("findings")) >= 0)[1].tolist()
             cells = [
                 [self.names[k] for k in finding],
                 ["present" if value else "absent" for value in has],
@@ -392,7 +393,7 @@ def _numbers(values: Iterable[float | None]) -> list[str]:
     return list(map(formatting.number, values))
 
 
-def _shares(hits: NDArray[np.int64], totals: NDArray[np.int64]) -> list[float | None]:
+def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
     return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
 

@@ -373,8 +373,7 @@ def site_algo(
 
     # The host calls it when it initializes the site: preparing images takes long
     def make_federation() -> Federation:
-        public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+        federation = plan.federation(say)
         if plan.run.device != "cpu":
             say(federation.hold(free_gpu_memory))
 

@@ -43,6 +43,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import incomplete_data, site_channels, site_labels
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
@@ -117,6 +118,11 @@ class Plan:
         return Partition.from_ids(
             record.sites, self.sections, spec=record.spec, seed=record.seed, notes=record.notes
         )
+
+    def federation(self, say: Print = str) -> Federation:
+        """Return the run's federation, with its public images prepared."""
+        public = self.public.prepare(say=say) if self.public else None
+        return Federation(self.bundle, self.method, self.run, public=public)
 
     def extra(self, command: str) -> Document:
         """Return what run.json tells a reader beyond the run itself."""

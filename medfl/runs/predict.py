@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
 from medfl.core import terminal
+from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
@@ -359,7 +359,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
 
 
 def _amounts(
-    mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]
+    mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]
 ) -> dict[str, float]:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()

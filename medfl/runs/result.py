@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
+from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.run import Run
@@ -167,13 +167,13 @@ class Result(ResultTables):
         return list(map(parse_row, self._needed(rows, "predictions.csv")))
 
     @property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
         return np.array([row["label"] for row in self.predictions], dtype=np.int64)
 
     @property
-    def probabilities(self) -> NDArray[np.float64]:
+    def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
         return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
+from medfl.core.arrays import Array, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong, findings
@@ -212,7 +213,7 @@ def of(
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread), several)
 
 
-def _values(rows: Sequence[Config], by: str) -> NDArray[Any]:
+def _values(rows: Sequence[Config], by: str) -> Array:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
@@ -289,7 +290,7 @@ class _Measured:
         classes: Sequence[str],
         min_count: int,
         seed: int,
-        groups: Sequence[NDArray[np.int64]],
+        groups: Sequence[Integers],
     ) -> None:
         self.rows = rows
         self.kind = kind
@@ -301,7 +302,7 @@ class _Measured:
             flags = [self._told(self._cases(index)) for index in groups]
             self.common = np.logical_and.reduce(flags) if flags else None
 
-    def group(self, name: str, index: NDArray[np.int64]) -> Subgroup:
+    def group(self, name: str, index: Integers) -> Subgroup:
         """Return what is told of the cases of these indices."""
         if not len(index):
             return Subgroup(name, None, {}, {})
@@ -332,7 +333,7 @@ class _Measured:
 
         return Subgroup(name, len(cases), estimates, areas, silent)
 
-    def _cases(self, index: NDArray[np.int64]) -> Cases:
+    def _cases(self, index: Integers) -> Cases:
         """Return the predictions of some rows, without what the data say of the cases."""
         kept = ["id"]
         for key in self.rows[0]:
@@ -364,7 +365,7 @@ class _Measured:
         return areas, tuple(silent)
 
 
-def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
+def _estimate(value: float, drawn: Array) -> Estimate:
     ends = bootstrap.interval(np.asarray(drawn, dtype=np.float64))
     assert ends is not None  # every draw has a value: strata are drawn whole
     return Estimate(value, *ends)

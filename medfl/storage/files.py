@@ -201,6 +201,11 @@ def to_device(state: State, device: torch.device) -> State:
     return placed
 
 
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write plain values as JSON, indented; raises as `write_atomic`."""
+    write_atomic(path, (json.dumps(document, indent=1, default=list) + "\n").encode())
+
+
 def save_weights(path: Path, weights: Weights) -> None:
     """Write weights atomically as a plain safetensors file under their own names."""
     names = sorted(weights)

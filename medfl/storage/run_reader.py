@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Plain
@@ -64,7 +64,7 @@ class Table:
         """Return a column, "" where there is none."""
         return tuple(str(row.get(name, "")) for _, row in self.rows)
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
+    def numbers(self, name: str) -> Floats:
         """Return a column as numbers, NaN where a cell is blank."""
         try:
             cells = [row[name] for _, row in self.rows]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
+from medfl.core.arrays import Array
 from medfl.datasets.readers import dicom
 
 _BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT = (
@@ -21,7 +21,6 @@ _BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT =
 )  # fmt: skip
 """Tags of TIFF."""
 _APART = 2
-_Pixels = NDArray[Any]
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 
 
@@ -38,7 +37,7 @@ def loses(image: ImageFile) -> bool:
     )
 
 
-def read(image: ImageFile, content: bytes) -> _Pixels:
+def read(image: ImageFile, content: bytes) -> Array:
     """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
 
     Raises:
@@ -61,7 +60,7 @@ def read(image: ImageFile, content: bytes) -> _Pixels:
         path = Path(folder, "picture")
         path.write_bytes(content)
         try:
-            pixels: _Pixels = sitk.GetArrayFromImage(
+            pixels: Array = sitk.GetArrayFromImage(
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
         except RuntimeError as error:
@@ -73,7 +72,7 @@ def read(image: ImageFile, content: bytes) -> _Pixels:
     return pixels
 
 
-def _planes(image: TiffImageFile, content: bytes, bits: int) -> _Pixels:
+def _planes(image: TiffImageFile, content: bytes, bits: int) -> Array:
     """Return the channels (H, W, C) of a TIFF in which they lie one after the other."""
     tags = image.tag_v2
     sizes = tags.get(_SIZES, ())
@@ -99,7 +98,7 @@ def tags_of(file: IO[bytes]) -> str:
     return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
 
 
-def white_is_high(image: ImageFile, pixels: _Pixels) -> _Pixels:
+def white_is_high(image: ImageFile, pixels: Array) -> Array:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:

@@ -18,14 +18,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError, refuse_folder
 from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
@@ -35,7 +35,7 @@ from medfl.datasets.readers.stacks import check_unpacked
 # a page of PostScript, whatever its file is called, starts no program to draw it
 EpsImagePlugin.gs_binary = False
 
-Pixels = NDArray[Any]
+Pixels = Array
 Files = list[tuple[str, str]]
 """Path or name, and URI, of each image or file."""
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.storage.pickled_arrays import STAND_INS, latin1
-
-Array = NDArray[Any]
 
 CIFAR10 = "cifar-10-batches-py"
 CIFAR100 = "cifar-100-python"

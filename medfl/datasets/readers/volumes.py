@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
+from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
@@ -38,7 +38,6 @@ from medfl.datasets.readers.reading import (
 )
 from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
-Array = NDArray[Any]
 NIFTI = (".nii", ".nii.gz")
 _ITK = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO"}
 SUFFIXES = (*NIFTI, *_ITK)
@@ -255,7 +254,7 @@ class _Raw(NamedTuple):
     """Voxels (D1, D2, D3, C) of any number type, the affine (4, 4) from index to mm, RAS, and what is not as stored."""
 
     voxels: Array
-    affine: NDArray[np.float64]
+    affine: Floats
     changes: str = ""
 
 
@@ -359,7 +358,7 @@ def _itk(path: str, kind: str) -> _Raw:
     return _in_mm(voxels.T, dicom.affine_of(image), *units)
 
 
-def _in_mm(voxels: Array, affine: NDArray[np.float64], unit: str) -> _Raw:
+def _in_mm(voxels: Array, affine: Floats, unit: str) -> _Raw:
     """Return a volume whose header gives lengths in a unit of this name; a ValueError if it is no known length."""
     if unit not in _MILLIMETRES:
         raise ValueError(f"its lengths are in {unit!r}")
@@ -429,7 +428,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     return *sides, channels
 
 
-def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
+def as_nifti(mask: Array, affine: Floats, source: str) -> bytes:
     """Return a packed NIfTI file of a mask (D1, D2[, D3]) in the place of the volume that it was made of.
 
     What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another
