@@ -466,7 +466,7 @@ def test_shipped(name: str) -> None:
     """Task, classes and network of a shipped bundle are known without its data, as it declares by itself."""
     assert {"trial": False, "scores": "medfl"}.items() <= read_protocol(name).items()
     task = datasets.get(name).task
-    network = "small_cnn" if task == "classification" else "unet8"
+    network = "unet8" if task == "segmentation" else "small_cnn"
     bundle = Bundle(name, {"network": network, "image_size": 28})
     assert (bundle.task, bundle.key_metric) == (task, KINDS[task].key_metric)
     assert bundle.notes == ()

@@ -41,7 +41,7 @@ def draw_files(
         counts: of centres and classes.
         image: path of a case's image in the folder.
         mask: path of its reference mask.
-        tables: file name -> column -> value of a case; a row with a None is left out.
+        tables: file name -> column -> value of a case; a row with a None is left out, a head without a name, too.
         sides: of the images.
         spacing: of volumes, in mm.
         digits: volumes are stored multiplied by 10 to the power of a number between these two.
@@ -66,7 +66,8 @@ def draw_files(
 
         for name, columns in (tables or {}).items():
             rows = [[value(case) for value in columns.values()] for case in cases]
-            write_csv(folder / name, [list(columns), *(row for row in rows if None not in row)])
+            head = [list(columns)] if any(columns) else []
+            write_csv(folder / name, [*head, *(row for row in rows if None not in row)])
 
         return len(cases)
 

@@ -28,8 +28,8 @@ class Record:
     """One image of a data set; `sections` holds the section that the source's own tables name, by split name.
 
     Of a segmentation case `mask` is where its reference mask lies, `label` is 0, and `size` its number of pixels or
-    voxels where that is known without reading the image. Findings (1, 0) or numbers of an image are its `target`, NaN
-    where unknown, and its `label` is 0.
+    voxels where that is known without reading the image. Of an image with findings (1, 0) or numbers these are
+    `target`, NaN where unknown, and `label` is 0. `about` is what the source says of the patient, as sex and age.
     """
 
     image: str
@@ -41,6 +41,7 @@ class Record:
     mask: str = ""
     size: int | None = None
     target: tuple[float, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 Rule = Callable[[Sequence[Record]], list[str]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,6 +292,19 @@ def check_row(
         return True
 
     return False
+
+
+def number_of(value: str, what: str, table: Table) -> float | None:
+    """Return the number in a cell of a table, or None after adding the problem."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+
+    if math.isfinite(number):
+        return number
+    table.problems.append(f"{what} {value!r}, which is no number")
+    return None
 
 
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:
