@@ -48,7 +48,7 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path | None:
     """
     require_png(file, "--curves")
     runs = [RunFiles(Path(folder)) for folder in folders]
-    if not any(run.progress() for run in runs):
+    if not any(map(RunFiles.progress, runs)):
         return None
 
     return write_png(cost_curves(runs), file)

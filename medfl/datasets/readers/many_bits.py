@@ -82,9 +82,12 @@ def _planes(image: TiffImageFile, content: bytes, bits: int) -> Array:
             "its channels lie apart by PlanarConfiguration, and packed or in tiles: save it as PNG"
         )
 
-    strips = [content[start:][:size] for start, size in zip(tags[_STRIPS], sizes, strict=True)]
+    planes = bytearray()
+    for start, size in zip(tags[_STRIPS], sizes, strict=True):
+        planes += content[start : start + size]
+
     order = ">" if content.startswith(b"MM") else "<"
-    values = np.frombuffer(b"".join(strips), f"{order}u{bits // 8}")
+    values = np.frombuffer(planes, f"{order}u{bits // 8}")
     return np.moveaxis(values.reshape(-1, image.height, image.width), 0, -1)
 
 
