@@ -118,8 +118,9 @@ def add_partition(group: Any, action: str = "store") -> None:
         "--partition", action=action, type=_partition, metavar="SPEC",
         help="how images are split over sites: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (one "
              "site per centre; centre:NAME=TRAIN/TEST,... limits the images of a centre), "
-             "counts:TRAIN/TEST,... (per site; TRAIN includes validation), size (quantiles of the image "
-             "size) or file:PATH.csv"
+             "counts:TRAIN/TEST,... (per site; TRAIN includes validation, 0: a site that only tests; TEST may be "
+             "all), size (quantiles of the image size), stratified (the same shares of classes or findings), "
+             "quantile or range (parts of the predicted number, in ascending order) or file:PATH.csv"
         + ("; may be repeated" if action == "append" else ""),
     )  # fmt: skip
 
