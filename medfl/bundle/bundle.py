@@ -18,10 +18,16 @@ from torch import Tensor, nn
 from medfl.bundle import text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_schedule, find_trainer, key_metric, own_trainer_class, scoring
-from medfl.bundle.files import config_file, find, read_metadata, sha256_of, shipped_folders
-from medfl.bundle.files import read_protocol as read_protocol
-from medfl.bundle.files import shipped as shipped
-from medfl.bundle.files import shipped_root as shipped_root
+from medfl.bundle.files import (
+    config_file,
+    find,
+    read_metadata,
+    read_protocol as read_protocol,
+    sha256_of,
+    shipped as shipped,
+    shipped_folders,
+    shipped_root as shipped_root,
+)
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes

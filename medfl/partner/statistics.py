@@ -20,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -317,7 +318,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
-    middle = [f"{low:g} to {high:g} {unit}" for low, high in zip(ends, ends[1:], strict=False)]
+    middle = [f"{low:g} to {high:g} {unit}" for low, high in pairwise(ends)]
     return [f"below {ends[0]:g} {unit}", *middle, f"{ends[-1]:g} {unit} and more"]
 
 

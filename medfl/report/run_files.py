@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from medfl.evaluation import metrics
-from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
-from medfl.evaluation.mask_metrics import slug
+from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES, slug
 from medfl.storage.run_reader import RunReader
 
 MODEL_KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))

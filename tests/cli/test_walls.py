@@ -18,8 +18,7 @@ import pytest
 
 from medfl import datasets
 from medfl.bundle.bundle import shipped_root
-from medfl.cli import verbs as cli
-from medfl.cli import walls
+from medfl.cli import verbs as cli, walls
 from medfl.safety import sandbox
 from tests.support import forked
 from tests.support.programs import python_path
