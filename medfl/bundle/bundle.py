@@ -22,13 +22,13 @@ from medfl.bundle.files import (
     config_file,
     find,
     read_metadata,
+    read_protocol as read_protocol,
     sha256_of,
+    shipped as shipped,
     shipped_folders,
+    shipped_root as shipped_root,
     ships_unchanged,
 )
-from medfl.bundle.files import read_protocol as read_protocol
-from medfl.bundle.files import shipped as shipped
-from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.own_metric import OwnMetric
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer

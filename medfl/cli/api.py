@@ -13,12 +13,10 @@ import numpy as np
 from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
-from medfl.compare.grid import Grid
-from medfl.compare.grid import compare as run_grid
+from medfl.compare.grid import Grid, compare as run_grid
 from medfl.compare.search import parse_grid
 from medfl.compare.tables import write_tables
-from medfl.compare.tune import searched
-from medfl.compare.tune import tune as run_search
+from medfl.compare.tune import searched, tune as run_search
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments

@@ -188,8 +188,7 @@ def _paper(args: Any) -> int:
         )
 
     with without_gc():
-        from medfl.compare.papers import runs as paper_runs
-        from medfl.compare.papers import tables as paper_tables
+        from medfl.compare.papers import runs as paper_runs, tables as paper_tables
 
     lines, code, document = paper_runs.run(
         paper_tables.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,

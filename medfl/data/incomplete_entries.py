@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, MapTransform, RandomizableTrait
-from monai.transforms import Transform as MonaiTransform
+from monai.transforms import Compose, MapTransform, RandomizableTrait, Transform as MonaiTransform
 from torch import Tensor
 
 from medfl.data.prepared import Item, Sample, Transform

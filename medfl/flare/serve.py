@@ -330,7 +330,7 @@ def _permissions(path: Path, kind: str) -> Document:
     """Return a site's policy, or a server kit's own without the rights that nobody has."""
     if kind == "site":
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
-        return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
+        return {"format_version": "1.0", "permissions": dict.fromkeys(_ROLES, rights)}
 
     default = path.with_name(f"{path.name}.default")
     if default.is_file():

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, cast
 from medfl.core.declared import Declared, read_options
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
-from medfl.core.names import check_method_name
-from medfl.core.names import method_names as names
+from medfl.core.names import check_method_name, method_names as names
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,

@@ -20,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -379,7 +380,7 @@ def _rounded(value: float | np.floating[Any]) -> float | None:
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
     unit = f" {unit}" if unit else ""
-    middle = [f"{low:g} to {high:g}{unit}" for low, high in zip(ends, ends[1:], strict=False)]
+    middle = [f"{low:g} to {high:g}{unit}" for low, high in pairwise(ends)]
     return [f"below {ends[0]:g}{unit}", *middle, f"{ends[-1]:g}{unit} and more"]
 
 

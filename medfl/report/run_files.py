@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Draws, Integers
-from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
-from medfl.evaluation.mask_metrics import slug
+from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES, slug
 from medfl.evaluation.metrics import Cases
 from medfl.storage.run_reader import RunReader
 

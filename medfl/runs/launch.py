@@ -30,8 +30,8 @@ from medfl.report import RunFiles, write_report
 from medfl.runs import request_checks
 from medfl.runs.pace import steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
-from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import (
+    LISTED as _LISTED,
     discarding,
     has_local,
     is_due,

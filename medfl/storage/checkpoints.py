@@ -220,6 +220,8 @@ class PlainUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), _refuse),
         **{step: pickle._Unpickler.dispatch[step] for step in _STEPS},
-        **{pickle.REDUCE[0]: _call, pickle.BUILD[0]: _build},
-        **{pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items},
+        pickle.REDUCE[0]: _call,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
     }

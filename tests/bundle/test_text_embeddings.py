@@ -21,8 +21,7 @@ from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
-from medfl.cli import concepts, walls
-from medfl.cli import verbs as cli
+from medfl.cli import concepts, verbs as cli, walls
 from medfl.cli.walls import Use
 from medfl.core.errors import InputError
 from medfl.core.names import PRIVATE_CACHE

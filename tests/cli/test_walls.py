@@ -19,8 +19,7 @@ import pytest
 from medfl import datasets
 from medfl.bundle import files
 from medfl.bundle.bundle import Bundle, shipped_root
-from medfl.cli import verbs as cli
-from medfl.cli import walls
+from medfl.cli import verbs as cli, walls
 from medfl.policy import admission
 from medfl.safety import sandbox
 from tests.support import forked

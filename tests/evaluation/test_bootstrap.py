@@ -13,8 +13,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from medfl.evaluation import bootstrap as intervals
-from medfl.evaluation import findings, numbers
+from medfl.evaluation import bootstrap as intervals, findings, numbers
 from medfl.evaluation.bootstrap import Draws, Interval
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks import KINDS

@@ -11,8 +11,14 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
-from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from medfl.datasets.readers.reading import Files, array, array_shape, files_below, split_uri
+from medfl.datasets.readers.reading import (
+    IMAGE_SUFFIXES as IMAGE_SUFFIXES,
+    Files,
+    array,
+    array_shape,
+    files_below,
+    split_uri,
+)
 from medfl.datasets.readers.splitting import Record
 
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}

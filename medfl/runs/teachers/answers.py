@@ -32,9 +32,7 @@ from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.problem.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
-from medfl.runs.teachers.questions import Questions as Questions
-from medfl.runs.teachers.questions import Teacher as Teacher
-from medfl.runs.teachers.questions import public_classes
+from medfl.runs.teachers.questions import Questions as Questions, Teacher as Teacher, public_classes
 from medfl.storage.files import write_json, writing
 from medfl.storage.places import cache_folder
 
