@@ -29,15 +29,17 @@ from medfl.bundle.files import (
 from medfl.bundle.files import read_protocol as read_protocol
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
+from medfl.bundle.own_metric import OwnMetric
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes
 from medfl.core.errors import InputError
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
+from medfl.core.task import OF_VECTORS
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.evaluation.metrics import IF_MISSING, KEY_METRICS, title
+from medfl.evaluation.metrics import IF_MISSING, Cases, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
@@ -47,12 +49,14 @@ from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
 from medfl.problem.sections import check_labels
+from medfl.problem.tasks import check_task, told_by
+from medfl.problem.tasks.multilabel import FindingEvaluator
+from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.places import cache_folder
 from medfl.training.site import mean_loss
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
-_REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _FORMER = {"trial": False, "scores": "medfl"}
 """Declared for shipped bundles of earlier releases, whose own federated.yaml lacks these keys."""
 
@@ -351,24 +355,13 @@ class Bundle(Problem):
 
     @cached_property
     def task(self) -> str:  # type: ignore[override]
-        """classification, segmentation or other."""
-        if self._is_declared:
-            return str(self.protocol["task"])
-
-        prediction, target, _ = self.trial
+        """Its kind of task: as federated.yaml declares it, or as a trial step tells it."""
+        prediction, target, _ = Trial() if self._is_declared else self.trial
         if "task" in self.protocol:
-            return str(self.protocol["task"])
-        if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
-            return "other"
+            return check_task(str(self.protocol["task"]), "federated.yaml: task")
 
-        if prediction.ndim == 2 and not isinstance(self.loss_function, _REGRESSION):
-            one_index = target.numel() == len(prediction) and not target.is_floating_point()
-            if one_index or all("label" in item for item in self.items("train")):
-                return "classification"
-
-            return "other"
-
-        return "segmentation" if target.ndim >= 4 else "other"
+        has_class = all("label" in item for item in self.sections["train"].items)
+        return told_by(prediction, target, self.loss_function, has_class)
 
     @cached_property
     def channels(self) -> int:
@@ -380,20 +373,27 @@ class Bundle(Problem):
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Class names in label order (metadata's channel_def), () for other tasks; InputError for a label of none."""
-        if self.task != "classification":
+        """Names of classes in label order, of findings or of numbers (metadata's channel_def), () for other tasks.
+
+        Raises:
+            InputError: an item's label is none of them.
+        """
+        if self.task not in OF_VECTORS:
             return ()
 
         names = channel_names(self.metadata)
         count = len(names)
         if not self._is_declared:
-            count = max(2, self.trial.prediction.shape[1])  # one output is the second class's logit
+            count = self.trial.prediction.reshape(2, -1).shape[1]
 
-        check_labels(self.items, count, f"bundle {self.name!r}")
+        if self.task == "classification":
+            count = max(2, count)  # one output is the second class's logit
+            check_labels(self.items, count, f"bundle {self.name!r}")
+
         if len(names) == count:
             return names
 
-        return tuple(f"class {index}" for index in range(count))
+        return tuple(f"{self.kind.noun} {index}" for index in range(count))
 
     @property
     def structures(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -406,11 +406,30 @@ class Bundle(Problem):
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        by_medfl = self.task == "segmentation" and self._is_scored_by_medfl
+        by_medfl = self._is_scored_by_medfl and self.task != "other"
         if self.task == "classification" or by_medfl:
-            return str(self.protocol.get("key_metric", KEY_METRICS[self.task]))
+            return str(self.protocol.get("key_metric", self.kind.key_metric))
+        if self.task in OF_VECTORS and self._own_metric is None:
+            return self.kind.key_metric
 
         return self._key_metric[0]
+
+    @cached_property
+    def _own_metric(self) -> OwnMetric | None:
+        """The bundle's own metric of a set of vectors, None where medfl's choose the best round."""
+        name, metric = self._key_metric
+        if self.task not in OF_VECTORS[1:] or self._is_scored_by_medfl or name == "loss":
+            return None
+
+        return OwnMetric(name, metric, scoring(self._config)[1])
+
+    def summarise(self, cases: Cases) -> dict[str, float]:
+        """Return the metrics of a set of cases, the bundle's own among them."""
+        metrics = super().summarise(cases)
+        if self._own_metric is not None:
+            metrics |= self._own_metric.of(cases)
+
+        return metrics
 
     @cached_property
     def _key_metric(self) -> tuple[str, Any]:
@@ -419,11 +438,19 @@ class Bundle(Problem):
     @cached_property
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
-        if self.task == "classification":
+        if self.task in OF_VECTORS and not self.custom_trainer:
             # where the bundle's own evaluator scores, batches are as large as its own
             size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
             ends_in_sigmoid = isinstance(self.loss_function, nn.BCELoss)
-            return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
+            inputs = None if self._own_metric is None else self._own_metric.postprocessed
+            if self.task == "classification":
+                return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
+            if self.task == "multilabel":
+                return FindingEvaluator(
+                    **size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs
+                )
+
+            return NumberEvaluator(self.loss, self.metadata, **size, metric_inputs=inputs)
 
         if self.custom_trainer:
             return CaseEvaluator(

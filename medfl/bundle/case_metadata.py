@@ -9,13 +9,13 @@ folder with a column that names the items (`image_id`, `image`, `file`, `id`, ..
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
-from medfl.core.names import as_number, composed
+from medfl.core.names import as_number, composed, listed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 
@@ -48,14 +48,14 @@ _AGE = re.compile(
 )
 
 
-def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]]:
+def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
     """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
 
     Age is in years, or the text of one that is not read; a key that the data do not have is left out, a value that is
     missing for a case is `UNKNOWN`, of age None.
     """
     items = bundle.items(section)
-    cases: dict[str, dict[str, Any]] = {}
+    cases: dict[str, Document] = {}
     for item in items:
         cases[str(item["id"])] = {
             name: str(item[name]) for name in ("centre", "group") if name in item
@@ -93,14 +93,26 @@ def band(age: float | str | None) -> str:
     return f"{first}–{first + _BAND - 1}"
 
 
-BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
+def unread(ages: Iterable[object]) -> list[str]:
+    """Return a line on the ages that are texts; none where all are read."""
+    texts = [repr(age) for age in ages if isinstance(age, str)]
+    if not texts:
+        return []
+
+    return [
+        f"{len(texts)} ages are not read, or fit several bands, and count as {UNKNOWN}: "
+        f"{listed(sorted({*texts}))}; write years, as 70, 070Y, 018M, 70-79 or >89"
+    ]
+
+
+BANDS = tuple(map(band, range(0, _OLDEST + 1, _BAND)))
 """All bands, from young to old."""
 
 
-def _columns(row: Mapping[str, object]) -> dict[str, Any]:
+def _columns(row: Mapping[str, object]) -> Document:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
-    columns: dict[str, Any] = {}
+    columns: Document = {}
     for name, aliases in COLUMNS.items():
         value = next((lower[alias] for alias in aliases if alias in lower), None)
         if value is None:
@@ -164,14 +176,23 @@ def _number(path: str) -> str:
 
 
 def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number."""
+    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number.
+
+    An item that several rows name has none where they differ in what is known here.
+    """
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
         matches: dict[str, Mapping[str, str]] = {}
         for short in (composed, _file_name, _stem, _number):
-            rows_by_name = {short(composed(str(row[column]))): row for row in rows}
+            rows_by_name = dict[str, Mapping[str, str]]()
+            contradicted = {""}
+            for row in rows:
+                name = short(composed(str(row[column])))
+                if _columns(rows_by_name.setdefault(name, row)) != _columns(row):
+                    contradicted.add(name)
+
             ids_by_name = {short(composed(ident)): ident for ident in ids}
-            both = ids_by_name.keys() & rows_by_name.keys() - {""}
+            both = ids_by_name.keys() & rows_by_name.keys() - contradicted
             if len(ids_by_name) == len(ids) and len(both) > len(matches):
                 matches = {ids_by_name[name]: rows_by_name[name] for name in both}
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from medfl.bundle.bundle import Bundle
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import own_folder, pairs, volumes
+from medfl.datasets.readers import cases, conventions, own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
 _IDS = (
@@ -21,6 +21,10 @@ _IDS = (
     "images",
     "masks",
     "labels",
+    "labels_are",
+    "label_column",
+    "uncertain",
+    "blank",
     "classes",
     "mask_values",
     "group_by",
@@ -53,7 +57,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     root = Path(folder).expanduser().resolve()
     problems = []
     dataset = own.OwnImages([], [], {})
-    divided = list[tuple[Record, str]]()
+    divided = []
 
     try:
         dataset = own.found_by(root, ids)
@@ -100,6 +104,8 @@ def _layout(ids: Config) -> str:
         if ids.get(name):
             folders[name] = f"{ids[name]}/".removeprefix("./")
 
+    if ids.get("masks") == conventions.NNUNET_FILE:
+        return f"files that {conventions.NNUNET_FILE} lists [+ cases.csv]"
     if "masks" in folders:
         shared = folders["images"] == folders["masks"]
         return (
@@ -142,4 +148,4 @@ def _notes(
     if in_classes:
         notes += own.beside_classes(root, dataset.records)
 
-    return (*notes, *own_folder.odd(root), *patients)
+    return (*notes, *own_folder.odd(root), *cases.notes(dataset.rows), *patients)

@@ -26,13 +26,13 @@ from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
 from medfl.bundle.zoo import compatibility, conventions, monai_networks
 from medfl.bundle.zoo.failures import explained
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.components import replace_removed
 from medfl.policy.policy import Policy
-from medfl.problem.described import Config, Document
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
@@ -149,7 +149,7 @@ class Configuration:
 
     def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
-            return [self._harmless(value) for value in node]
+            return list(map(self._harmless, node))
 
         if isinstance(node, str):
             in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]

@@ -9,10 +9,10 @@ from monai.inferers import SimpleInferer
 from monai.metrics import DiceMetric
 
 from medfl.bundle.configuration import Configuration, target_name
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.evaluation.mask_metrics import KINDS
 from medfl.evaluation.metrics import higher_is_better
-from medfl.problem.described import Config
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")

@@ -11,10 +11,11 @@ from pathlib import Path
 import yaml
 
 from medfl import datasets
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
-from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS, Config, Document
+from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
@@ -158,7 +159,7 @@ def read_metadata(root: Path) -> Document:
     described = read(path) if path.is_file() else {}
     kinds = dict.fromkeys(("inputs", "outputs"), dict[str, Document])
     errors = [*type_errors(described, {"network_data_format": kinds})]
-    tensors: list[Document] = []
+    tensors = []
     if not errors:
         formats = described.get("network_data_format", {})
         for kind in kinds:

@@ -12,10 +12,10 @@ import nibabel as nib
 import numpy as np
 import torch
 from monai.transforms import Transform
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
@@ -28,7 +28,7 @@ from medfl.evaluation.save_masks import to_original
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.problem import Problem
 
-Images = str | Path | Sequence[str | Path | NDArray[Any]]
+Images = str | Path | Sequence[str | Path | Array]
 
 
 def prepared(bundle: Problem, images: Images) -> Prepared:
@@ -92,7 +92,7 @@ def masks(
 
     geometry = shard.prepared.geometry
 
-    def on_file(index: int, mask: Tensor) -> NDArray[Any]:
+    def on_file(index: int, mask: Tensor) -> Array:
         has_geometry = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
         if has_geometry:
             return to_original(mask, geometry[index])
@@ -100,7 +100,7 @@ def masks(
         return mask.numpy()
 
     outputs = evaluator.masks(network, shard, device)
-    results: list[dict[str, Any]] = []
+    results = []
     for index, ident, case in zip(shard.indices.tolist(), shard.ids, outputs, strict=True):
         mask = None if case is None else on_file(index, case.prediction.cpu())
         results.append({"id": ident, "mask": mask})
@@ -177,7 +177,7 @@ def channels_of(metadata: Config) -> int:
     return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 
 
-def _written(pixels: NDArray[Any], path: Path) -> Path:
+def _written(pixels: Array, path: Path) -> Path:
     """Write an array without loss: a picture as PNG, a volume as NIfTI of 1 mm."""
     grey = pixels.ndim == 2
     colour = pixels.ndim == 3 and pixels.shape[2] == 3

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.settings import ProtocolSettings
-from medfl.problem.described import Config, Document
 
 _DEFAULTS: Config = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
-from medfl.problem.described import Document, tensor_described
+from medfl.problem.described import tensor_described
 from medfl.problem.sections import Section
 
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
@@ -167,7 +168,7 @@ class BundleSections:
             ) from error
 
         if source.is_list:
-            source = replace(source, entries=[_without_marks(entry) for entry in source.entries])
+            source = replace(source, entries=list(map(_without_marks, source.entries)))
 
         if section == "train" and self._unlabelled is not None:
             source = _with(source, self._unlabelled)
@@ -186,7 +187,11 @@ class BundleSections:
         elif engine and config.raw(f"{engine}#prepare_batch")[1] is not None:
             prepare_batch = config.evaluated(f"{engine}#prepare_batch")
 
-        folder = config.evaluated("dataset_dir") if "dataset_dir" in config else self.root
+        if "dataset_dir" in config:
+            folder = config.evaluated("dataset_dir")
+        else:
+            folder = self.root
+
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
         return Section(
@@ -203,7 +208,7 @@ class BundleSections:
 
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
         entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
-        marked: list[Item] = []
+        marked = []
         for item, entry in zip(items, entries, strict=True):
             if isinstance(entry, Mapping) and entry.get(LACKS):
                 item = {**item, LACKS: entry[LACKS]}
@@ -226,7 +231,7 @@ def _without_marks(entry: Any) -> Any:
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
-    entries: list[Any] = []
+    entries = []
     if source.is_list and not more.alone:
         entries += source.entries
 

@@ -143,7 +143,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
 def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
     odd = [text for text in texts if text not in reference] or texts
-    shown = [repr(text) for text in odd[:limit]]
+    shown = list(map(repr, odd[:limit]))
     if odd[limit:]:
         shown.append("…")
 
@@ -394,7 +394,11 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
     if not (tensors.is_file() or pickled.is_file()):
         raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
-    weights = load_weights(tensors) if tensors.is_file() else load_pickled(pickled)
+    if tensors.is_file():
+        weights = load_weights(tensors)
+    else:
+        weights = load_pickled(pickled)
+
     network, loading = model.from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
     )
@@ -421,8 +425,10 @@ def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:
 
     if folder:
         refuse_other_folders(Path(folder))
+        name, pretrained = f"local-dir:{folder}", None
+    else:
+        name, pretrained = _OPEN_CLIP[plm]
 
-    name, pretrained = (f"local-dir:{folder}", None) if folder else _OPEN_CLIP[plm]
     model: Any = open_clip.create_model(name, pretrained=pretrained)
     tokenizer = open_clip.get_tokenizer(name)
     return model, lambda texts: model.encode_text(tokenizer(list(texts)))

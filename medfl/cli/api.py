@@ -126,7 +126,7 @@ def compare(
     """
     requested = _known(settings, ("seed", "partition"))
     specs: tuple[str | None, ...] = tuple(partitions) or (None,)
-    entries = tuple(Entry.read(text) for text in methods)
+    entries = tuple(map(Entry.read, methods))
     if not entries:
         raise InputError(
             "no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method"

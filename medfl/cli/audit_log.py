@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from medfl.core import tables, terminal
+from medfl.core.documents import Config
 from medfl.core.untrusted import printable
 from medfl.policy.audit import VerifiedLog
 
@@ -42,7 +40,7 @@ def text(log: VerifiedLog, width: int) -> list[str]:
     return lines + [f"  {problem}" for problem in log.problems]
 
 
-def _content(entry: Mapping[str, Any]) -> str:
+def _content(entry: Config) -> str:
     """Return a line's groups and numbers, or why it was refused."""
     if "reason" in entry:
         return printable(entry["reason"], 300)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Any
 
 from medfl import datasets
 from medfl.bundle.files import find, read, read_protocol, shipped
 from medfl.cli.arguments import as_flag_text
 from medfl.core import tables, terminal
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
 
-Document = dict[str, Any]
+_COUNTED = {"segmentation": "masks", "multilabel": "findings", "regression": "number"}
 
 
 def bundles(name: str | None = None) -> Document:
     """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
-        return {"bundles": [_bundle(bundle) for bundle in shipped()]}
+        return {"bundles": list(map(_bundle, shipped()))}
     if name not in shipped():
         raise InputError(
             f"bundle {name!r}",
@@ -96,11 +96,9 @@ def _short(text: str) -> str:
 
 
 def classes_text(entry: Document) -> str:
-    """Return the number of classes; of masks with the background."""
-    if entry["task"] == "segmentation":
-        return f"{entry['classes']} (masks)"
-
-    return str(entry["classes"])
+    """Return the number of classes and what else they are: masks with the background, findings or numbers."""
+    what = _COUNTED.get(entry["task"])
+    return f"{entry['classes']} ({what})" if what else str(entry["classes"])
 
 
 def _sides(entry: Document) -> str:

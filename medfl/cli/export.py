@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
+from medfl.core.documents import Config
 from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\
@@ -32,15 +32,13 @@ def add(verbs: Any) -> None:
     export.add_argument(
         "run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote"
     )
-    export.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle"
-    )
+    arguments.add_path(export, "--out", "DIR", "new folder of the bundle", required=True)
     text = "model of the last round, or the best by validation; default: last"
     export.add_argument("--which", default="last", metavar="last|best", help=text)
     export.add_argument(
         "--site",
         metavar="NAME",
-        help=("export the personal model of this site, or of all, if the method has one for each"),
+        help="export the personal model of this site, or of all, if the method has one for each",
     )
     export.add_argument(
         "--formats", default="torchscript,onnx", metavar="A,B",
@@ -76,7 +74,7 @@ def _export(args: Any) -> int:
     return show(args, document, lambda: "\n".join(_lines(document)))
 
 
-def _lines(document: Mapping[str, Any]) -> list[str]:
+def _lines(document: Config) -> list[str]:
     from medfl.export.formats import format_difference
 
     lines = []

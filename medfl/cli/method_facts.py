@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from medfl import methods as registry
+from medfl.core.documents import Config, Document
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
@@ -21,8 +20,6 @@ from medfl.methods.base import Method
 from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, Site
-
-Document = dict[str, Any]
 
 
 def catalogue() -> list[Document]:
@@ -116,7 +113,7 @@ def _toy_network() -> nn.Module:
     )
 
 
-def _in_order(groups: Mapping[str, Any]) -> list[str]:
+def _in_order(groups: Config) -> list[str]:
     return sorted(groups, key=lambda group: (group != "weights", group))
 
 

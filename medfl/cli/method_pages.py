@@ -6,14 +6,13 @@ import ast
 import json
 import re
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import medfl
 from medfl.cli.arguments import as_flag_text
 from medfl.core import tables, terminal
 from medfl.core.declared import Declared, read_options
+from medfl.core.documents import Config, Document
 from medfl.core.names import check_method_name, method_names
 from medfl.core.task import TASKS
 
@@ -24,8 +23,6 @@ _JUDGED = {
     "personal": "each site's own model is the product",
 }
 _SHOWN = 4  # options of a method in a table; its own page has them all
-
-Document = dict[str, Any]
 
 
 def methods(name: str | None = None) -> Document:
@@ -43,7 +40,7 @@ def methods(name: str | None = None) -> Document:
     return method_facts.method(name)
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
+def check_options(name: str, options: Config) -> None:
     """Raise an InputError for an option that a shipped method does not have, or for a value that it does not allow.
 
     What an option's limits do not say, such as two options that exclude each other, the method's class checks later.
@@ -190,5 +187,5 @@ def _options(title: str, options: list[Document], width: int) -> list[str]:
 
 def _type(option: Document) -> str:
     if option["choices"]:
-        return " | ".join(as_flag_text(choice) for choice in option["choices"])
+        return " | ".join(map(as_flag_text, option["choices"]))
     return str(option["type"]) + Declared(**option).bounds(">=", "<=")

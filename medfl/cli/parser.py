@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from medfl.core import terminal
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 
 
@@ -70,14 +71,14 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
-def show(args: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:
+def show(args: Any, document: Config, text: Callable[[], str]) -> int:
     """Print a verb's result, the document with --json, else its text; return exit code 0."""
     sys.stdout.write((json.dumps(document) if args.json else terminal.visible(text())) + "\n")
     sys.stdout.flush()
     return 0
 
 
-def telling(args: Any) -> dict[str, Any]:
+def telling(args: Any) -> Document:
     """Return where a run tells of itself, as keyword arguments: `say` takes lines, `progress` allows bars."""
     return {"say": str if args.quiet else log, "progress": sys.stderr.isatty() and not args.quiet}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
+from medfl.core.documents import Config
 from medfl.core.errors import RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
@@ -30,26 +30,24 @@ def add(verbs: Any) -> None:
     text = "apply a trained network to new images: write classes or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
+    arguments.add_path(predict, "model", "RUN|BUNDLE", text)
     text = (
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
         "files, DICOM files and series, .zip and .npz archives"
     )
-    predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
-    predict.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder"
-    )
+    arguments.add_path(predict, "images", "PATH", text, nargs="+")
+    arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label"
     )
-    predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
+    arguments.add_path(predict, "--reference", "DIR|CSV", text)
     text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument(
         "--site",
         metavar="NAME",
-        help=("use the personal model of this site, if the method has one for each"),
+        help="use the personal model of this site, if the method has one for each",
     )
     arguments.add_settings(predict, "device")
     arguments.add_number(
@@ -100,7 +98,7 @@ def _predict(args: Any) -> int:
     return 0
 
 
-def _lines(document: Mapping[str, Any], width: int) -> list[str]:
+def _lines(document: Config, width: int) -> list[str]:
     lines = [
         f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"
     ]
@@ -140,7 +138,7 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
     return [*lines, "for research: not a medical device"]
 
 
-def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+def _structures(rows: Sequence[Config], width: int) -> list[str]:
     """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
     lines = []
     for name in dict.fromkeys(key for row in rows for key in row if key not in ("id", "mask")):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
-from medfl.cli.parser import add_verb, show
+from medfl.cli.parser import add_verb, log, show
 from medfl.core.errors import InputError
 
 _EXAMPLES = """\
@@ -23,28 +22,23 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write an HTML report on one or several runs"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
-    report.add_argument(
-        "folders",
-        nargs="+",
-        type=arguments.existing,
-        metavar="DIR",
-        help="a folder that medfl run wrote",
+    arguments.add_path(
+        report, "folders", "DIR", "a folder that medfl run wrote", arguments.existing, nargs="+"
     )
-    report.add_argument(
-        "--out", type=Path, metavar="FILE.html",
-        help="write one page that compares the runs, which must share a bundle, instead of one in each folder",
-    )  # fmt: skip
-    report.add_argument(
-        "--curves",
-        type=Path,
-        metavar="FILE.png",
-        help="plot the metric of all runs against bytes sent and seconds",
+    arguments.add_path(
+        report,
+        "--out",
+        "FILE.html",
+        "write one page that compares the runs, which must share a bundle, instead of one in each folder",
     )
-    report.add_argument(
+    arguments.add_path(
+        report, "--curves", "FILE.png", "plot the metric of all runs against bytes sent and seconds"
+    )
+    arguments.add_path(
+        report,
         "--gains",
-        type=Path,
-        metavar="FILE.png",
-        help=("plot and list each site's gain over its local training and over FedAvg"),
+        "FILE.png",
+        "plot and list each site's gain over its local training and over FedAvg",
     )
 
 
@@ -76,7 +70,11 @@ def _report(args: Any) -> int:
     if args.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves
 
-        written.append(str(write_cost_curves(args.folders, args.curves)))
+        curves = write_cost_curves(args.folders, args.curves)
+        if curves is None:
+            log(f"{args.curves} is not drawn: no round has the key metric on its validation images")
+        else:
+            written.append(str(curves))
 
     if args.gains is None:
         return show(args, {"reports": written}, lambda: "\n".join(written))

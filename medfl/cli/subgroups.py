@@ -74,13 +74,13 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title
 
-    names = [name for name in subgroups.total.metrics if name != "loss"]
+    names = [name for name in subgroups.metrics if name != "loss"]
     rows = []
     for group in (*subgroups.groups, subgroups.total):
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
 
-    spare = [title(name) for name in reversed(names[2:])]
+    spare = list(map(title, reversed(names[2:])))
     lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
     for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note, width)
@@ -93,4 +93,5 @@ def _cell(estimate: Estimate | None) -> str:
         return "-"
     from medfl.report.formatting import interval
 
-    return f"{estimate.value:.3f} ({interval((estimate.low, estimate.high))})"
+    cases = f", {estimate.cases} cases" * bool(estimate.cases)
+    return f"{estimate.value:.3f} ({interval((estimate.low, estimate.high))}{cases})"

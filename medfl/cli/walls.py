@@ -71,7 +71,7 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    foreign: list[str | Path] = []
+    foreign = []
     reasons = []
     for bundle in (*use.bundles, *(run.bundle_path for run in records)):
         from medfl.bundle.files import ships_unchanged  # imports NumPy, which refusals need not
@@ -95,7 +95,11 @@ def hold(args: Any, use: Use) -> None:
 
     about = "--sandbox" if is_asked_for else reasons[0]
     if use.connects:
-        remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
+        if is_asked_for:
+            remedy = "leave it out"
+        else:
+            remedy = "leave it out, or add --no-sandbox"
+
         raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
 
     if lacking := walls.lacking():

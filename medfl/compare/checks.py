@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.compare.labels import labels
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values, printable
@@ -39,7 +40,7 @@ def require_same(
 ) -> None:
     """Raise an InputError that names the first kind in which the runs differ."""
     for kind, read in kinds.items():
-        values = sorted({read(run) for run in runs})
+        values = sorted(set(map(read, runs)))
         if len(values) > 1:
             raise InputError(f"runs of different {kind}: {' and '.join(values)}", allowed, advice)
 
@@ -58,7 +59,7 @@ def check_places(out: Path, paths: Sequence[Path]) -> None:
                 )
 
 
-def check_folder(settings: Mapping[str, Any], out: Path) -> None:
+def check_folder(settings: Config, out: Path) -> None:
     """Raise an InputError unless a folder is new, or of a comparison with these settings (`Grid.settings`)."""
     allowed = "a new folder, or one of an earlier comparison"
     advice = "give --out a path that does not exist yet"
@@ -98,7 +99,7 @@ def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {values.get(name, 'not set')}" for name in names)
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
+def _flat(settings: Config) -> dict[str, str]:
     """Return the settings of a grid by name, as text."""
     flat = {"bundle": setting(settings.get("bundle"))}
     for part, prefix in _PARTS.items():
@@ -145,7 +146,7 @@ def differing_settings(first: Mapping[str, object], second: Mapping[str, object]
 
 def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
-    flat: dict[str, object] = {}
+    flat = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
         for name, value in _leaves(field.name, document.get(field.name, default)).items():

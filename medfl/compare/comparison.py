@@ -329,7 +329,7 @@ class Comparison:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = self.judged_by
         sign = -1 if column.higher else 1
-        places = defaultdict[str, list[float]](list)
+        places = defaultdict(list)
         for partition in self.partitions:
             rows = self.on(partition)
             # a mean rank is fair only over partitions that every method was run on
@@ -450,7 +450,7 @@ def read(folders: Sequence[Path]) -> Comparison:
     Raises:
         InputError: as `Comparison`, or a folder is not a run's.
     """
-    runs = [RunFiles(folder) for folder in folders]
+    runs = list(map(RunFiles, folders))
     return Comparison([run for run in runs if run.summary is not None])
 
 

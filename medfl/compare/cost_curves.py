@@ -40,14 +40,18 @@ class _Curve(NamedTuple):
     by_seconds: list[tuple[float, float]]
 
 
-def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
-    """Write the picture of `cost_curves` for these run folders as a PNG file and return its path.
+def write_cost_curves(folders: Sequence[Path], file: Path) -> Path | None:
+    """Write the picture of `cost_curves` for these run folders as a PNG file; return its path, None without scores.
 
     Raises:
-        InputError: a folder is not a run's, the runs have different key metrics, or none was scored.
+        InputError: a folder is not a run's, the runs have different key metrics.
     """
     require_png(file, "--curves")
-    return write_png(cost_curves([RunFiles(Path(folder)) for folder in folders]), file)
+    runs = [RunFiles(Path(folder)) for folder in folders]
+    if not any(map(RunFiles.progress, runs)):
+        return None
+
+    return write_png(cost_curves(runs), file)
 
 
 def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:

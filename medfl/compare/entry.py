@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 
@@ -18,7 +18,7 @@ class Entry:
     label: str
     method: str
     options: Mapping[str, str]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Config = field(default_factory=dict)
     trials: int | None = None
 
     @classmethod

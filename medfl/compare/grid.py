@@ -24,7 +24,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,12 +32,13 @@ from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
 from medfl.core import terminal
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
@@ -70,7 +70,7 @@ class Cell:
             rounds is None or summary["rounds"] >= rounds
         )
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self) -> Document:
         """Return the run's summary, {} where it is not over.
 
         Raises:
@@ -110,7 +110,7 @@ class Grid:
     seeds: tuple[int, ...] = (0, 1, 2)
     options: Mapping[str, object] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
-    requested: Mapping[str, Any] = field(default_factory=dict)
+    requested: Config = field(default_factory=dict)
     search: str = ""
 
     def cells(self, out: Path) -> list[Cell]:
@@ -125,7 +125,7 @@ class Grid:
 
         return cells
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Return what all runs of a folder share, as plain JSON values."""
         requested = dict(self.requested)
         if self.search:
@@ -137,7 +137,7 @@ class Grid:
             "config": self.config,
             "requested": requested,
         }
-        document: dict[str, Any] = json.loads(json.dumps(shared, default=str))
+        document: Document = json.loads(json.dumps(shared, default=str))
         return document
 
 
@@ -217,7 +217,7 @@ def run_missing(
         checks.check_places(out, (cell.folder, _log_file(cell)))
 
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
+    write_json(out / checks.GRID, grid.settings())
     launch.say(f"{len(cells)} runs, {len(done)} of them there already")
     if launch.jobs is None:
         launch = dataclasses.replace(launch, jobs=(os.cpu_count() or 1) if device == "cpu" else 1)
@@ -260,7 +260,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     say = launch.say
     left = deque(cells)
     busy: dict[int, tuple[BaseProcess, Cell, float]] = {}
-    failed: dict[str, str] = {}
+    failed = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
 
     with terminal.bar(

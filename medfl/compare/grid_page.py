@@ -96,7 +96,7 @@ def _learning(comparison: Comparison, partition: str) -> Chart:
     personal = []
     # the page has no more colours
     for i, row in enumerate(rows[: charts.TONES]):
-        by_round = defaultdict[int, list[float]](list)
+        by_round = defaultdict(list)
         for run in row.runs.values():
             for number, _, _, value in run.progress():
                 by_round[number].append(value)

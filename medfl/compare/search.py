@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from medfl.compare.entry import Entry
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -19,7 +19,7 @@ from medfl.core.untrusted import Refused, json_values
 BEST = "best.json"
 """What a search has chosen."""
 _RUN = tuple(field.name for field in fields(ProtocolSettings))
-_FORM: Mapping[str, Any] = {
+_FORM: Config = {
     "method": str, "trials": int,
     "settings": {"options": dict[str, str], "requested": dict[str, float]},
 }  # fmt: skip
@@ -31,7 +31,7 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     Raises:
         InputError: a text of another form, a name twice, or a value twice.
     """
-    candidates: dict[str, tuple[str, ...]] = {}
+    candidates = {}
     for text in texts:
         name, _, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
@@ -76,7 +76,7 @@ def trials(
     return tuple(entry(method, point) for point in points)
 
 
-def entry(method: str, point: Mapping[str, Any]) -> Entry:
+def entry(method: str, point: Config) -> Entry:
     """Return a method with options and run settings of its own.
 
     Raises:
@@ -84,8 +84,8 @@ def entry(method: str, point: Mapping[str, Any]) -> Entry:
     """
     check_method_name(method)
     label = method
-    settings: dict[str, int | float] = {}
-    options: dict[str, str] = {}
+    settings = {}
+    options = {}
     for name, value in point.items():
         label += f" {name}={value}"
         if name in _RUN:
@@ -118,7 +118,7 @@ def tuned_entries(folder: Path) -> dict[str, Entry]:
     else:
         files = sorted(folder.glob(f"*/{BEST}"))
 
-    entries: dict[str, Entry] = {}
+    entries = {}
     for file in files:
         chosen = _read(file)
         if chosen.method in entries:

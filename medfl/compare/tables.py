@@ -206,7 +206,7 @@ def all_tables(
     comparison: Comparison, against: str, target: str, format_: str
 ) -> list[tuple[str, str]]:
     """Return title and text of each table; arguments as of `write_tables`."""
-    parts: list[tuple[str, str]] = []
+    parts = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
         title = f"Partition {partition}"

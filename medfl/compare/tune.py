@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
+from medfl.core.documents import Document
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.run_documents import read_run
 
 TESTED = "best"
@@ -45,7 +44,7 @@ def searched(
     )
 
 
-def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
+def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[str, str]]:
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
     The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
@@ -86,7 +85,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
         "settings": _settings(grid.options, winner),
         "tested": TESTED,
     }
-    write_atomic(launch.folder / BEST, (json.dumps(document, indent=1) + "\n").encode())
+    write_json(launch.folder / BEST, document)
     launch.say(
         f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
     )
@@ -96,7 +95,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     return document, comparison, {**failed, **more}
 
 
-def _validated(cells: Sequence[Cell], key: str) -> dict[str, Any]:
+def _validated(cells: Sequence[Cell], key: str) -> Document:
     """Return the mean of the validation figures of a trial's seeds, and how many have one; none if one has failed."""
     figures = []
     if all(cell.done(None) for cell in cells):

@@ -21,7 +21,7 @@ On the wire the group `weights@int8@float32` has what was float32 before; the nu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from medfl.core import setting_values
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights, is_finite
+from medfl.core.message import Message, Tensors, Weights, is_finite
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
@@ -103,7 +103,7 @@ class Compression:
         """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
         generator = torch.Generator().manual_seed(seed)
         half = _HALVES.get(self.kind)
-        groups: dict[str, dict[str, Tensor]] = {}
+        groups: dict[str, Tensors] = {}
         scales: dict[str, list[Tensor]] = {}
 
         # Sorted: the order of the draws must not depend on how the message was made.
@@ -150,7 +150,7 @@ class Compression:
 
         groups = dict(message.tensors)
         groups["weights"] = {n: tensor for n, tensor in weights.items() if n not in compressed}
-        rest: dict[str, Tensor] = {}
+        rest: Tensors = {}
         for dtype, names in parts.items():
             changes = []
             for name in names:
@@ -337,9 +337,7 @@ def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sen
         raise RunError(f"{sender}: {name!r} has NaN or infinite values")
 
 
-def _cut(
-    vector: Tensor, names: Sequence[str], like: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _cut(vector: Tensor, names: Sequence[str], like: Weights) -> Iterator[tuple[str, Tensor]]:
     """Split a vector into consecutive tensors of the shapes in `like`."""
     parts = torch.split(vector, [like[name].numel() for name in names])
     for name, part in zip(names, parts, strict=True):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, typed_value
@@ -67,7 +68,7 @@ class Declared:
         return cls(name=field.name, type=type_text, default=default, **form)
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """What is declared, as JSON has it."""
         names = ("name", "type", "choices", "minimum", "maximum", "default", "help")
         return {name: getattr(self, name) for name in names}
@@ -133,9 +134,7 @@ class Declared:
         return self.maximum is None or value <= self.maximum
 
 
-def read_options(
-    method: str, options: Mapping[str, Declared], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def read_options(method: str, options: Mapping[str, Declared], values: Config) -> Document:
     """Return the values of a method's options, which may be text, in the options' types.
 
     Raises:

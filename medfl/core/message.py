@@ -19,6 +19,8 @@ from medfl.core.message_limits import MessageLimits, check_bools
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""
+Tensors = dict[str, Tensor]
+"""Such tensors while they are collected."""
 
 _SCALARS = "scalars"
 
@@ -58,14 +60,14 @@ class Message:
 
     def __reduce__(
         self,
-    ) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
+    ) -> tuple[type[Message], tuple[dict[str, Tensors], dict[str, float]]]:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
         tensors = {group: dict(members) for group, members in self.tensors.items()}
         return Message, (tensors, dict(self.scalars))
 
-    def flat(self) -> dict[str, Tensor]:
+    def flat(self) -> Tensors:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""
-        flat: dict[str, Tensor] = {}
+        flat: Tensors = {}
         for group, members in self.tensors.items():
             for name, tensor in members.items():
                 flat[f"{group}/{name}"] = tensor
@@ -79,8 +81,8 @@ class Message:
     @classmethod
     def from_flat(cls, named: Weights) -> Message:
         """Invert `flat`."""
-        tensors: dict[str, dict[str, Tensor]] = {}
-        scalars: dict[str, float] = {}
+        tensors: dict[str, Tensors] = {}
+        scalars = {}
         for key, value in named.items():
             group, _, name = key.partition("/")
             if group == _SCALARS:
@@ -161,3 +163,7 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+Messages = Mapping[str, Message]
+"""Site -> the message that it sent, or is sent."""

@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -58,7 +58,7 @@ def enable() -> None:
     _begun = True
 
 
-def check(values: Mapping[str, Any]) -> None:
+def check(values: Config) -> None:
     """Raise an InputError if a portable run has a setting whose results depend on the machine; None is let pass."""
     if not values.get("portable"):
         return
@@ -78,7 +78,7 @@ def check(values: Mapping[str, Any]) -> None:
             )
 
 
-def enable_if_requested(run: Mapping[str, Any]) -> None:
+def enable_if_requested(run: Config) -> None:
     """Raise an InputError if a run, its settings by name, is portable and may not be computed in this process."""
     check(run)
     if run.get("portable"):

@@ -7,8 +7,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
@@ -67,7 +67,7 @@ class PublicRecord:
 
     bundle: str
     bundle_sha256: str
-    config: Mapping[str, Any]
+    config: Config
     data: DataRecord
     section: str
     items: Count
@@ -114,8 +114,8 @@ class Run(GeneralSettings, ProtocolSettings):
     bundle_path: str
     bundle_sha256: str
     method: str
-    options: Mapping[str, Any]
-    config: Mapping[str, Any]
+    options: Config
+    config: Config
     data: DataRecord
     partition: PartitionRecord
     versions: Mapping[str, str]
@@ -123,9 +123,9 @@ class Run(GeneralSettings, ProtocolSettings):
     text: TextRecord | None = None
     adapted: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Return the record as plain JSON values; without empty optional parts and later settings at their defaults."""
-        document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        document: Document = json.loads(json.dumps(dataclasses.asdict(self)))
         for name in _OPTIONAL:
             if not document[name]:
                 document.pop(name)
@@ -138,7 +138,7 @@ class Run(GeneralSettings, ProtocolSettings):
         return document
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Run:
+    def from_dict(cls, document: Config) -> Run:
         """Invert `to_dict`, ignoring other keys.
 
         Raises:
@@ -201,7 +201,7 @@ class Run(GeneralSettings, ProtocolSettings):
         return lines
 
 
-def withdrawn_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+def withdrawn_settings(document: Config) -> Document:
     """Return the settings in a record that nothing reads any more, but for those at their defaults."""
     return {
         name: document[name]
@@ -210,12 +210,12 @@ def withdrawn_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hash_as_recorded(document: Mapping[str, Any]) -> str:
+def hash_as_recorded(document: Config) -> str:
     """Return the run hash of a record as its writer computed it; raises as `Run.from_dict`."""
     return _hash_of({**Run.from_dict(document).to_dict(), **withdrawn_settings(document)})
 
 
-def _hash_of(document: dict[str, Any]) -> str:
+def _hash_of(document: Document) -> str:
     _forget(document, _NOT_HASHED)
     # Where a table lies changes nothing: the ids of the partition say what it said.
     if document["partition"]["spec"].startswith("file:"):
@@ -228,7 +228,7 @@ def without_round_limit(run: Run) -> Run:
     return replace(run, rounds=0)
 
 
-def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:
+def _forget(document: Document, paths: Iterable[str]) -> None:
     """Drop from a record these entries, named by their keys from the top joined by dots, and what only says where.
 
     That is which GPU, and where public data, teachers and text lie: their hashes say what they are.

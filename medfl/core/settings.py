@@ -15,6 +15,7 @@ from typing import Any
 
 from medfl.core import portable, setting_values
 from medfl.core.declared import Declared, declared
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 
 LOSSLESS = "lossless"
@@ -74,11 +75,11 @@ class Setting(Declared):
         return f"{kind} {bounds}".strip()
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> Document:
         """The allowed values, as JSON Schema."""
         bounds = {"minimum": self.minimum, "exclusiveMinimum": self.above, "maximum": self.maximum}
         limits = {name: value for name, value in bounds.items() if value is not None}
-        kinds: Mapping[type, dict[str, Any]] = {
+        kinds: Mapping[type, Document] = {
             bool: {"type": "boolean"},
             str: {"type": "string", "maxLength": self.longest},
             int: {"type": "integer", **limits},
@@ -208,7 +209,7 @@ class ProtocolSettings:
         maximum=1,
     )
     rounds: int = setting(
-        "number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+        "number of communication rounds", "R", group=TRAINING, minimum=0, maximum=_MAX_VALUE
     )
     local_epochs: int = setting(
         "local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE
@@ -263,15 +264,13 @@ SETTINGS: Mapping[str, Setting] = {
     field.name: Setting.of(field)
     for field in (*dataclasses.fields(ProtocolSettings), *dataclasses.fields(GeneralSettings))
 }
-ADDED_LATER: Mapping[str, Any] = {
-    name: entry.default for name, entry in SETTINGS.items() if entry.later
-}
+ADDED_LATER: Config = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
 """Defaults of the settings with `later`."""
-WITHDRAWN: Mapping[str, Any] = {"capture": False, "pack": 1}
+WITHDRAWN: Config = {"capture": False, "pack": 1}
 """Settings that earlier releases had, with their defaults; what a record says of them is ignored."""
 
 
-def check_limits(values: Mapping[str, Any]) -> None:
+def check_limits(values: Config) -> None:
     """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
 
     Unknown names and None are ignored.

@@ -11,7 +11,10 @@ from medfl.core.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASKS = ("classification", "segmentation", "other")
+TASKS = ("classification", "multilabel", "regression", "segmentation", "other")
+"""The kinds of `medfl.problem.tasks`."""
+OF_VECTORS = TASKS[:3]
+"""Kinds of which a network gives a vector an image."""
 SECTIONS = ("train", "validate", "test")
 """The parts that a data set is divided into."""
 
@@ -37,8 +40,8 @@ class Task:
     """A bundle's problem.
 
     Attributes:
-        kind: classification, segmentation or other.
-        classes: class names in label order, () where there are none.
+        kind: of `TASKS`.
+        classes: class names in label order, names of findings or of numbers; () where there are none.
         intensities: mean and standard deviation by which pictures of 0..1 become what a network is given, one number
             or one a channel; InputError where they cannot be read.
         embeddings: language model's name -> unit-norm prompt embeddings (K, M, D); InputError where there are none.

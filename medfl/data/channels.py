@@ -52,7 +52,12 @@ class Channels(Wrapped):
 def _zeroed(x: Any, present: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != present.shape[1]:
         is_tensor = isinstance(x, Tensor)
-        form = f"of shape {tuple(x.shape)}" if is_tensor else f"that are a {type(x).__name__}"
+
+        if is_tensor:
+            form = f"of shape {tuple(x.shape)}"
+        else:
+            form = f"that are a {type(x).__name__}"
+
         raise InputError(
             f"images {form} with --site-channels or --channel-drop",
             f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",

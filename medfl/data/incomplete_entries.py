@@ -98,7 +98,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
     first = first_random(steps)
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Transform] = []
+    fixed = []
     for step in steps[:first]:
         fixed += [step, *zero]
 
@@ -158,7 +158,10 @@ class StandInLabel(MonaiTransform):
         # Without an example the first transform, which reads files, tells masks from classes.
         for step in self.before.transforms:
             if isinstance(step, MapTransform):
-                return torch.zeros((1, 1, 1), dtype=torch.uint8) if "label" in step.keys else -1
+                if "label" in step.keys:
+                    return torch.zeros((1, 1, 1), dtype=torch.uint8)
+
+                return -1
 
         return -1
 

@@ -22,6 +22,7 @@ from medfl.data.prepared import Item, Transform
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
 # How a table read with pandas says that there is no value.
 _NOTHING = ("", "nan", "<NA>")
+_MOST_NUMBERS = 1000
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
 
@@ -63,7 +64,7 @@ def take_apart(dataset: Any) -> Source:
         return replace(inner, entries=Subset(inner.entries, dataset.indices))
 
     if isinstance(dataset, ConcatDataset):
-        parts = [take_apart(part) for part in dataset.datasets]
+        parts = list(map(take_apart, dataset.datasets))
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
 
@@ -117,6 +118,8 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
 
         if label is not None:
             record["label"] = label
+        elif (target := numbers(entry.get("label"))) is not None:
+            record["target"] = target
 
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
             for name in names:
@@ -149,6 +152,21 @@ def _path(entry: Item, folders: Sequence[Path]) -> str:
             return path.as_posix()
 
     return ""
+
+
+def numbers(label: object) -> tuple[float | None, ...] | None:
+    """Return a label that is a number, or a row of numbers, None in it for NaN; else None."""
+    if isinstance(label, bool | str | Mapping | None):
+        return None
+    try:
+        row = np.atleast_1d(np.asarray(label, dtype=np.float64))
+    except (TypeError, ValueError):
+        return None
+
+    if row.ndim > 1 or not 0 < len(row) <= _MOST_NUMBERS:
+        return None
+
+    return tuple(None if value != value else value for value in row.tolist())
 
 
 def class_index(label: object) -> int | None:

@@ -30,7 +30,7 @@ from medfl.datasets.readers.tables import Layout, Table, several
 
 class _Item(TypedDict):
     image: str
-    label: int | str
+    label: int | str | tuple[float, ...]
     id: str
     centre: str
     group: str
@@ -39,10 +39,13 @@ class _Item(TypedDict):
 class Item(_Item, total=False):
     """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
 
-    `label` is the class, or in segmentation where the reference mask lies; `size` the number of pixels or voxels.
+    `label` is the class, in segmentation where the reference mask lies, or findings or numbers; `size` the number of
+    pixels or voxels. Sex and age are there where the source names them.
     """
 
     size: int
+    sex: str
+    age: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class DataSet:
 
     Attributes:
         classes: names in label order, as in the source's tables or folders; in segmentation of the mask's values 0, 1,
-            ..., the background first.
+            ..., the background first; of findings or numbers where an image has several of them.
         concepts: classification: the classes in words, in the same order.
         centres: where images were taken; one name if the source does not say, or for all where they are too many to
             name (writers).
@@ -73,10 +76,12 @@ class DataSet:
             trials: `<split>:<number>` is another draw.
         notes: what a user of the data must know.
         draw: writes a phantom cohort: (folder, generator, images per class, pixels per side) -> number of images.
-        per_class: default number of phantom images per class, in segmentation of cases.
+        per_class: default number of phantom images per class, in segmentation of cases; of images with findings or
+            numbers per scene that is drawn.
         size: default side of phantom images.
         open_pair: makes it a segmentation: opens an image with its mask, (image, mask) -> anything, raising an
             InputError that names what is wrong with them.
+        kind: what an image without a mask has: classification (a class), multilabel (findings) or regression (numbers).
     """
 
     name: str
@@ -95,6 +100,7 @@ class DataSet:
     centres: tuple[str, ...] = ("unknown",)
     size: int = 64
     open_pair: Callable[[str, str], object] | None = None
+    kind: str = "classification"
     mixed_channels: bool = False
     notes: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
@@ -102,11 +108,11 @@ class DataSet:
 
     @property
     def task(self) -> str:
-        """Classification or segmentation."""
+        """Its kind of task: segmentation, or that of its labels."""
         if self.open_pair:
             return "segmentation"
 
-        return "classification"
+        return self.kind
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -344,12 +350,13 @@ def _sections(
 
 def item_of(record: Record) -> Item:
     """Return a record as an entry of a data list."""
-    label = record.mask or ClassIndex(record.label, record.image)
+    label = record.mask or record.target or ClassIndex(record.label, record.image)
     item = Item(
         image=record.image, label=label, id=record.id, centre=record.centre, group=record.group
     )
     if record.size is not None:
         item["size"] = record.size
+    item.update(record.about)  # type: ignore[typeddict-item]
     return item
 
 

@@ -110,7 +110,11 @@ def _read_flamby(folder: Path) -> Table:
                 f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}"
             )
         elif listed != centre:
-            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
+            if listed:
+                problem = f"is of hospital {listed} in {path}"
+            else:
+                problem = f"is not in {path}"
+
             table.problems.append(f"subject {subject} {problem}")
         else:
             image = volumes["T1"]

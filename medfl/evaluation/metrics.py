@@ -19,15 +19,22 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from medfl.core.errors import InputError, RunError
+from medfl.evaluation import findings, numbers
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's title in reports, its definition in one line and its direction."""
+    """A metric's title in reports, its definition in one line, its direction, and whether it may be below 0."""
 
     title: str
     definition: str
     higher_is_better: bool = True
+    signed: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1."""
+        return self.higher_is_better and not self.signed
 
 
 IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
@@ -44,8 +51,32 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "Macro F1", "mean F1 over the classes present in the reference or predicted"
         ),
         "auroc": Metric(
-            "AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"
+            "AUROC",
+            "mean one-versus-rest area under the ROC curve; if two classes, the second's; of findings, the mean over "
+            "those that enough cases have and lack",
         ),
+        "average_precision": Metric(
+            "Average precision", "area under precision and recall, mean over the same findings"
+        ),
+        "f1": Metric(
+            "F1",
+            "of each finding at the threshold chosen on validation images, mean over the same findings",
+        ),
+        "sensitivity": Metric(
+            "Sensitivity",
+            "share of the images with a finding that are called so at that threshold, likewise",
+        ),
+        "specificity": Metric(
+            "Specificity", "share of the images without a finding that are called so, likewise"
+        ),
+        "mae": Metric("MAE", "mean absolute error, in the target's unit", higher_is_better=False),
+        "rmse": Metric("RMSE", "root of the mean squared error", higher_is_better=False),
+        "r2": Metric(
+            "R²",
+            "1 - squared error / squared deviation of the targets from their mean",
+            signed=True,
+        ),
+        "pearson": Metric("Pearson r", "correlation of predicted and true numbers", signed=True),
         "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
         "dice": Metric(
             "Dice",
@@ -69,12 +100,24 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
     }
 )
 
-KEY_METRICS: Mapping[str, str] = MappingProxyType(
-    {"classification": "balanced_accuracy", "segmentation": "dice"}
+OF_CASES = (
+    "probabilities", "label", "predicted", "findings", "decisions", "thresholds", "prediction", "target", "own_pred",
+    "own_label",
+)  # fmt: skip
+"""What is no metric of a case."""
+OVER_CLASSES = frozenset(
+    {
+        "balanced_accuracy",
+        "f1_macro",
+        "auroc",
+        "average_precision",
+        "f1",
+        "sensitivity",
+        "specificity",
+    }
 )
-"""The metric that chooses the best round of a task whose bundle names none."""
-
-_OF_CLASSES = ("probabilities", "label", "loss")
+"""Means over classes or findings, which two sets of cases share only where they have the same ones."""
+_REFERENCES = ("label", "findings", "target")
 _LOWER_IS_BETTER = frozenset(
     {"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"}
 )
@@ -115,8 +158,10 @@ class Cases:
     Attributes:
         ids: the items' ids, without repeats.
         values: tensors whose first dimension is the case. Classification: "probabilities" (N, K) float32, "label" (N,)
-            int64, "loss" (N,) float32. Other tasks, and metrics of a user's own: one (N,) float tensor per metric, NaN
-            where a case has none.
+            int64, "loss" (N,) float32; read from a table also "predicted" (N,) int64. Findings: "probabilities" (N, K),
+            "findings" (N, K) int8 of 1, 0 and -1 (unknown), of test images "decisions" (N, K) int8 by "thresholds"
+            (N, K). Numbers: "prediction" and "target" (N, D) float64. Other
+            tasks, and metrics of a user's own: one (N,) float tensor per metric, NaN where a case has none.
 
     Raises:
         ValueError: a tensor's first dimension is not the number of ids.
@@ -137,8 +182,13 @@ class Cases:
 
     @property
     def is_classification(self) -> bool:
-        """Whether the cases carry class probabilities."""
-        return "probabilities" in self.values
+        """Whether the cases carry class probabilities, of which one class is right."""
+        return "label" in self.values
+
+    @property
+    def reference(self) -> torch.Tensor | None:
+        """What is true of the cases, None where a value is a score already."""
+        return next((self.values[name] for name in _REFERENCES if name in self.values), None)
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -205,35 +255,42 @@ class Cases:
 def summarise(cases: Cases) -> dict[str, float]:
     """Return the metrics of a set of cases as plain floats; the empty set has none.
 
-    Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, and `loss` where the cases carry it, as
-    `METRICS` defines them, and the mean of any further value. The mean of `auroc` is over the classes that some but not
-    all cases have; where there is none, `auroc` is left out.
+    Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, as `METRICS` defines them. The mean of `auroc`
+    is over the classes that some but not all cases have; where there is none, `auroc` is left out. Findings: as of
+    `medfl.evaluation.findings.summary`. Numbers: as of `medfl.evaluation.numbers.summary`.
 
-    Other tasks: the mean of each value over the cases, whatever their size. Cases whose value is NaN are ignored; if
-    there are any, `<name>_cases` counts the others, and if all are, the metric is left out.
+    Of all tasks: the mean of each other value over the cases, whatever their size. Cases whose value is NaN are
+    ignored; if there are any, `<name>_cases` counts the others, and if all are, the metric is left out.
 
     Raises:
         InputError: a label is outside the classes.
-        RunError: a probability is not finite.
+        RunError: an output is not finite.
     """
     if not len(cases):
         return {}
-    if not cases.is_classification:
-        return _case_means(cases.values)
 
-    probabilities = cases.values["probabilities"].numpy(force=True)
-    label = cases.values["label"].numpy(force=True)
-    _check(cases.ids, probabilities, label)
-    result = from_confusion(confusion(label, probabilities.argmax(1), probabilities.shape[1]))
+    result: dict[str, float] = {}
+    arrays = {name: values.numpy(force=True) for name, values in cases.values.items()}
+    for name in ("probabilities", "prediction"):
+        if name in arrays:
+            _check_finite(cases.ids, name, arrays[name])
 
-    if (area := _auroc(label, probabilities)) is not None:
-        result["auroc"] = area
+    if "label" in arrays and "probabilities" in arrays:
+        probabilities = arrays["probabilities"]
+        label = arrays["label"]
+        _check_labels(cases.ids, label, probabilities.shape[1])
+        result |= from_confusion(confusion(label, probabilities.argmax(1), probabilities.shape[1]))
+        if (area := _auroc(label, probabilities)) is not None:
+            result["auroc"] = area
 
-    if "loss" in cases.values:
-        # In float64: the mean of many float32 losses would lose digits.
-        result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
+    if "findings" in arrays:
+        decisions = arrays.get("decisions")
+        result |= findings.summary(arrays["probabilities"], arrays["findings"], decisions)
 
-    further = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
+    if "target" in arrays:
+        result |= numbers.summary(arrays["prediction"], arrays["target"])
+
+    further = {name: values for name, values in arrays.items() if name not in OF_CASES}
     return {**result, **_case_means(further)}
 
 
@@ -293,21 +350,20 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
     }
 
 
-def _case_means(values_of: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     result: dict[str, float] = {}
-    for name, tensor in values_of.items():
-        values = tensor.numpy(force=True).astype(np.float64)
-        scored = values[~np.isnan(values)]
+    for name, array in values_of.items():
+        scored = array[~np.isnan(array)]
         if scored.size:
-            result[name] = float(scored.mean())
-            if scored.size < values.size:
+            # In float64: the mean of many float32 losses would lose digits.
+            result[name] = float(scored.mean(dtype=np.float64))
+            if scored.size < array.size:
                 result[f"{name}_cases"] = float(scored.size)
 
     return result
 
 
-def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any]) -> None:
-    classes = probabilities.shape[1]
+def _check_labels(ids: tuple[str, ...], label: NDArray[Any], classes: int) -> None:
     outside = (label < 0) | (label >= classes)
     if outside.any():
         first = int(outside.argmax())
@@ -317,11 +373,13 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
             "correct this label, or the number of classes in the bundle's configuration",
         )
 
-    bad = ~np.isfinite(probabilities).all(1)
+
+def _check_finite(ids: tuple[str, ...], name: str, outputs: NDArray[Any]) -> None:
+    bad = ~np.isfinite(outputs).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
         raise RunError(
-            f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}"
+            f"the model's {name} are not finite for {count}, first {ids[bad.argmax()]!r}"
         )
 
 

@@ -9,25 +9,33 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from medfl import methods
+from medfl.bundle.bundle import shipped
 from medfl.bundle.configuration import Configuration, by_existing_ids, own_modules
 from medfl.bundle.files import config_file, read
+from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.bundle.zoo.conventions import without_fetching
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.core.terminal import Print
-from medfl.data.prepared import as_plain
+from medfl.data.prepare import prepare
+from medfl.data.prepared import Prepared, Shard, as_plain
+from medfl.data.source import Source
+from medfl.evaluation.metrics import Cases
 from medfl.export import configs, descriptions
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
@@ -41,12 +49,12 @@ from medfl.export.formats import (
     quiet,
     write,
 )
-from medfl.export.images import Images, compare_predictions, test_images
-from medfl.problem.described import Config, Document
 from medfl.problem.parts import is_parts
+from medfl.problem.problem import Problem
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing
-from medfl.storage.places import check_which, require_for_export
+from medfl.storage.places import PHANTOM, check_which, require_for_export
+from medfl.storage.run_documents import read_rows
 from medfl.storage.run_folder import safe_file_name
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
@@ -192,7 +200,12 @@ class _BundleWriter:
         meta = descriptions.bundle_metadata(
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
-        measured = "test images of the run" if self.images.from_run else "drawn images"
+
+        if self.images.from_run:
+            measured = "test images of the run"
+        else:
+            measured = "drawn images"
+
         meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
@@ -253,7 +266,7 @@ class _BundleWriter:
     def _arguments(self) -> Document:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
         run = self.trained.run
-        shapes = list[list[int]]()
+        shapes = []
 
         def embeddings(plm: str) -> Tensor:
             values = self.task.embeddings(plm)
@@ -466,3 +479,143 @@ def _copy_folder(source: Path, target: Path, ignored: Callable[[str, list[str]],
             _copy_folder(source / name, target / name, ignored)
         else:
             shutil.copyfile(source / name, target / name)
+
+
+# The images on which an export is compared: a few test items of the run, else of its phantom.
+
+
+_COUNT = {"classification": 8}  # images by task
+_DEFAULT_COUNT = 3  # fewer, because masks take longer
+
+
+@dataclass(frozen=True)
+class Images:
+    """A few images, as validation prepares them.
+
+    Attributes:
+        bundle: the run's, opened on their folder, with the network of the model's site.
+        from_run: whether they are test items of the run.
+        inputs: (1, C, H, W[, D]) each.
+        entries: their entries in the data list; () where only the bundle's own class can read them.
+        prepared: the images with their targets.
+    """
+
+    bundle: Problem
+    from_run: bool
+    inputs: tuple[Tensor, ...]
+    entries: tuple[Any, ...]
+    prepared: Prepared
+
+
+def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
+    """Return a few test images, of the model's site where it has one; `data` is their folder, where they have moved.
+
+    Raises:
+        InputError: the folder does not have them.
+    """
+    run = trained.run
+    name = bundle_of(trained.run)
+    is_shipped = name in shipped()
+    folder = data or None
+    if not data and run.data.folder and Path(run.data.folder).is_dir():
+        folder = run.data.folder
+
+    from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
+
+    if not from_run:
+        say(
+            f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)"
+        )
+
+    config = {**run.config, **model.config}
+    if is_shipped and from_run:
+        config["split"] = run.data.split  # a phantom in the place of real images has its own
+
+    bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
+    if is_shipped and not folder:
+        opened = with_data(bundle, PHANTOM, config)
+    else:
+        opened = with_data(bundle, folder, config)
+
+    bundle = opened.bundle
+
+    if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:
+        from_run = False
+        say(
+            "note: the run's PHANTOM images are drawn otherwise today: measured on today's (or give --data DIR)"
+        )
+
+    if bundle.custom_trainer:
+        raise InputError(
+            f"the export of a run with a {bundle.custom_trainer}, which has an iteration of its own",
+            "what is exported is one network of images",
+            "load the run's weights.safetensors into the bundle's own networks",
+        )
+
+    section = bundle.section("test")
+    count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
+    positions = list(range(len(section.items)))
+    if model.site and from_run:
+        of_site = set(run.partition.sites[model.site]["test"])
+        positions = [i for i in positions if section.items[i]["id"] in of_site]
+
+    # spread over the data list, which often has one class after the other
+    positions = positions[:: max(1, len(positions) // count)][:count] or [0]
+    source = section.source
+    listed: tuple[Any, ...] = ()
+    entries: Any = Subset(source.entries, positions)
+    if source.is_list:
+        listed = tuple(source.entries[i] for i in positions)
+        entries = list(listed)
+
+    items = [section.items[i] for i in positions]
+    chosen = Source(entries, source.transforms, source.repeatable)
+    prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
+    inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
+
+    return Images(bundle, from_run, inputs, listed, prepared)
+
+
+# The run's own predictions
+
+
+def compare_predictions(
+    network: nn.Module, trained: RunNetworks, model: Model, images: Images
+) -> dict[str, float] | None:
+    """Compare a network with predictions.csv on these images.
+
+    Returns:
+        The number of compared items and the largest difference; None where the file is of another model or images, or
+        validation draws at random, by an item's place among all.
+    """
+    file = trained.path / "predictions.csv"
+    draws = images.prepared.deterministic() is not images.prepared
+    of_this_model = (
+        trained.which == "last"
+        and trained.finished
+        and (model.site != "") == (trained.method.judged == "personal")
+    )
+
+    if not of_this_model or not images.from_run or not file.is_file() or draws:
+        return None
+
+    shard = Shard.of(images.prepared, range(len(images.inputs)))
+    cases = images.bundle.evaluator(network, shard, CPU)
+    rows = {row.get("id"): row for _, row in read_rows(file)}
+    count = 0
+    largest = 0.0
+    for index, ident in enumerate(cases.ids):
+        if ident in rows:
+            count += 1
+            largest = max(largest, *_differences(cases, index, rows[ident]))
+
+    return {"items": count, "largest_difference": largest} if count else None
+
+
+def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+    if cases.is_classification:
+        recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
+        computed = cases.values["probabilities"][index].tolist()
+        return [abs(a - b) for a, b in zip(recorded, computed, strict=True)]
+    values = {key: float(values[index]) for key, values in cases.values.items() if row.get(key)}
+    return [abs(float(row[key]) - value) for key, value in values.items() if value == value]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.bundle.files import config_file, read
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.message import Weights
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
-from medfl.problem.described import Document
 from medfl.storage.files import file_sha256
 
 LARGE = 25_000_000
@@ -98,7 +99,12 @@ def _hashes(folder: Path, meta: Document) -> Iterator[str]:
 
 def _large(folder: Path) -> Iterator[str]:
     file = folder / "large_files.yml"
-    entries = yaml.safe_load(file.read_text())["large_files"] if file.is_file() else []
+
+    if file.is_file():
+        entries = yaml.safe_load(file.read_text())["large_files"]
+    else:
+        entries = []
+
     listed = {entry["path"]: entry for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -175,5 +181,5 @@ def load_weights_into(network: nn.Module, folder: Path, builder: str) -> None:
     network.load_state_dict(weights)
 
 
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _shapes(state: Weights) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from medfl.bundle.files import read
+from medfl.core.documents import Config, Document
 from medfl.export.network import TARGET
-from medfl.problem.described import Config, Document
 
 _TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
 _SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
@@ -193,7 +193,7 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
             "has id, prediction and the probability of each class."
         )
     else:
-        steps = [_at_source(step) for step in steps]
+        steps = list(map(_at_source, steps))
         file.head(
             "Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/."
         )
@@ -210,7 +210,10 @@ def _at_source(step: Config) -> Config:
     if step["_target_"] == "SaveImaged":
         step = {"_target_": _WRITER, "keys": step["keys"], "output_dir": step["output_dir"]}
 
-    return {**step, "root": "@dataset_dir"} if step["_target_"] == _WRITER else step
+    if step["_target_"] == _WRITER:
+        return {**step, "root": "@dataset_dir"}
+
+    return step
 
 
 # The network of an export
@@ -225,7 +228,12 @@ def network_with_weights(node: Any, sha256: str) -> Document:
     """Return a `network_def` that starts from the weights of the id `initial_weights`."""
     inner = network_without_weights(node)
     exported = isinstance(inner, Mapping) and inner.get("_target_") == TARGET
-    definition = dict(inner) if exported else {"_target_": TARGET, "network": inner}
+
+    if exported:
+        definition = dict(inner)
+    else:
+        definition = {"_target_": TARGET, "network": inner}
+
     return {**definition, "weights": "@initial_weights", "sha256": sha256}
 
 

@@ -23,6 +23,7 @@ from markupsafe import Markup
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
+from medfl.core.documents import Config, Document
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.tables import markdown_text
@@ -30,7 +31,6 @@ from medfl.core.task import SECTIONS
 from medfl.core.terminal import visible
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
-from medfl.problem.described import Config, Document
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256
 from medfl.storage.places import PHANTOM
@@ -186,7 +186,7 @@ def _without_paths(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: _without_paths(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_without_paths(value) for value in node]
+        return list(map(_without_paths, node))
     if isinstance(node, str):
         return _PATH_TO_REMOVE.sub("DIR", node)
 
@@ -302,7 +302,12 @@ def _next(version: str) -> str:
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
-    owner = f"the model of site {model.site}" if model.site else "the global model"
+
+    if model.site:
+        owner = f"the model of site {model.site}"
+    else:
+        owner = "the global model"
+
     text = f"weights of {owner} after round {model.round}"
     if trained.which == "best":
         text += " (best by validation)"
@@ -340,7 +345,7 @@ def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
 
 def weight_files(folder: Path) -> dict[str, Document]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    files: dict[str, Document] = {}
+    files = {}
     for path in sorted((folder / "models").iterdir()):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
-from medfl.runtimes.federation import POOLED
+from medfl.runtimes import federation
 from medfl.storage import run_documents
 from medfl.storage.files import write_atomic
 
@@ -20,7 +21,7 @@ RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""
 _KIT = {
     "require_signed_jobs": bool | None,
-    "permissions": dict[str, Any],
+    "permissions": Document,
     "components": list[Any],
     "class_allow_list": list[str] | None,
 }
@@ -31,10 +32,7 @@ OWN_IMAGES = "own"
 
 def participants(run: Run) -> list[str]:
     """Return the participants of a run, as `Federation.participants`."""
-    if methods.load(run.method, run.options).pools_data:
-        return [POOLED]
-
-    return list(run.partition.sites)
+    return federation.participants(run, methods.load(run.method, run.options).pools_data)
 
 
 def read_run(app: str) -> Run:
@@ -42,7 +40,7 @@ def read_run(app: str) -> Run:
     return Run.from_dict(run_documents.read_run_document(Path(app) / "config" / RUN_FILE))
 
 
-def error_document(error: Exception) -> dict[str, Any]:
+def error_document(error: Exception) -> Document:
     """Return an error as plain values."""
     if isinstance(error, InputError):
         return {"parts": list(error._parts)}
@@ -62,7 +60,7 @@ def raise_error(document: object) -> None:
     raise RunError(str(failure.get("text")))
 
 
-def read_kit_file(path: Path) -> dict[str, Any]:
+def read_kit_file(path: Path) -> Document:
     """Return a JSON file of a startup kit; InputError if it is not one."""
     document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
     if not isinstance(document, dict):
@@ -74,7 +72,7 @@ def read_kit_file(path: Path) -> dict[str, Any]:
     return document
 
 
-def read_resources(path: Path) -> dict[str, Any]:
+def read_resources(path: Path) -> Document:
     """Return the content of a startup kit's `local/resources.json`, or of the default beside it."""
     for source in (path, path.with_name(f"{path.name}.default")):
         if source.is_file():

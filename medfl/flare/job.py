@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.release import pip_install
 from medfl.core.run import Run
@@ -105,16 +106,16 @@ RunJob = Callable[[Path, str, list[str], Print], Path]
 EACH_SITE_IS_A_PROCESS = "each of its sites is a process"
 
 
-def execute_with(run_job: RunJob) -> Callable[[Execution], dict[str, Any]]:
+def execute_with(run_job: RunJob) -> Callable[[Execution], Document]:
     """Return what executes a run as a FLARE job, in processes on this machine, and returns the summary.
 
     The processes' output goes to `flare/` in the run folder, which is removed unless the run fails. Errors are those of
     `Simulator.execute`.
     """
 
-    def execute(execution: Execution) -> dict[str, Any]:
+    def execute(execution: Execution) -> Document:
         launch = execution.launch
-        settings: dict[str, Any] = {"save_predictions": launch.save_predictions}
+        settings: Document = {"save_predictions": launch.save_predictions}
         for name in ("min_replies", "deadline", "track"):
             if getattr(launch, name) is not None:
                 settings[name] = getattr(launch, name)
@@ -164,7 +165,7 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
     return log
 
 
-def _result(folder: Path, output: Path) -> dict[str, Any]:
+def _result(folder: Path, output: Path) -> Document:
     """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
     flare_folder = folder / FLARE_FOLDER
     failure = flare_folder / ERROR_FILE
@@ -210,7 +211,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
     import psutil  # type: ignore[import-untyped]  # comes with FLARE and has no types
 
-    descendants: list[Any] = []
+    descendants = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         descendants = psutil.Process(process.pid).children(recursive=True)
 

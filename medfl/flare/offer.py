@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
 from medfl.core.run import DataRecord, PartitionRecord, Run
@@ -31,9 +32,9 @@ def offer(
     bundle: str,
     sites: Sequence[str],
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     rehearsal: bool = False,
     data: str | None = None,
 ) -> Run:
@@ -98,7 +99,7 @@ def export(
     min_replies: int | None = None,
     deadline: float | None = None,
     **offered: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Write the job of an offered run into a new folder and return its description.
 
     With `resume` the server continues the run if it has it already; `offered` are further arguments of `offer`.

@@ -35,7 +35,6 @@ from medfl.core.errors import InputError, MedflError, errors_safe_to_send
 from medfl.core.names import NO_WALLS
 from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
-from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
 from medfl.flare.files import error_document, participants, read_run
 from medfl.flare.remote import ReportedRunFolder
@@ -56,6 +55,8 @@ from medfl.storage.run_folder import SITES, RunFolder
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite
     from medfl.runtimes.monai_fl.held import HeldSite
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
+from nvflare.fuel.utils import fobs
 
 _SHARE = 0.5
 """Of the weight that one of three or more sites with images of their own may have, unless the run says."""
@@ -83,7 +84,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Register the transfer of tensors."""
-        flare_tensors.register()
+        register_tensors()
         super().start_controller(fl_ctx)
 
     def run(self) -> None:
@@ -251,10 +252,7 @@ class MedflController(_Controller):
         os.chdir(self.start)
         torch.set_num_threads(run.threads)
         plan = repeat(run, say=say, folder=path)
-        public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(
-            plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public
-        )
+        federation = replace(plan, run=replace(plan.run, rounds=run.rounds)).federation(say)
         folder = RunFolder.existing(path)
         settings = {"save_predictions": self.save_predictions, "track": self.track or None}
         self._run_rounds(federation, folder, say, None, **settings)
@@ -323,7 +321,7 @@ class _Executor(Executor):  # type: ignore[misc]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Register the transfer of tensors at the start, and free everything at the end."""
         if event_type == EventType.START_RUN:
-            flare_tensors.register()
+            register_tensors()
         elif event_type == EventType.END_RUN and self._site is not None:
             self._site.algo.finalize()
 
@@ -380,8 +378,7 @@ class MedflExecutor(_Executor):
             raise InputError(f"site {flare_name!r}", allowed, "use these names")
 
         def federation() -> Federation:
-            public = plan.public.prepare() if plan.public else None
-            federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+            federation = plan.federation()
             federation.hold()
             return federation
 
@@ -452,3 +449,55 @@ ALLOWED = _paths(RemoteController, RemoteExecutor)
 """Class paths for the allow-list of a site, or a server, with images of its own."""
 SIMULATED = _paths(MedflController, MedflExecutor)
 """Class paths for one machine: they take folders from the job, and belong on no other allow-list."""
+
+
+# FLARE's own transfer of tensors, except that unreadable ones do not end the job.
+#
+# FLARE ends the server's job process, and so the whole job, when a site's tensors are not valid safetensors. Here they
+# arrive as `Unreadable`, which `wire.from_model` refuses, naming tensor and site.
+
+
+class Unreadable:
+    """Stands in for a tensor that could not be read."""
+
+
+class _AllUnreadable(dict[str, Any]):
+    """The result of an unreadable download: has an `Unreadable` under every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an `Unreadable`."""
+        return Unreadable()
+
+
+class Tensors(TensorDecomposer):  # type: ignore[misc]
+    """FLARE's decomposer with `Unreadable` in place of errors."""
+
+    def download(self, *args: Any, **settings: Any) -> tuple[str, Any]:
+        """Return ("", tensors by name)."""
+        try:
+            error, items = super().download(*args, **settings)
+        except Exception as failed:  # of any kind: the bytes are somebody else's
+            error = str(failed)
+            items = None
+
+        if error:
+            self.logger.warning(f"tensors that cannot be read: {error}")
+            return "", _AllUnreadable()
+
+        return "", items
+
+    def native_recompose(self, data: bytes, manager: Any = None) -> Any:
+        """Return the tensor."""
+        try:
+            return super().native_recompose(data, manager)
+        except Exception as failed:  # as above
+            self.logger.warning(f"a tensor that cannot be read: {failed}")
+            return Unreadable()
+
+
+def register_tensors() -> None:
+    """Have FLARE use `Tensors` in this process."""
+    fobs.register(Tensors)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from medfl.core.documents import Config, Document
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Prepared, Stacked
@@ -56,7 +56,7 @@ class ReportedRunFolder(RunFolder):
         assert self._workers is not None
         return self._workers
 
-    def append_round(self, entry: Mapping[str, Any]) -> None:
+    def append_round(self, entry: Config) -> None:
         """Append a line, with the metrics reported in this round."""
         assert isinstance(entry, dict)
         workers = self.workers
@@ -74,7 +74,7 @@ class ReportedRunFolder(RunFolder):
         super().append_round(entry)
         workers.reported = {}
 
-    def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_table(self, name: str, rows: Sequence[Config]) -> None:
         """Write a table; that of the sites with the metrics reported last."""
         if name == "sites.csv":
             sites = self.rounds()[-1]["sites"] if self.rounds() else {}
@@ -82,14 +82,14 @@ class ReportedRunFolder(RunFolder):
         if rows:
             super().write_table(name, rows)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Config) -> None:
         """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported)
         facts = self.workers.by_kind(summary)
         super().write_summary({**summary, **facts, "told": {**last, **final}})
 
-    def _reported_row(self, name: str, site: Mapping[str, Any]) -> dict[str, Any]:
+    def _reported_row(self, name: str, site: Config) -> Document:
         reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
         samples = site.get("samples", self.workers.samples.get(name, 0))
         columns = {f"told_{metric}": value for metric, value in reported.items()}
@@ -98,7 +98,7 @@ class ReportedRunFolder(RunFolder):
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
     """Return the means of the sites' metrics, weighted by their numbers of cases, and the sums of these."""
-    means: dict[str, float] = {}
+    means = {}
     for key in dict.fromkeys(chain.from_iterable(reported.values())):
         section, _, metric = key.partition("/")
         values = {name: metrics[key] for name, metrics in reported.items() if key in metrics}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.app_validation import AppValidator
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
@@ -18,6 +17,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
+from medfl.core.documents import Document
 from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
@@ -48,7 +48,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
             processor for processor in processors if not isinstance(processor, _COMMANDS)
         ]
 
-    def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
+    def validate(self, app_folder: str) -> tuple[str, Document]:
         """Return (why an app is refused or "", no further details)."""
         return next(self._problems(Path(app_folder)), ""), {}
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -162,7 +163,7 @@ class FlareWorkers(Workers):
         self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
     ) -> Iterator[tuple[int, Any]]:
         """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
-        questions: list[_Question] = []
+        questions = []
         for index, make in enumerate(tasks):
             task = make()
             if not isinstance(task, SiteTask):
@@ -191,8 +192,8 @@ class FlareWorkers(Workers):
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
         sections: Sequence[str] = ()
-        save: dict[str, float] = {}
-        extra: dict[str, torch.Tensor] = {}
+        save = {}
+        extra = {}
         match task:
             case Train(sections=sections):
                 kind = wire.TRAIN
@@ -214,7 +215,7 @@ class FlareWorkers(Workers):
                 kind = wire.SEGMENT
                 read = partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
-                positions = [ids.index(ident) for ident in task.ids]
+                positions = list(map(ids.index, task.ids))
                 extra = {"positions/test": torch.tensor(positions, dtype=torch.int64)}
             case _:
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
@@ -228,7 +229,7 @@ class FlareWorkers(Workers):
     def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
         """Send the questions, equal ones to several sites at once, and yield results as they arrive."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        waiting: dict[tuple[int, str], _Question] = {}
+        waiting = {}
         for group in _grouped(questions):
             first = group[0]
             sites = {question.site: question for question in group}
@@ -345,7 +346,11 @@ class FlareWorkers(Workers):
 
     def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
+        if self._simulated:
+            facts = {}
+        else:
+            facts = site_facts.read(payload, self._federation.bundle)
+
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
 
@@ -355,7 +360,7 @@ class FlareWorkers(Workers):
             first = site_facts.describe(first_facts) or "nothing"
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
-    def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    def by_kind(self, summary: Config) -> Document:
         """Return what the sites told of their data as a run's summary has it."""
         return site_facts.by_kind(self.facts, summary, self._federation.bundle)
 

@@ -11,15 +11,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
-from torch import Tensor
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
-from medfl.core.message import Message
+from medfl.core.message import Message, Tensors
 from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
@@ -105,7 +104,7 @@ class FlareSite:
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)
         sections = payload.sections
-        metrics: dict[str, float] = {}
+        metrics = {}
         if sections and not self._simulation:  # of what was received, before it is trained on
             metrics = _metrics_of(self.algo.visit(score_site, data, sections))
 
@@ -162,7 +161,7 @@ class FlareSite:
             )
             return {i: by_id[ids[i]] for i in positions if ids[i] in by_id}
 
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         masks = self.algo.visit(_masks_at, self._exchange_object(payload))
         for position, (prediction, reference, classes) in masks.items():
             tensors[f"masks/{position}/prediction"] = prediction
@@ -171,7 +170,7 @@ class FlareSite:
 
         return Payload(wire.cpu_copies(tensors))
 
-    def _outgoing_tensors(self, reply: ExchangeObject) -> dict[str, Any]:
+    def _outgoing_tensors(self, reply: ExchangeObject) -> Document:
         """Return a message's tensors, with the site's facts about its data where they are not in a simulation's job."""
         tensors = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
         if self._simulation:

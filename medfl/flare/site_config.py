@@ -37,6 +37,7 @@ from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, 
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run
@@ -53,7 +54,6 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
-from medfl.problem.described import Config
 from medfl.problem.problem import Problem
 from medfl.runs import text_record
 from medfl.runtimes import incomplete_data, site_channels, site_labels, site_settings
@@ -127,7 +127,7 @@ class SiteConfig:
         for name in _DECLARED.keys() & settings.keys():
             settings[name] = _listed(settings[name])
 
-        kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
+        kinds: Document = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
         for name, value in settings.items():
             kind = kinds.get(name, str)
             if not matches_type(value, kind):
@@ -264,7 +264,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     document = json.loads(json.dumps(run.to_dict()))
     error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
-        where = ".".join(str(part) for part in error.absolute_path) or "the run"
+        where = ".".join(map(str, error.absolute_path)) or "the run"
         problem = f"{printable(where, 60)} is {printable(error.instance, 60)}"
         raise refuse(problem, "numbers and names as medfl writes them")
 
@@ -315,7 +315,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     return replace(run, device=config.device)
 
 
-def odd_option(options: Mapping[str, Any]) -> str:
+def odd_option(options: Config) -> str:
     """Return the first option of a method that is neither a number nor plain text, with its value; "" for none."""
     for option, value in options.items():
         if isinstance(value, str) and value and (not _PLAIN.fullmatch(value) or ".." in value):
@@ -366,9 +366,7 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
         )
 
 
-def _check_config(
-    run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Refuse
-) -> None:
+def _check_config(run: Run, protocol: Config, permits: Sequence[str], refuse: Refuse) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:

@@ -7,12 +7,13 @@ A site tells of what the job or its own file says of it, with its introduction a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Config
 from medfl.core.errors import RunError
+from medfl.core.message import Tensors
 from medfl.core.untrusted import printable
 from medfl.evaluation.mask_metrics import slug
 from medfl.flare.wire import Payload
@@ -24,7 +25,7 @@ Facts = Mapping[str, list[str]]
 _DESCRIPTIONS = {"labels": "its masks show {}", "channels": "its images have the channels {}"}
 
 
-def tensors(statistics: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors(statistics: Config) -> Tensors:
     """Return what a site tells as it crosses; `statistics` are those beside its message."""
     kinds = [kind for kind in _DESCRIPTIONS if kind in statistics]
     return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in kinds}
@@ -76,10 +77,10 @@ def describe(facts: Facts) -> str:
 
 
 def by_kind(
-    facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Problem
+    facts: Mapping[str, Facts], summary: Config, bundle: Problem
 ) -> dict[str, dict[str, list[str]]]:
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
-    names_by_kind: dict[str, dict[str, list[str]]] = {}
+    names_by_kind = {}
     for kind in _DESCRIPTIONS:
         names_by_site = dict(summary.get(kind) or {})
         for site in sorted(facts):

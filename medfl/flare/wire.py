@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.names import is_name
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
@@ -62,7 +62,7 @@ class Payload:
     failure_reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def group(self, group: str) -> dict[str, Tensor]:
+    def group(self, group: str) -> Tensors:
         """Return the tensors named `group/...`, without that prefix."""
         members = {}
         for name, tensor in self.tensors.items():
@@ -97,7 +97,7 @@ def message_payload(message: Message, numbers: Mapping[str, float], extra: Weigh
     return Payload(cpu_copies({**tensors, **extra}), dict(numbers))
 
 
-def cpu_copies(weights: Weights) -> dict[str, Tensor]:
+def cpu_copies(weights: Weights) -> Tensors:
     """Return contiguous copies on the CPU."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()
@@ -111,7 +111,7 @@ def question_numbers(
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
 
 
-def state_rounds(rounds: Mapping[str, int]) -> dict[str, Tensor]:
+def state_rounds(rounds: Mapping[str, int]) -> Tensors:
     """Return the round of the State that each site continues from (0: none), as tensors `kept/<site>`.
 
     As tensors they leave questions to several sites equal, so that these are sent as one.
@@ -165,7 +165,7 @@ def from_model(model: Any, sender: str) -> Payload:
         mappings.append({} if part is None else part)
 
     params, meta, metrics = mappings
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
         problem = f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor"
@@ -229,7 +229,7 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
     Raises:
         RunError: sections that were not asked for, or a number of outcomes other than that of the cases.
     """
-    values: dict[str, dict[str, Tensor]] = {section: {} for section in payload.sections}
+    values: dict[str, Tensors] = {section: {} for section in payload.sections}
     for key, tensor in payload.group("cases").items():
         section, _, name = key.partition("/")
         problem = f"outcomes of {printable(section)!r}, which it does not announce"

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from medfl.core.declared import Declared, read_options
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 from medfl.core.names import method_names as names
@@ -88,7 +89,7 @@ def method_class(name: str) -> type[Method]:
     return method_type
 
 
-def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) -> Method:
+def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
     """Build a method with options; values may be text as typed on a command line.
 
     `prototypes=true` and the other options of `prototype_options` wrap a method that takes prototypes.
@@ -98,7 +99,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     """
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
-    shared_fields: dict[str, dataclasses.Field[Any]] = {}
+    shared_fields = {}
     if cls.takes_prototypes:
         shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
 
@@ -143,7 +144,7 @@ def settled(method: Method, sizes: Mapping[str, int]) -> Method:
     return cast(Method, by_site.settled(sizes))
 
 
-def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Config]:
     """Return the ids of the bundle's configuration that each participant's network is built with, mostly none.
 
     Raises:
@@ -156,7 +157,7 @@ def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[
     return {name: {} for name in names}
 
 
-def keeps_network(method: Method, config: Mapping[str, Any]) -> bool:
+def keeps_network(method: Method, config: Config) -> bool:
     """Tell whether a site with a network of this configuration keeps it whole; see `SiteNetworks`."""
     by_site = extra(method, SiteNetworks)
     return by_site is not None and by_site.keeps_network(config)
@@ -178,14 +179,14 @@ def has_fedavg_server(method: Method | type[Method]) -> bool:
     )
 
 
-def values_of(method: Method) -> dict[str, Any]:
+def values_of(method: Method) -> Document:
     """Return a method's options with their values, flat, as `load` takes them."""
     if isinstance(method, WithPrototypes):
         return {**dataclasses.asdict(method.inner), **dataclasses.asdict(method.sharing)}
     return dataclasses.asdict(method)
 
 
-def options_of(cls: type[Method] | type[Sharing]) -> list[dict[str, Any]]:
+def options_of(cls: type[Method] | type[Sharing]) -> list[Document]:
     """Return what is declared of each option of a method: its own first, then those that it shares with others."""
     order: list[str] = []
     for base in cls.__mro__:
@@ -200,7 +201,7 @@ def has_option(name: str, option_name: str) -> bool:
     return option_name in {field.name for field in dataclasses.fields(method_class(name))}
 
 
-def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
+def prototype_options(cls: type[Method]) -> list[Document]:
     """Return what `options_of` does, of the options of prototype sharing; [] where it is not taken."""
     return options_of(Sharing) if cls.takes_prototypes else []
 
@@ -216,11 +217,11 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
         )
 
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
-    owners: dict[str, type[Any]] = {}
+    owners = {}
     for kind in kinds:
         owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
 
-    remedies: dict[str, str] = {}
+    remedies = {}
     for hook, kind in owners.items():
         if hasattr(cls, hook) and not issubclass(cls, kind):
             remedies[hook] = f"derive from medfl.methods.{kind.__name__} too"

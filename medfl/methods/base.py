@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medfl.core.declared import declared
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
@@ -106,9 +106,7 @@ class Method:
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Return the server's first State, made from the initial weights and the sites' introductions."""
         personal = self.personal_names(host.model(weights))
         return {"weights": _without(weights, personal)}
@@ -117,9 +115,7 @@ class Method:
         """Return what the server sends to one site."""
         return Message({"weights": server["weights"]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
         if server.get("weights") == {}:  # every tensor is personal
             return server
@@ -127,7 +123,7 @@ class Method:
         # w^{t+1} = sum_k p_k w_k^t
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the method's own figures of a round, given the server's next State (default: none).
 
         They are written to rounds.jsonl and plotted as curves; nothing else reads them.
@@ -191,7 +187,7 @@ def _complete(state: State, down: Message) -> Weights:
     return merged(received, state.get("weights", {}))
 
 
-def _without(weights: Weights, names: Collection[str]) -> dict[str, Tensor]:
+def _without(weights: Weights, names: Collection[str]) -> Tensors:
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
@@ -199,13 +195,13 @@ def _without(weights: Weights, names: Collection[str]) -> dict[str, Tensor]:
 # same bits on every run.
 
 
-def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
+def sample_shares(replies: Messages) -> dict[str, float]:
     """Return p_k = n_k / sum of n over the round's participants (McMahan et al. 2017, FedAvg).
 
     Raises:
         RunError: a reply lacks its n_k.
     """
-    samples: dict[str, float] = {}
+    samples = {}
     for name in sorted(replies):
         scalars = replies[name].scalars
         if "samples" not in scalars:
@@ -216,7 +212,7 @@ def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
     return {name: count / total for name, count in samples.items()}
 
 
-def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
+def uniform_shares(replies: Messages) -> dict[str, float]:
     """Return 1/S for each of the S participants."""
     return {name: 1 / len(replies) for name in sorted(replies)}
 
@@ -225,7 +221,7 @@ MEANS = ("uniform", "samples")
 """Choices of an option that `mean_shares` reads."""
 
 
-def mean_shares(weighting: str, replies: Mapping[str, Message]) -> dict[str, float]:
+def mean_shares(weighting: str, replies: Messages) -> dict[str, float]:
     """Return the shares that an option `weights` names: equal ("uniform") or by sample counts ("samples")."""
     if weighting == "uniform":
         return uniform_shares(replies)
@@ -233,9 +229,7 @@ def mean_shares(weighting: str, replies: Mapping[str, Message]) -> dict[str, flo
     return sample_shares(replies)
 
 
-def weighted_mean(
-    replies: Mapping[str, Message], group: str, shares: Mapping[str, float]
-) -> dict[str, Tensor]:
+def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) -> Tensors:
     """Average one tensor group with the given shares (they sum to 1).
 
     Floating tensors, including BatchNorm's running statistics, are averaged; integer counters such as
@@ -243,7 +237,7 @@ def weighted_mean(
     """
     parts = {name: replies[name][group] for name in sorted(replies)}
     first = next(iter(parts.values()))
-    means: dict[str, Tensor] = {}
+    means: Tensors = {}
 
     with torch.no_grad():
         for key, like in first.items():
@@ -299,9 +293,7 @@ def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def step_towards(
-    old: Weights, mean: Weights, beta: float, names: Collection[str]
-) -> dict[str, Tensor]:
+def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> Tensors:
     """Return (1 - beta) old + beta mean for the named tensors, and the mean for all others."""
     if beta == 1:
         return dict(mean)

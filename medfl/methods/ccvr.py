@@ -14,13 +14,12 @@ They come from that round's participants only. Optimiser and length of the head'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
@@ -60,14 +59,14 @@ class CCVR(Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Describe the features under the received model where it is time to, then train as FedAvg does."""
-        groups: dict[str, Weights] = {}
+        groups = {}
         if site.round % self.calibrate_every == 0:
             groups["statistics"] = self._statistics(site, down)
         # The statistics are of the model as received: training, which comes next, changes it.
         state, reply = super().local_update(site, state, down)
         return state, Message({**reply.tensors, **groups}, reply.scalars)
 
-    def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
+    def _statistics(self, site: Site, down: Message) -> Tensors:
         model = site.model(down["weights"])
         kind = next(p.dtype for p in head(model).parameters())
         fitted = gaussians(
@@ -80,9 +79,7 @@ class CCVR(Method):
             "covariances": covariances,
         }
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average as FedAvg, and calibrate the model that the sites received if they sent statistics."""
         after = super().aggregate(host, server, replies, num_sites)
         names = sorted(replies)
@@ -91,7 +88,7 @@ class CCVR(Method):
             after["calibrated"] = self._calibrated(host, server["weights"], pool(parts))
         return after
 
-    def _calibrated(self, host: Host, weights: Weights, statistics: Gaussians) -> dict[str, Tensor]:
+    def _calibrated(self, host: Host, weights: Weights, statistics: Gaussians) -> Tensors:
         """Return the weights with the head retrained; a class with fewer than two items draws no features."""
         network = host.model(weights)
         layer = head(network)

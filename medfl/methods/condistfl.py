@@ -94,7 +94,10 @@ def conditional(
         tau: temperature.
     """
     annotated = known.renumbered(target)
-    annotated = annotated if annotated.ndim == student.ndim else annotated[:, None]
+
+    if annotated.ndim != student.ndim:
+        annotated = annotated[:, None]
+
     if annotated.shape[1] > 1:
         annotated = annotated[:, 1:].any(1, keepdim=True)
     else:

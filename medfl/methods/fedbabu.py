@@ -8,12 +8,11 @@ copy, so that training does not know of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods.base import MEANS, mean_shares, option, weighted_mean
@@ -45,9 +44,7 @@ class FedBABU(PersonalHead):
         with train_only(model, body):
             return fit(model, site)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the bodies."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 

@@ -9,13 +9,12 @@ in the reference code).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.core.message import Message
+from medfl.core.message import Messages
 from medfl.methods.base import Method, mean_shares, option, weighted_mean
 from medfl.storage.files import State
 from medfl.training import NORMS, Host, split_names
@@ -43,9 +42,7 @@ class FedBN(Method):
         """Return the normalisation layers' tensors."""
         return split_names(network, _KINDS[self.norms])
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average what was shared."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 

@@ -13,13 +13,12 @@ the bundle's, so no site sends its own; embeddings of all-MiniLM-L6-v2, which th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
 from medfl.methods._parts.text_options import TextClassified
@@ -62,9 +61,7 @@ class FedCB(TextClassified):
         """Replace the head by projection and Gaussians, or freeze it."""
         return self.with_head(network, task, self.covariance, embeddings=self.from_text)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights; no site has the embeddings."""
         server = super().init_server(host, weights, introductions)
         if self.from_text:
@@ -72,9 +69,7 @@ class FedCB(TextClassified):
 
         return server
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and projection; whoever replied has the embeddings."""
         after: State = {"weights": self.average_weights(host, server, replies)}
         if self.from_text:

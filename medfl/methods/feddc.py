@@ -15,13 +15,13 @@ left out. Corrections act on trainable parameters only; buffers are averaged by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Group, Method, option, uniform_shares, weighted_mean
@@ -63,9 +63,7 @@ class FedDC(Method):
         """Declare control variates, both ways."""
         return (Group("control", like_weights=True, smaller=True),)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, mean drift 0 and c = 0."""
         model = host.model(weights)
         return {
@@ -121,9 +119,7 @@ class FedDC(Method):
             {"weights": trained, "control": change}, {"samples": site.num_samples}
         )
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w, the mean drift and c; absent sites keep h_k and c_k."""
         weights, drift = mean_with_drift(replies, server["weights"], server["drift"], num_sites)
         change = weighted_mean(replies, "control", uniform_shares(replies))
@@ -132,7 +128,7 @@ class FedDC(Method):
         return {"weights": weights, "drift": drift, "control": control}
 
 
-def _sum_into(total: Mapping[str, Tensor]) -> GradientHook:
+def _sum_into(total: Weights) -> GradientHook:
     """Return a gradient hook that adds up the gradients that the optimiser gets."""
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:

@@ -12,12 +12,11 @@ has no networks with buffers).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, option
 from medfl.storage.files import State
@@ -55,9 +54,7 @@ class FedDyn(Method):
 
         return Message()
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights and the mean history 0."""
         server = {
             **super().init_server(host, weights, introductions),
@@ -70,7 +67,7 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items where alpha depends on it."""
-        scalars: dict[str, float] = {}
+        scalars = {}
         if "mean_samples" in server:
             scalars["mean_samples"] = server["mean_samples"]
 
@@ -101,9 +98,7 @@ class FedDyn(Method):
 
         return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move the mean history by the participants' part of all m sites, and w to the mean plus that history."""
         weights, history = mean_with_drift(replies, server["weights"], server["history"], num_sites)
         return {**server, "weights": weights, "history": history}

@@ -16,14 +16,13 @@ With `bodies` the sites' bodies differ; features, also those of the server's net
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.class_heads import fit_head
 from medfl.methods._parts.prototype_exchange import (
@@ -65,9 +64,7 @@ class FedGH(PrototypeExchange):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the header of the initial weights.
 
         Raises:
@@ -81,9 +78,7 @@ class FedGH(PrototypeExchange):
         """Send phi."""
         return Message({"header": server["header"]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Train phi on the class means.
 
         Raises:
@@ -94,8 +89,8 @@ class FedGH(PrototypeExchange):
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
         lengths = {"the server": feature_size(network)}
-        means: list[Tensor] = []
-        classes: list[int] = []
+        means = []
+        classes = []
         for name in sorted(replies):
             prototypes = prototypes_in(replies[name])
             for c in sorted(prototypes, key=int):  # the wire has its own order
@@ -138,7 +133,7 @@ class FedGH(PrototypeExchange):
         return model
 
 
-def body(network: nn.Module) -> dict[str, Tensor]:
+def body(network: nn.Module) -> Tensors:
     """Copy all tensors of a network but its head's."""
     names = head_names(network)
     return {name: tensor for name, tensor in snapshot(network).items() if name not in names}

@@ -21,13 +21,13 @@ models are sent; this is the original.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
@@ -63,16 +63,12 @@ class FedKEMF(PublicMethod, PrivateModels):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start k from the initial weights."""
         public_data(host)
         return {"weights": dict(weights)}
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Distil the participants' ensemble into k."""
         k = host.model(server["weights"])
         if self.server_epochs:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import Sharing
@@ -76,9 +76,7 @@ class FedMR(Method):
         """Name the class means of features and the classes' counts."""
         return self._sharing.groups
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start without prototypes."""
         return self._sharing.begin(
             host, super().init_server(host, weights, introductions), introductions
@@ -114,14 +112,12 @@ class FedMR(Method):
         decorrelated = shaped(site, intra) if self.mu1 else site
         return fit(model, self._sharing.pushed(decorrelated, down, model))
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the weights by samples, the prototypes class by class."""
         prototypes = self._sharing.merged(server, replies)
         return {**super().aggregate(host, server, replies, num_sites), **prototypes}
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return distances between class means and prototypes."""
         return self._sharing.observed(server, replies)
 

@@ -12,14 +12,13 @@ Departure: W, which a site does not change, travels back with the weights beside
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, pooled_means
@@ -39,8 +38,7 @@ class CosineHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        logits: Tensor = self.scale * super().forward(normalize(x, dim=1))
-        return logits
+        return self.scale * super().forward(normalize(x, dim=1))
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,7 @@ class FedNH(Method):
             {"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples}
         )
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and s, move the prototypes."""
         old = server["weights"]
         network = host.model(server["weights"])
@@ -96,7 +92,7 @@ class FedNH(Method):
 
         return {"weights": weights}
 
-    def _moved(self, old: Tensor, sent: list[Mapping[str, Tensor]]) -> Tensor:
+    def _moved(self, old: Tensor, sent: list[Weights]) -> Tensor:
         """Return the next W (K, d)."""
         means, counts = pooled_means(sent)
         if self.rho == 1:

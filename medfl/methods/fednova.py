@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.storage.files import State
@@ -51,9 +49,7 @@ class FedNova(Method):
                 "leave it out",
             )
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""
         server = super().init_server(host, weights, introductions)
         if self.server_momentum:
@@ -76,9 +72,7 @@ class FedNova(Method):
             scalars["steps"] = steps
         return state, Message({"weights": snapshot(model)}, scalars)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w by tau_eff times the mean normalised step."""
         shares = sample_shares(replies)
         received = server["weights"]
@@ -98,7 +92,7 @@ class FedNova(Method):
         if not self.server_momentum:
             return {"weights": weights}
 
-        velocity: dict[str, Tensor] = {}
+        velocity: Tensors = {}
         for name, old in server["velocity"].items():
             velocity[name] = self.server_momentum * old + (weights[name] - received[name])
             weights[name] = received[name] + velocity[name]
@@ -106,7 +100,7 @@ class FedNova(Method):
         return {"weights": weights, "velocity": velocity}
 
 
-def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_name: str) -> float:
+def _excess(replies: Messages, shares: Mapping[str, float], site_name: str) -> float:
     """Return tau_eff / a_k - 1 of a site, exactly 0 where all a_k are the same."""
     scalars = {name: replies[name].scalars for name in shares}
     effective = scalars[site_name]["effective_steps"]
@@ -117,7 +111,7 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
 
     # tau_eff is the mean of K_k where a reply has them, else of a_k. As the p_k sum to 1, tau_eff - a_k
     # is the mean of the differences, which is exactly 0 for equal ones.
-    differences: list[float] = []
+    differences = []
     for name, share in shares.items():
         steps = scalars[name].get("steps", scalars[name]["effective_steps"])
         differences.append(share * (steps - effective))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Messages, Tensors, Weights
 from medfl.methods.base import (
     Method,
     option,
@@ -74,9 +74,7 @@ class FedOpt(Method):
 
         return 0.9
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights with m = 0 and v = tau^2."""
         server = super().init_server(host, weights, introductions)
         names = trained_names(host.model(weights))
@@ -89,9 +87,7 @@ class FedOpt(Method):
             "v": {name: torch.full_like(z, self.tau**2) for name, z in zeros.items()},
         }
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Take the optimiser's step along the mean change; buffers are averaged."""
         old = server["weights"]
         mean = weighted_mean(replies, "weights", sample_shares(replies))
@@ -103,8 +99,8 @@ class FedOpt(Method):
             return {**server, "weights": step_towards(old, mean, rate, names)}
 
         weights = dict(mean)
-        m: dict[str, Tensor] = {}
-        v: dict[str, Tensor] = {}
+        m: Tensors = {}
+        v: Tensors = {}
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
         for name in names:
             d = mean[name] - old[name]  # D, the pseudo-gradient

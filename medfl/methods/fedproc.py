@@ -12,14 +12,13 @@ projection layers are left out. Rows of absent classes travel as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
@@ -55,9 +54,7 @@ class FedProc(Method):
         """Return the bundle's network, whose head has one output a class."""
         return with_class_head(network, task)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""
         means = torch.zeros_like(next(head(host.model(weights)).parameters()).detach())
         prototypes = {
@@ -100,9 +97,7 @@ class FedProc(Method):
         """Return alpha_t of a round, counted from 1."""
         return self.alpha * max(0.0, 1 - (round_ - 1) / max(1, self.rounds - 1))
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.methods._parts.prototype_exchange import (
     PrototypeExchange,
     average_prototypes,
@@ -87,16 +87,14 @@ class FedProto(PrototypeExchange):
 
         return fit(model, site, objective=objective)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average each class's means over its owners."""
         by_samples = self.weights == "samples"
         return {
             "prototypes": average_prototypes(server["prototypes"], replies, by_samples=by_samples)
         }
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return distances between class means and prototypes."""
         return distances(server["prototypes"], replies)
 

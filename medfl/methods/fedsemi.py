@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import WithoutLabels
 from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
@@ -68,11 +68,9 @@ class FedSemi(Method, WithoutLabels):
     )
     tasks = ("classification", "segmentation")
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average, with unlabelled sites weighted by `weight`; if all weights are 0, change nothing."""
-        counted: dict[str, Message] = {}
+        counted = {}
         for name, reply in replies.items():
             counted[name] = Message({}, {"samples": self._counted(reply, host.round)})
 
@@ -94,9 +92,9 @@ class FedSemi(Method, WithoutLabels):
 
         return samples * self._weight(round_) * share
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the mean share of pseudo-labelled items at the unlabelled sites."""
-        sure: list[float] = []
+        sure = []
         for name in sorted(replies):
             if "sure" in replies[name].scalars:
                 sure.append(replies[name].scalars["sure"])

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from medfl import networks
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
@@ -61,9 +61,7 @@ class FedSM(SiteModels, Method):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start every segmentation model from the initial weights, and draw the selector's."""
         names = sorted(introductions)
         with stream(host.seed, "selector"):
@@ -85,9 +83,7 @@ class FedSM(SiteModels, Method):
         groups["personal"] = server["personal"][site_name]
         return Message(groups, {"site": names.index(site_name), "sites": len(names)})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average w_g and the selector, pull the participants' personal models towards each other."""
         shares = sample_shares(replies)
         after = {**server, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
@@ -154,7 +150,7 @@ class FedSM(SiteModels, Method):
         selector.load_state_dict(dict(weights))
         return SuperModel(w_g, experts, selector, self.threshold)
 
-    def _step(self, selector: nn.Module, site: Site, down: Message) -> dict[str, dict[str, Tensor]]:
+    def _step(self, selector: nn.Module, site: Site, down: Message) -> dict[str, Tensors]:
         """Take one Adam step by the mean gradient over the site's images; return the new moments."""
         selector.train()
         with stream(site.seed, "selector") as generator:
@@ -177,7 +173,7 @@ class FedSM(SiteModels, Method):
             }
 
         optimizer.step()
-        moments: dict[str, dict[str, Tensor]] = {"mean": {}, "square": {}}
+        moments: dict[str, Tensors] = {"mean": {}, "square": {}}
         for name, parameter in selector.named_parameters():
             moments["mean"][name] = optimizer.state[parameter]["exp_avg"]
             moments["square"][name] = optimizer.state[parameter]["exp_avg_sq"]
@@ -249,7 +245,7 @@ class SuperModel(nn.Module):
         return self.w_g if number < 0 else self.experts[str(number)]
 
 
-def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str, Tensor]]:
+def soft_pull(replies: Messages, lam: float) -> dict[str, Tensors]:
     """Return lambda w_p,i + (1 - lambda) / (N - 1) sum_(j != i) w_p,j of each of the N participants.
 
     The rows sum to 1, so the participants' mean stays. A single one keeps its own. Integer counters stay.
@@ -258,7 +254,7 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
     if len(names) == 1:
         return {names[0]: dict(replies[names[0]]["personal"])}
 
-    pulled: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    pulled: dict[str, Tensors] = {name: {} for name in names}
     for key, first in replies[names[0]]["personal"].items():
         values = [replies[name]["personal"][key] for name in names]
         for i, name in enumerate(names):

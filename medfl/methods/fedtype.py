@@ -29,11 +29,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
@@ -107,12 +107,12 @@ class FedType(PrivateModels):
             lam = grown(self.lam_proxy, before - accuracy)
 
         train_in_turns(site, turns)
-        after: State = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
+        after = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
         return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
 
     def _large_objective(
         self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: Tensor
-    ) -> dict[str, Any]:
+    ) -> Document:
         """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
         def logits_and_loss(network: nn.Module, x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class FedType(PrivateModels):
     def _sets(self, site: Site, network: nn.Module, lam: float, draws: torch.Generator) -> Sets:
         """Calibrate a network's uncertainty sets on the site's training items."""
         rate = partial(scores, k_reg=self.k_reg, lam=lam)
-        label_scores: list[Tensor] = []
+        label_scores = []
         with evaluating(network), torch.no_grad():
             for x, y in site.still.batches(site.settings.batch_size):
                 labels = class_indices(y).to(site.device)

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
@@ -81,12 +81,10 @@ class FeSEM(Method):
             return Message()
         return Message({}, {"classes": int((class_counts(site.train, 0) > 0).sum())})
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Make the first centres and give each site one."""
         names = sorted(introductions)
-        drawn: list[dict[str, Tensor]] = []
+        drawn = []
         for k in range(1, self.clusters):
             if self.start == "random":
                 drawn.append(snapshot(host.networks.fresh("centre", k)))
@@ -116,9 +114,7 @@ class FeSEM(Method):
         """Send the site its centre; one that did not introduce itself has the first."""
         return Message({"weights": _centres(server)[server["assignment"].get(site_name, 0)]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Choose first centres while there are too few, then E-step and M-step."""
         centres = _centres(server)
         assignment = server["assignment"]
@@ -141,7 +137,7 @@ class FeSEM(Method):
         self,
         centres: Sequence[Weights],
         assignment: Mapping[str, int],
-        replies: Mapping[str, Message],
+        replies: Messages,
     ) -> list[Weights]:
         """Return the centres after an M-step."""
         members: list[dict[str, Message]] = [{} for _ in centres]
@@ -202,7 +198,7 @@ def _least_square(weights: Weights, centres: Sequence[Weights], names: Sequence[
 
 
 def _square(weights: Weights, centre: Weights, names: Sequence[str]) -> float:
-    squares: list[float] = []
+    squares = []
     for name in names:
         # After a resume the centres may be on another device than the sites' weights.
         difference = weights[name].double() - centre[name].to(weights[name]).double()

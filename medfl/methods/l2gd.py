@@ -15,14 +15,13 @@ their site.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
@@ -67,9 +66,7 @@ class L2GD(Method):
 
         return frozenset(network.state_dict()) - parameters
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the common initial weights as the mean, of which every averaging step makes the same again."""
         return {**super().init_server(host, weights, introductions), "tosses": self.tosses(host)}
 
@@ -77,9 +74,7 @@ class L2GD(Method):
         """Send the mean, and how the coin fell."""
         return Message({"weights": server["weights"]}, server["tosses"])
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Take the plain mean and toss the coin."""
         return {
             "weights": weighted_mean(replies, "weights", uniform_shares(replies)),
@@ -127,7 +122,7 @@ class L2GD(Method):
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
         # A step leaves 1 - theta of the distance to m, and m where it is.
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
-        averaged: dict[str, Tensor] = dict(state["weights"])
+        averaged: Tensors = dict(state["weights"])
         for name, m in down["weights"].items():
             if part and m.is_floating_point():
                 averaged[name] = torch.lerp(averaged[name], m.to(averaged[name].device), part)

@@ -8,10 +8,9 @@ With a cohort a site trains only in the rounds for which it is drawn: as many st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.methods._parts.extras import WholeCohort
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import option
@@ -38,9 +37,7 @@ class Local(WholeCohort, OwnNetworks):
         self.train(model, site, state, down)
         return {"weights": snapshot(model)}, Message()
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Do nothing."""
         return server
 

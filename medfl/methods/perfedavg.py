@@ -24,14 +24,14 @@ run with mixed precision; the two of the brackets see the same dropout and trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.core.seeding import stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
@@ -115,8 +115,7 @@ class PerFedAvg(Method):
             with randomness():
                 inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
 
-            loss: Tensor = site.loss(network(x), y)
-            return loss
+            return site.loss(network(x), y)
 
         def back(parameters: Sequence[nn.Parameter]) -> None:
             with torch.no_grad():
@@ -132,9 +131,7 @@ class PerFedAvg(Method):
 
         return fit(model, site, objective=after_a_step, gradient_hook=back, feed=with_draws)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the sites' weights."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 

@@ -23,7 +23,7 @@ code draws it with 0.001.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
@@ -103,9 +103,7 @@ class PFedBayes(Method):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights as mu, and one rho for all."""
         names = gaussian_names(host.model(weights))
         rho = {name: torch.full_like(weights[name], self.rho) for name in names}
@@ -115,9 +113,7 @@ class PFedBayes(Method):
         """Send mu, with what is no Gaussian, and rho."""
         return Message({"weights": server["weights"], "rho": server["rho"]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
@@ -163,7 +159,7 @@ class PFedBayes(Method):
                     follow()
 
                 taken += 1
-                loss: Tensor = site.loss(model(x), y)
+                loss = site.loss(model(x), y)
                 if scale:
                     return loss + scale * divergence(q.moments(), fixed(w))  # (1)
 
@@ -233,13 +229,13 @@ class Gaussian(nn.Module):
 
     def moments(self) -> Moments:
         """Return mu and sigma."""
-        return self.mu, [softplus(rho) for rho in self.rho]
+        return self.mu, list(map(softplus, self.rho))
 
-    def rhos(self) -> dict[str, Tensor]:
+    def rhos(self) -> Tensors:
         """Return a copy of rho by name."""
         return {name: rho.detach().clone() for name, rho in zip(self.names, self.rho, strict=True)}
 
-    def drawn(self) -> dict[str, Tensor]:
+    def drawn(self) -> Tensors:
         """Draw weights; the noise is drawn on the CPU, so that it is the same on every device."""
         out = {}
         for name, mu, sigma in zip(self.names, *self.moments(), strict=True):
@@ -302,7 +298,7 @@ def fixed(distribution: Gaussian) -> Moments:
 
 def divergence(q: Moments, w: Moments) -> Tensor:
     """Return KL(q || w) = sum of log(sigma_w / sigma_q) + (sigma_q^2 + (mu_q - mu_w)^2) / (2 sigma_w^2) - 1/2."""
-    parts: list[Tensor] = []
+    parts = []
     for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True):
         square = (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2)
         parts.append(((sigma_w / sigma_q).log() + square - 0.5).sum())

@@ -20,13 +20,13 @@ Departures from the public code: no weight decay of its own (0.001), and sites t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,
@@ -103,9 +103,7 @@ class PFedMe(Method):
         judged = {"personal": personal if self.judge == "theta" else reply}
         return judged, Message({"weights": reply}, {"samples": site.num_samples})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
         old = server["weights"]
         mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))

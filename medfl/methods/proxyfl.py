@@ -17,12 +17,11 @@ the run's initial weights; where phi and theta are the same network they differ 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods.base import Collated, option
@@ -46,9 +45,7 @@ class ProxyFL(PrivateModels):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Hold a proxy of the initial weights for every site."""
         return {"proxies": {name: dict(weights) for name in sorted(introductions)}}
 
@@ -56,9 +53,7 @@ class ProxyFL(PrivateModels):
         """Send the proxy that waits for the site."""
         return Message({"weights": server["proxies"][site_name]})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Hand each participant's proxy to the next one along the graph."""
         names = sorted(replies)
         step = stride(host.round, len(names))

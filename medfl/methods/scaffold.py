@@ -11,13 +11,13 @@ parameters only; buffers take the participants' mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods.base import (
     MEANS,
     Group,
@@ -54,9 +54,7 @@ class Scaffold(Method):
         """Declare control variates, both ways."""
         return (Group("control", like_weights=True, smaller=True),)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights and c = 0."""
         return {
             **super().init_server(host, weights, introductions),
@@ -78,7 +76,7 @@ class Scaffold(Method):
         site_control = state["control"]  # c_i
         server_control = down["control"]  # c
         correction = [server_control[name] - site_control[name] for name in trainable]
-        gradient_sums = [torch.zeros_like(parameter) for parameter in trainable.values()]
+        gradient_sums = list(map(torch.zeros_like, trainable.values()))
         by_gradient = self.control == "gradient" or (
             self.control == "auto" and not _plain_sgd(site, model)
         )
@@ -111,9 +109,7 @@ class Scaffold(Method):
         reply = Message({"weights": trained, "control": change}, {"samples": site.num_samples})
         return {"control": control}, reply
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
         mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])

@@ -118,7 +118,7 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
 
     for argument, value, least in (
         ("in_channels", in_channels, 1),
-        ("num_classes", num_classes, 2),
+        ("num_classes", num_classes, 1),
     ):
         if value < least:
             raise InputError(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from medfl.core.errors import InputError
+from medfl.core.message import Weights
 from medfl.core.task import Constants
 from medfl.networks.heads import frozen
 
@@ -60,9 +61,7 @@ class Generator(nn.Module):
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
-    def restored(
-        cls, weights: Mapping[str, Tensor], shape: Sequence[int], device: torch.device
-    ) -> Generator:
+    def restored(cls, weights: Weights, shape: Sequence[int], device: torch.device) -> Generator:
         """Return the frozen generator with these weights for images of this shape (channels, height, width)."""
         # Without memory or draws: `assign` puts the given tensors in place.
         with torch.device("meta"):
@@ -108,7 +107,7 @@ def normalisation(text: str) -> Constants:
         return NORMALISATIONS[text]
 
     try:
-        mean, sd = (tuple(float(number) for number in part.split(",")) for part in text.split("/"))
+        mean, sd = (tuple(map(float, part.split(","))) for part in text.split("/"))
     except ValueError:
         mean = ()
         sd = ()
@@ -275,7 +274,7 @@ def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
     ||m - running mean||_2 + ||v - running variance||_2, with mean and biased variance of the layer's input over
     (N, H, W); L_dis is the sum. The list is filled by forward passes inside the block.
     """
-    gaps: list[Tensor] = []
+    gaps = []
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, nn.BatchNorm2d)

@@ -29,9 +29,11 @@ class _Block(nn.Module):
         self.conv2 = conv(channels_out, channels_out, 3, stride=stride, padding=1)
         # Elsewhere the shortcut is a 1x1 convolution.
         keeps_shape = stride == 1 and channels_in == channels_out
-        self.shortcut = (
-            nn.Identity() if keeps_shape else conv(channels_in, channels_out, 1, stride=stride)
-        )
+
+        if keeps_shape:
+            self.shortcut = nn.Identity()
+        else:
+            self.shortcut = conv(channels_in, channels_out, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(self.conv1(functional.relu(self.bn1(x))))

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Floats
 from medfl.core.names import listed
 from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
@@ -381,7 +381,7 @@ def named(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
     return listed([printable(name, 160) for name in names], limit)
 
 
-def _span(column: NDArray[np.float64]) -> str:
+def _span(column: Floats) -> str:
     low = f"{np.min(column):.4g}"
     middle = f"{np.median(column):.4g}"
     high = f"{np.max(column):.4g}"
@@ -391,7 +391,7 @@ def _span(column: NDArray[np.float64]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def _far(names: Iterable[str], rows: NDArray[np.float64]) -> list[str]:
+def _far(names: Iterable[str], rows: Floats) -> list[str]:
     """Return the names of rows (N, K) with a number that is far from the others of its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
     # where most items are equal, a fifth of the median stands in for the quartiles' distance

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, json_values, printable
 
@@ -121,7 +120,7 @@ def _await_refusal(secure: ssl.SSLSocket) -> None:
             raise ConnectionResetError("it closed the connection after the handshake")
 
 
-def _subject(certificate: Mapping[str, Any], kit: Kit) -> str:
+def _subject(certificate: Config, kit: Kit) -> str:
     """Describe the server's certificate.
 
     Raises:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.spatial.distance import jensenshannon
 
 from medfl.core import tables, terminal
+from medfl.core.arrays import Floats
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
@@ -49,10 +50,10 @@ class SiteStatistics:
     classes: Mapping[str, int | None]
     low: float
     high: float
-    shares: NDArray[np.float64] | None
+    shares: Floats | None
 
     @property
-    def estimated(self) -> NDArray[np.float64]:
+    def estimated(self) -> Floats:
         """Training images of each class; hidden counts share the remaining images equally. NaN without a total."""
         total = self.images.get("train")
         if total is None or not self.classes:
@@ -94,7 +95,7 @@ class FederationStatistics:
         matrices = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
         return [float(np.mean(column)) for column in zip(*matrices, strict=True)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """Return what is computed, for JSON."""
         sites = []
         for site, of_classes, of_intensities in self._with_distances():
@@ -134,7 +135,7 @@ class FederationStatistics:
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
     """Read the files that sites have written; InputError if one is another file, or they are of different bundles."""
-    documents = [_document(path) for path in paths]
+    documents = list(map(_document, paths))
     sites = tuple(map(_site, documents, paths))
     # a site with too few images tells no histograms, which is no difference
     histograms = next((site for site in sites if site.shares is not None), sites[0])
@@ -162,10 +163,10 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
     return FederationStatistics(str(documents[0]["bundle"]), sites)
 
 
-def _document(path: Path) -> Mapping[str, Any]:
+def _document(path: Path) -> Config:
     try:
         text = decode_text(read_bytes(path, _MAX_BYTES))
-        document: Mapping[str, Any] = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
+        document: Config = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
         is_ours = isinstance(document, dict) and document.get("form") == DOCUMENT_FORM
         if not is_ours or not isinstance(document.get("bundle"), str):
             raise Refused(f"it is no {DOCUMENT_FORM!r} of a bundle")
@@ -177,7 +178,7 @@ def _document(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
+def _site(document: Config, path: Path) -> SiteStatistics:
     try:
         parts = {str(name): part for name, part in document["sections"].items() if name in TITLES}
         train = parts["train"]
@@ -213,7 +214,7 @@ def _count(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
+def _distances(rows: Sequence[Floats]) -> list[float]:
     """Return each row's distance from the sum of all, NaN for rows that are empty or have NaN."""
     pooled = sum(row for row in rows if row.sum() > 0)
     distances = []

@@ -8,12 +8,11 @@ from __future__ import annotations
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from medfl import datasets, methods
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import open_problem, with_data
 from medfl.core import terminal
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.release import version_of
 from medfl.core.run import DataRecord, PartitionRecord, Run
@@ -89,7 +89,7 @@ class Preflight:
                 failed[0].advice.replace(";", ",") or "see above",
             )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """Return it for JSON."""
         lines = [line._asdict() for line in self.lines]
         return {"bundle": self.bundle, "data": self.data, "ok": self.ok, "lines": lines}
@@ -139,7 +139,7 @@ class PreflightOptions:
     kit: Path | None = None
     device: str = "cpu"
     batch_size: int | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
     folder: Path = Path(".")
     unlabelled: bool = False
 
@@ -260,7 +260,11 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             else:
                 report.add("data", OK, text)
 
-            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
+            if layout:
+                problems = read_table(bundle.dataset, opened.folder).problems
+            else:
+                problems = []
+
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 

@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle import case_metadata
 from medfl.core import terminal
+from medfl.core.arrays import Floats
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
 from medfl.partner.scanning import ScannedItem, scan, sections
@@ -86,13 +87,13 @@ def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
 
 def gather(
     bundle: Problem, folder: str, options: StatisticsOptions, *, progress: bool = False
-) -> dict[str, Any]:
+) -> Document:
     """Return what may leave of a bundle's data, as plain JSON values; the tables in `folder` may know age and sex.
 
     Raises:
         InputError: an item cannot be read; names it.
     """
-    summaries: dict[str, dict[str, Any]] = {}
+    summaries = {}
     for section in sections(bundle):
         metadata = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
@@ -117,6 +118,15 @@ def gather(
     }
 
 
+def unread_ages(bundle: Problem, folder: str) -> list[str]:
+    """Return a line on the ages that are not read, none where all are."""
+    ages = list[object]()
+    for section in sections(bundle):
+        ages += (row.get("age") for row in case_metadata.read(bundle, section, folder).values())
+
+    return case_metadata.unread(ages)
+
+
 class _Counts:
     """Tables of one section; those whose cells the data name are released without the names of rare ones."""
 
@@ -132,7 +142,7 @@ class _Counts:
         self._named_by_data: dict[str, Counter[str]] = {}
         self._sums: Sums | None = None
 
-    def add(self, item: ScannedItem, metadata: Mapping[str, Any]) -> None:
+    def add(self, item: ScannedItem, metadata: Config) -> None:
         if item.image is None:
             raise InputError(
                 f"{item.section} {item.id}: {item.problem}",
@@ -181,7 +191,7 @@ class _Counts:
             counts = self._preset.setdefault(f"structure {name}", Counter(present=0, absent=0))
             counts["present" if is_present else "absent"] += 1
 
-    def released(self, options: StatisticsOptions) -> dict[str, Any]:
+    def released(self, options: StatisticsOptions) -> Document:
         images = self._images
         if options.epsilon is not None:
             noisy = add_noise({"all": images}, options.epsilon, options.entropy)
@@ -234,7 +244,7 @@ class _Counts:
 
         return tables
 
-    def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
+    def _intensity(self, options: StatisticsOptions, images: int) -> Document | None:
         if (totals := self._sums) is None:
             return None
 
@@ -252,7 +262,7 @@ class _Counts:
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)  # which bins are small must not show
 
-            histogram: list[float | None] = []
+            histogram = []
             for is_hidden, share in zip(hidden, shares, strict=True):
                 histogram.append(None if is_hidden else round(float(share), 5))
 
@@ -281,7 +291,7 @@ def _released_counts(
     if options.epsilon is None:
         return suppress_counts(counts, options.min_count)[0]
 
-    cells: dict[str, int | None] = {}
+    cells = {}
     for name, count in add_noise(counts, options.epsilon, options.entropy).items():
         cells[name] = int(count) if count >= options.min_count else None
 
@@ -298,7 +308,7 @@ def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | No
     return shown
 
 
-def _moments(shares: NDArray[np.float64], bins: Bins) -> tuple[float, float]:
+def _moments(shares: Floats, bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
     total = float(shares.sum())
@@ -337,16 +347,16 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 """Table -> its cells where noise is added: those of the data would tell which cells occur."""
 
 
-def _tables(statistics: Mapping[str, Any]) -> int:
+def _tables(statistics: Config) -> int:
     """Return the number of tables and histograms that an image is in: at most those of one section."""
     # 1 is the number of images
     counts = [1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()]
     return max(counts, default=1)
 
 
-def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _channels(part: Config) -> Sequence[Config]:
     """Return the released statistics of the channels of a section's images."""
-    channels: Sequence[Mapping[str, Any]] = ()
+    channels: Sequence[Config] = ()
     if part["intensity"]:
         channels = part["intensity"]["channels"]
 
@@ -356,7 +366,7 @@ def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 # Text
 
 
-def text(document: Mapping[str, Any], width: int) -> list[str]:
+def text(document: Config, width: int) -> list[str]:
     """Return what may leave as lines of text, and what the rules cover in plain words."""
     lines = [
         f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"
@@ -403,7 +413,7 @@ def _block(share: float | None, shares: Sequence[float | None]) -> str:
     return " ▁▂▃▄▅▆▇█"[math.ceil(8 * share / most)]
 
 
-def covered(document: Mapping[str, Any]) -> list[str]:
+def covered(document: Config) -> list[str]:
     """Return sentences about what the rules protect, and what they do not."""
     least = document["min_count"]
     epsilon = document["epsilon"]
@@ -426,6 +436,6 @@ def covered(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def encoded(document: Mapping[str, Any]) -> bytes:
+def encoded(document: Config) -> bytes:
     """Return the file's content."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()

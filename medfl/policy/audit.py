@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
@@ -116,8 +117,8 @@ class Audit:
 
 def _encoded(line: Mapping[str, object]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
-    cut: dict[str, object] = {}
-    short: dict[str, object] = {}
+    cut = {}
+    short = {}
     for key, value in line.items():
         cut[key] = value[:_TEXT_LENGTH] if isinstance(value, str) else value
         if value is None or isinstance(value, str | int | float):
@@ -129,7 +130,7 @@ def _encoded(line: Mapping[str, object]) -> bytes:
     return data
 
 
-def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]:
+def describe_message(message: Message, *, norms: bool = False) -> Document:
     """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm.
 
     Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
@@ -138,7 +139,7 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
-        about: dict[str, object] = {
+        about = {
             "tensors": len(tensors),
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
             "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
@@ -265,9 +266,9 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "give those",
         )
 
-    entries: list[Mapping[str, object]] = []
-    problems: list[str] = []
-    notes: list[str] = []
+    entries = []
+    problems = []
+    notes = []
     hashes: list[str] = []
     torn = False
 

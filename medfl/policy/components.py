@@ -87,7 +87,12 @@ def component(target: str) -> Callable[..., Any]:
         if target in components:
             return components[target]  # type: ignore[no-any-return]
         module, _, name = target.rpartition(".")
-        member = vars(sys.modules[module]).get(name) if module in sys.modules else None
+
+        if module in sys.modules:
+            member = vars(sys.modules[module]).get(name)
+        else:
+            member = None
+
         if _is_component(member):
             return member
 

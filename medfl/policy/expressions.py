@@ -252,7 +252,7 @@ class ExpressionFilter:
     def _call(self, node: ast.Call, uses: Uses) -> Iterator[ast.AST]:
         """Check a call; yield the name that is called where it is one that may only be called."""
         called = node.func
-        keywords: dict[str, object] = {}
+        keywords = {}
         for keyword in node.keywords:
             name = keyword.arg or ""
             keywords[name] = _literal(keyword.value)
@@ -260,7 +260,11 @@ class ExpressionFilter:
                 check_argument(name, keywords[name])
 
         if isinstance(called, ast.Name) and called.id == "open":
-            mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+            if len(node.args) > 1:
+                mode = _literal(node.args[1])
+            else:
+                mode = keywords.get("mode", "r")
+
             plain = len(node.args) <= 2 and keywords.keys() <= {"mode", "encoding", "newline"}
             if not plain or mode not in _READING:
                 uses.permit("open", "open() for writing", self.permissions)
@@ -315,7 +319,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 def _module_path(node: ast.AST, names: Mapping[str, str]) -> tuple[str, str]:
     """Return the import's name that a name or a chain of attributes begins with, and the path that it spells."""
-    attributes: list[str] = []
+    attributes = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
         node = node.value

@@ -16,16 +16,15 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
+from medfl.core.arrays import Floats
+from medfl.core.documents import Config, Document
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Tensors, Weights
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, BudgetExceeded
 from medfl.policy.suppression import Entropy, uniform
@@ -143,7 +142,7 @@ class Gate:
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))
 
-    def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    def allowed_numbers(self, numbers: Config, *optional: str) -> Document:
         """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
         # The mean loss comes from the images without noise, so no epsilon would cover it.
         noised = self.rules.noise is not None
@@ -165,10 +164,10 @@ class Gate:
             )
         return uncovered
 
-    def _clipped_and_noised(self, weights: Weights, base: Weights) -> dict[str, Tensor]:
+    def _clipped_and_noised(self, weights: Weights, base: Weights) -> Tensors:
         """Return weights whose change is clipped and noised (1)."""
-        changes: dict[str, Tensor] = {}
-        counters: dict[str, Tensor] = {}
+        changes: Tensors = {}
+        counters: Tensors = {}
         for name in sorted(weights):
             if name not in base or base[name].shape != weights[name].shape:
                 raise self._refusal(
@@ -222,7 +221,7 @@ def _norm(changes: Weights) -> float:
     return math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
 
 
-def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
+def normal(count: int, entropy: Entropy = os.urandom) -> Floats:
     """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
     from scipy.special import ndtri
 

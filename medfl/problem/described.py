@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from medfl.core.documents import Config as Config
+from medfl.core.documents import Document as Document
 from medfl.core.type_checks import type_errors
 
-Config = Mapping[str, Any]
-"""Content of a JSON or YAML file of a bundle, or a part of it: any plain values, by name."""
-Document = dict[str, Any]
-"""Such content while it is made."""
 MOST_CHANNELS = 1000
 CHANNEL_INDEX = re.compile("[0-9]{1,6}")
 

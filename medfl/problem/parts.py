@@ -24,19 +24,22 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
-from medfl.evaluation.evaluators import Evaluator
-from medfl.evaluation.metrics import KEY_METRICS, METRICS
+from medfl.core.task import OF_VECTORS
+from medfl.evaluation.evaluators import ClassEvaluator, Evaluator
+from medfl.evaluation.metrics import METRICS, OF_CASES
 from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.parts_data import PartSections
-from medfl.problem.parts_scores import OwnCases, OwnClasses, OwnMasks
+from medfl.problem.parts_scores import OwnCases, OwnMasks, OwnVectors
 from medfl.problem.problem import LossFunction, Problem
 from medfl.problem.sections import check_labels
+from medfl.problem.tasks import KINDS, check_task
+from medfl.problem.tasks.multilabel import FindingEvaluator
+from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.files import weights_sha256
 
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
-_TASKS = ("classification", "segmentation", "other")
 # A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the
 # parts: whoever makes the same parts again in a new process has them found here.
 _GIVEN: dict[str, Parts] = {}
@@ -59,15 +62,16 @@ class Parts:
         data: site -> {"train": ..., "validate": ..., "test": ...}, each a data set or data loader; or one of them,
             which is split 70/10/20 %, the same way in every run, items of a patient or group together. Without any
             "test" the validation items serve as such. Of loaders the data set, batch size and collate_fn are taken.
-        loss: (output, target) -> number or numbers, whose mean is taken; target is (B,) class indices or a mask.
+        loss: (output, target) -> number or numbers, whose mean is taken; target is (B,) class indices, (B, K) findings
+            of 1, 0 and NaN (unknown), (B, D) numbers, or a mask.
         optimizer: parameters -> optimiser, as `functools.partial(torch.optim.SGD, lr=0.1)`; default Adam, lr 0.001.
         scheduler: optimiser -> learning rate schedule, stepped once an epoch over all rounds.
-        task: classification, segmentation or other.
-        classes: names in label order; of a segmentation the mask's values, background first.
-        metrics: name -> (output, target) -> number, called for each case, a batch of one; in classification the
-            outputs are probabilities. Their means over the cases are reported with medfl's own.
-        key_metric: which metric chooses the best round; default: balanced accuracy, Dice, or the first of `metrics`
-            (else the loss). More is better, unless a word of its name is loss, error, mae, mse, distance ...
+        task: classification, multilabel, regression, segmentation or other.
+        classes: names in label order, of findings or of numbers; of a segmentation the mask's values, background first.
+        metrics: name -> (output, target) -> number, called for each case, a batch of one; in classification and
+            multilabel the outputs are probabilities. Their means over the cases are reported with medfl's own.
+        key_metric: which metric chooses the best round; default: balanced accuracy, AUROC, MAE, Dice, or the first of
+            `metrics` (else the loss). More is better, unless a word of its name is loss, error, mae, mse, distance ...
         inferer: (inputs, network) -> output of whole images; default `monai.inferers.SimpleInferer()`.
         prepare_batch: as of MONAI's trainers: (batch, device, non_blocking) -> (inputs, target).
         batch_size: images a step; default: the loaders', else 16.
@@ -96,20 +100,18 @@ class Parts:
     def __post_init__(self) -> None:
         """Check what needs no data, and remember these parts for runs that were made of them."""
         check_name(self.name, "name of the parts")
-        if self.task not in _TASKS:
-            raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
-
-        is_ambiguous = len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
-        if self.task != "other" and is_ambiguous:
+        check_task(self.task, "task")
+        least = KINDS[self.task].least_names
+        if len(self.classes) < least or len(set(self.classes)) < len(self.classes):
             raise InputError(
                 f"classes={self.classes!r}",
-                "two or more different names",
+                f"{least} or more different names",
                 "name the classes in order",
             )
 
         object.__setattr__(self, "classes", tuple(self.classes))
         for name in self.metrics:
-            if name in METRICS or name in ("probabilities", "label"):
+            if name in METRICS or name in OF_CASES:
                 allowed = "a name that medfl's metrics do not have"
                 raise InputError(f"metric {name!r}", allowed, "call it otherwise")
 
@@ -142,7 +144,7 @@ class Parts:
     def sections(self) -> PartSections:
         """The data, joined over the sites."""
         return PartSections(
-            self.data, self.prepare_batch, self.batch_size, self.task == "classification"
+            self.data, self.prepare_batch, self.batch_size, KINDS[self.task].record_key
         )
 
     @cached_property
@@ -326,7 +328,11 @@ class PartsProblem(Problem):
         output = self.trial.prediction
         classes = self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
-        fits = outputs == len(classes) or (outputs, len(classes)) == (1, 2)
+        is_logit = self.parts.task in ("classification", "segmentation")
+        fits = outputs == len(classes) or ((outputs, len(classes)) == (1, 2) and is_logit)
+        if self.parts.task == "regression":
+            fits = not classes or output.numel() == 2 * len(classes)
+
         if self.parts.task != "other" and not fits:
             problem = f"a network with {outputs} outputs"
             raise InputError(
@@ -337,10 +343,12 @@ class PartsProblem(Problem):
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """The given names, () for other tasks than classification; InputError for a label of none."""
-        if self.parts.task != "classification":
+        """The given names, () for other tasks than those of vectors; InputError for a label of none."""
+        if self.parts.task not in OF_VECTORS:
             return ()
-        check_labels(self.items, len(self.parts.classes), self.name)
+        if self.parts.task == "classification":
+            check_labels(self.items, len(self.parts.classes), self.name)
+
         return self.parts.classes
 
     @property
@@ -354,19 +362,31 @@ class PartsProblem(Problem):
     @cached_property
     def key_metric(self) -> str:
         """Name of the metric that selects the best round."""
-        return (
-            self.parts.key_metric
-            or KEY_METRICS.get(self.parts.task)
-            or next(iter(self.parts.metrics), "loss")
-        )
+        of_task = self.kind.key_metric
+        if self.parts.task == "other":
+            of_task = next(iter(self.parts.metrics), of_task)
+
+        return self.parts.key_metric or of_task
 
     @cached_property
     def evaluator(self) -> Evaluator:
         """How the networks are scored: by medfl's metrics of the task, and the given ones."""
         parts = self.parts
+        sigmoid = isinstance(self.loss_function, nn.BCELoss)
         if parts.task == "classification":
-            sigmoid = isinstance(self.loss_function, nn.BCELoss)
-            return OwnClasses(ends_in_sigmoid=sigmoid, metrics=parts.metrics)
+            return OwnVectors(
+                ClassEvaluator(ends_in_sigmoid=sigmoid), ("probabilities", "label"), parts.metrics
+            )
+        if parts.task == "multilabel":
+            return OwnVectors(
+                FindingEvaluator(ends_in_sigmoid=sigmoid),
+                ("probabilities", "findings"),
+                parts.metrics,
+            )
+        if parts.task == "regression":
+            return OwnVectors(
+                NumberEvaluator(self.loss, {}), ("prediction", "target"), parts.metrics
+            )
 
         if parts.task == "segmentation":
             return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)

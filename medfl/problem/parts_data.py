@@ -19,7 +19,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
-from medfl.data.source import Source, class_index, records, take_apart
+from medfl.data.source import Source, class_index, numbers, records, take_apart
 from medfl.problem.sections import Section
 
 _SHARES = (0.2, 0.1)
@@ -30,7 +30,8 @@ _BATCH = 16
 class PartSections:
     """Sections by name, of data as `Parts` takes them.
 
-    Where items are `labelled`, their class is looked for in the samples if no data list says it.
+    Where `record_key` is "label" or "target", an item's class or numbers are looked for in its sample if no data list
+    says them.
 
     Raises:
         InputError: data that cannot be divided; names site and section.
@@ -43,7 +44,7 @@ class PartSections:
         data: Mapping[str, Any],
         prepare_batch: Callable[..., Any],
         batch_size: int | None,
-        labelled: bool,
+        record_key: str,
     ) -> None:
         """Look at the data sets; no item is read yet."""
         if not isinstance(data, Mapping) or not data:
@@ -53,7 +54,7 @@ class PartSections:
 
         self._prepare_batch = prepare_batch
         self._batch_size = batch_size
-        self._labelled = labelled
+        self._record_key = record_key
         self._by_site = {str(site): _sections(str(site), parts) for site, parts in data.items()}
         self._opened: dict[str, Section] = {}
 
@@ -121,9 +122,11 @@ class PartSections:
         for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True):
             items.append({**item, "centre": site})
 
-        if self._labelled and not all("label" in item for item in items):
-            for item, label in zip(items, _labels(source), strict=True):
-                item["label"] = label
+        key = self._record_key
+        if key and not all(key in item for item in items):
+            for item, label in zip(items, _labels(source, key), strict=True):
+                item.pop("label", None)
+                item[key] = label
 
         return Section(
             source, list[Item](items), self._loader(section, loaders), self._prepare_batch
@@ -254,8 +257,8 @@ def _joined(datasets: list[Any], sources: list[Source]) -> Source:
     )
 
 
-def _labels(source: Source) -> Iterator[int]:
-    """Yield the class of each item, from its sample: under "label", or the second of a pair."""
+def _labels(source: Source, key: str) -> Iterator[Any]:
+    """Yield the class or the numbers of each item, from its sample: under "label", or the second of a pair."""
     for index in range(len(source.entries)):
         with stream(0, "labels", index):
             sample = source.entries[index]
@@ -268,12 +271,14 @@ def _labels(source: Source) -> Iterator[int]:
         else:
             value = None
 
-        label = class_index(np.asarray(value) if isinstance(value, Tensor) else value)
+        value = np.asarray(value) if isinstance(value, Tensor) else value
+        label = class_index(value) if key == "label" else numbers(value)
         if label is None:
+            index_or_numbers = "INDEX" if key == "label" else "NUMBERS"
             raise InputError(
-                f"item {index} has no class (label {value!r:.40})",
-                "a classification's samples are {'image': ..., 'label': INDEX} or (image, INDEX)",
-                "return such samples, or say task='other'",
+                f"item {index} has no {'class' if key == 'label' else 'numbers'} (label {value!r:.40})",
+                f"samples are {{'image': ..., 'label': {index_or_numbers}}} or (image, {index_or_numbers})",
+                "return such samples, or say another task",
             )
 
         yield label

@@ -12,28 +12,33 @@ from torch import Tensor, nn
 
 from medfl.core.errors import RunError
 from medfl.data.prepared import Shard
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator, Names
+from medfl.evaluation.evaluators import CaseEvaluator, Evaluator, MaskEvaluator, Names
 from medfl.evaluation.metrics import Cases
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
 
 @dataclass(frozen=True)
-class OwnClasses(ClassEvaluator):
-    """Classification; a metric gets probabilities (1, K) and label (1,)."""
+class OwnVectors:
+    """A task of vectors, scored by its evaluator; a metric gets the values of these two names, each of one case.
 
-    metrics: Metrics = field(default_factory=dict)
+    Of a classification probabilities (1, K) and label (1,), of findings both (1, K), of numbers both (1, D).
+    """
+
+    evaluator: Evaluator
+    names: tuple[str, str]
+    metrics: Metrics
 
     def __call__(
         self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
     ) -> Cases:
-        """Return what `ClassEvaluator` does, and one (N,) tensor per metric."""
-        cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
-        rows = zip(
-            *(torch.split(cases.values[name], 1) for name in ("probabilities", "label")),
-            strict=True,
-        )
-        return _with(cases, self.metrics, rows)
+        """Return what the evaluator does, and one (N,) tensor per metric."""
+        cases = self.evaluator(network, shard, device, surface_metrics=surface_metrics)
+        if not len(cases):
+            return cases
+
+        outputs, targets = (torch.split(cases.values[name], 1) for name in self.names)
+        return _with(cases, self.metrics, zip(outputs, targets, strict=True))
 
 
 @dataclass(frozen=True)

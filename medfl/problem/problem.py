@@ -23,12 +23,14 @@ from medfl.data.prepared import Item, Prepared, moved
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
-from medfl.evaluation.metrics import KEY_METRICS
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
 from medfl.problem.sections import Section, Sections
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Kind
 from medfl.training.site import mean_loss
 
 LossFunction = Callable[..., Tensor]
@@ -195,11 +197,18 @@ class Problem:
         """Return one record per item: id, and label (a class index), centre and group where the data list has them."""
         return self.sections[section].items
 
+    def records(self, section: str) -> list[Item]:
+        """Return the records of `items` as its kind of task reads them: a class under label, numbers under target.
+
+        These are the numbers of a regression, or 1.0, 0.0 or None (unknown) for each finding.
+        """
+        return self.kind.items(self.items(section))
+
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
         data = self.sections[section]
         return prepare(
-            data.items, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
+            self.records(section), data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
             jobs=jobs, progress=progress, cache=self.disk_cache(section),
         )  # fmt: skip
 
@@ -279,13 +288,22 @@ class Problem:
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Class names in label order, () for other tasks than classification."""
+        """Class names in label order, names of findings or numbers; () for other tasks."""
         return ()
+
+    @property
+    def kind(self) -> Kind:
+        """What its kind of task decides."""
+        return KINDS[self.task]
 
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        return KEY_METRICS.get(self.task, "loss")
+        return self.kind.key_metric
+
+    def summarise(self, cases: Cases) -> dict[str, float]:
+        """Return the metrics of a set of cases that its evaluator scored."""
+        return summarise(cases)
 
     @cached_property
     def evaluator(self) -> Evaluator:

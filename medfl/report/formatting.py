@@ -6,8 +6,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from medfl.core.documents import Config
 
 
 def number(value: float | None) -> str:
@@ -38,7 +39,7 @@ def each(values: Sequence[float]) -> str:
     return "each: " + " · ".join(map(number, values))
 
 
-def sd(spread: Mapping[str, Any]) -> str:
+def sd(spread: Config) -> str:
     """Return the standard deviation of `metrics.spread`, a dash for a single site or none."""
     return number(spread["sd"]) if spread and spread["count"] > 1 else "–"
 

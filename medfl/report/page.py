@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
+from medfl.core.documents import Config, Document
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
-from medfl.report import folds, round_charts, saved_pictures
+from medfl.report import charts, folds, saved_pictures
+from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import analyse_predictions
+from medfl.report.prediction_analysis import analyse_predictions, numbers_of
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
@@ -57,7 +58,7 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def context(run: RunFiles) -> dict[str, Any]:
+def context(run: RunFiles) -> Document:
     """Return what the page of one run shows.
 
     Raises:
@@ -101,8 +102,8 @@ def context(run: RunFiles) -> dict[str, Any]:
         "scale": scale,
         "gains": gains,
         **_differences(run),
-        "learning": round_charts.learning_curves(run),
-        "costs": round_charts.costs(run),
+        "learning": learning_curves(run),
+        "costs": costs(run),
         "traffic": _traffic(run),
         "changes": _changes(run),
         "class_counts": _class_counts(run),
@@ -112,7 +113,7 @@ def context(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _differences(run: RunFiles) -> dict[str, Any]:
+def _differences(run: RunFiles) -> Document:
     """Return what the page says of differences from Local models and between sites."""
     differences = Differences(run)
     tested = Counter(run.predictions.sites if run.predictions else ())
@@ -131,7 +132,7 @@ def _differences(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _notes(data: Mapping[str, Any]) -> list[str]:
+def _notes(data: Config) -> list[str]:
     """Return the remarks on the images without the path of the data folder, because reports are shared."""
     notes = list(data.get("notes") or ())
     if folder := str(data.get("folder") or ""):
@@ -140,7 +141,7 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _predicted(run: RunFiles) -> dict[str, Any]:
+def _predicted(run: RunFiles) -> Document:
     """Return what the page shows of the test predictions."""
     last = (run.summary or {}).get("rounds")  # the round of the predictions
     exact = []  # the columns whose numbers are those of the predictions
@@ -148,19 +149,20 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         if kind == run.judged and values.get("round") == last:
             exact.append(when)
 
-    entries: dict[str, Any] = {
+    entries = {
         "classified": bool(run.classes) and run.record["task"] == "classification",
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "least": bootstrap.LEAST,
         "least_of_class": LEAST_OF_CLASS,
         "exact": exact,
-        **_structures(run),
+        "noun": run.kind.noun,
     }
     analysis = analyse_predictions(run)
     if analysis is None:
-        absent = ("confusion", "roc", "calibration", "few_cases")
+        absent = ("confusion", "roc", "calibration", "few_cases", "worst")
         empty = {"predictions": False, "intervals": {}, "intervals_method": "", "each": {}}
-        return {**entries, **empty, "confusions": [], "worst": [], **dict.fromkeys(absent)}
+        none = {"confusions": [], "numbers": [], **_structures(run, {})}
+        return {**entries, **empty, **none, **dict.fromkeys(absent)}
 
     return {
         **entries,
@@ -172,34 +174,47 @@ def _predicted(run: RunFiles) -> dict[str, Any]:
         "roc": analysis.roc(),
         "calibration": analysis.calibration(),
         "worst": analysis.worst(),
+        "numbers": numbers_of(analysis),
+        **_structures(run, analysis.intervals),
         "each": analysis.each,
         "few_cases": analysis.cases(),
     }
 
 
-def _structures(run: RunFiles) -> dict[str, Any]:
-    """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
+def _structures(run: RunFiles, intervals: Config) -> Document:
+    """Return what the page shows of single structures, findings or numbers: on all test cases, and at each site."""
     kinds = run.structure_metrics
+    at_sites = next((kind for kind in (run.key, *kinds) if kind in kinds), "")
     structures = []
     columns = []
     for name, scores in run.structures.items():
         structure = slug(name)
-        values = [(scores.get(kind), f"{kind}_{structure}") for kind in kinds]
-        structures.append((name, scores.get("cases"), values))
-        dice = run.site_values(run.judged, f"dice_{structure}")
-        columns.append((dice, run.site_values(run.judged, f"cases_{structure}")))
+        values = []
+        for kind in kinds:
+            own = f"{kind} of {name}"
+            values.append((scores.get(kind), own if own in intervals else f"{kind}_{structure}"))
+
+        structures.append((name, scores, values))
+        of_site = run.site_values(run.judged, f"{at_sites}_{structure}")
+        columns.append((of_site, run.site_values(run.judged, f"cases_{structure}")))
 
     sites = []
     for site in run.site_names:
         if any(site in cases for _, cases in columns):
-            cells = [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns]
+            cells = [(values.get(site), int(cases.get(site, 0))) for values, cases in columns]
             sites.append((site, cells))
 
     titles = [run.title(kind) for kind in kinds]
-    return {"structure_titles": titles, "structures": structures, "structure_sites": sites}
+    return {
+        "structure_titles": titles,
+        "structures": structures,
+        "structure_sites": sites,
+        "structure_metric": run.title(at_sites),
+        "structure_counts": any("positives" in scores for scores in run.structures.values()),
+    }
 
 
-def _traffic(run: RunFiles) -> dict[str, Any] | None:
+def _traffic(run: RunFiles) -> Document | None:
     """Return the mean bytes of a site's messages in a round, the number of messages, and the bytes before round 1."""
     rows = []
     for entry in run.rounds:
@@ -255,7 +270,7 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
     return rows
 
 
-def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(run: Config) -> list[tuple[str, str]]:
     """Return every setting of the run as text; not the data folder, because reports are shared."""
     computing = [name for name, entry in SETTINGS.items() if entry.group == COMPUTING]
     names = ("runtime", "seed", "device", *computing, "threads")
@@ -275,7 +290,7 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _class_counts(run: RunFiles) -> dict[str, Any] | None:
+def _class_counts(run: RunFiles) -> Document | None:
     counts = run.record.get("site_class_counts") or {}
     rows = []
     most = 1
@@ -294,7 +309,7 @@ def _class_counts(run: RunFiles) -> dict[str, Any] | None:
     return {"classes": run.classes, "rows": rows, "most": most}
 
 
-def _pictures(run: RunFiles) -> dict[str, Any]:
+def _pictures(run: RunFiles) -> Document:
     partition = run.path / "partition.png"
     try:
         sites = Picture.read(partition).embedded[2] if partition.is_file() else None
@@ -312,3 +327,84 @@ def _pictures(run: RunFiles) -> dict[str, Any]:
         "more_sites": more_sites,
         "worst_images": [picture.embedded for picture in worst],
     }
+
+
+# A report's charts of the rounds: learning curves and costs.
+
+
+_COSTS = (
+    ("Seconds a round", 1, (
+        ("received", "seconds_train", "training"), ("personal", "seconds_server", "server"),
+        ("local", "seconds_eval", "evaluation"),
+    )),
+    ("Megabytes a round", 1e6, (
+        ("received", "bytes_up", "to the server"), ("personal", "bytes_down", "to the sites"),
+    )),
+)  # fmt: skip
+"""Title, unit, and of each part its colour on the page, its entry of a round and what it is."""
+
+
+def learning_curves(run: RunFiles) -> list[Chart]:
+    """Return the charts that have data: the key metric with a band over the sites, and the training loss."""
+    rounds = run.rounds
+    key = run.key
+    judged = run.judged
+    numbers = [entry["round"] for entry in rounds]
+    # the judged model only, as in the tables: what sites have before the average is no model of theirs
+    curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
+    site_values = []
+    for entry in rounds:
+        site_values.append([_metric(site, judged, key) for site in _site_entries(entry)])
+
+    chance = None
+    if key == "balanced_accuracy" and run.classes:
+        chance = 1 / len(run.classes)
+
+    bounded = key in metrics.METRICS and metrics.METRICS[key].is_share
+    title = f"{run.title(key)} on the validation set"
+    svg = charts.lines(
+        title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance
+    )
+    model = dict(MODEL_KINDS)[judged]
+    legend = [(judged, model)]
+    caption = ""
+    if any(map(any, site_values)):
+        legend.append(("band", f"{model.lower()}, lowest to highest site"))
+        caption = "Line: all validation images pooled. Band: each site's own validation images."
+
+    if chance is not None:
+        caption += " Dotted: guessing."
+
+    scores = Chart(title, legend, svg, caption)
+    site_losses = []
+    for entry in rounds:
+        site_losses.append([site.get("train_loss") for site in _site_entries(entry)])
+
+    mean = {judged: [entry.get("train_loss") for entry in rounds]}
+    svg = charts.lines("Training loss", numbers, mean, site_losses, band_of=judged)
+    legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
+    caption = "The method's own loss, as the sites report it while training."
+    losses = Chart("Training loss", legend, svg, caption)
+    return [chart for chart in (scores, losses) if chart.svg is not None]
+
+
+def costs(run: RunFiles) -> list[Chart]:
+    """Return the charts of seconds and megabytes of each round, where the rounds have them."""
+    rounds = run.rounds
+    drawn = []
+    numbers = [entry["round"] for entry in rounds]
+    for title, unit, names in _COSTS:
+        parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}
+        legend = [(colour, text) for colour, _, text in names]
+        if numbers and (svg := charts.stacked(title, numbers, parts, unit)) is not None:
+            drawn.append(Chart(title, legend, svg))
+
+    return drawn
+
+
+def _metric(entry: Config, group: str, metric: str) -> float | None:
+    return (entry.get(group) or {}).get(metric)
+
+
+def _site_entries(entry: Config) -> Sequence[Config]:
+    return tuple((entry.get("sites") or {}).values())

@@ -6,9 +6,9 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from medfl.core import terminal
+from medfl.core.documents import Config
 from medfl.core.tables import label_row
 from medfl.evaluation import metrics
 from medfl.report import formatting
@@ -157,9 +157,7 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     return [*lines, ""]
 
 
-def structure_lines(
-    run: RunFiles, structures: Mapping[str, Mapping[str, Any]], model: str
-) -> list[str]:
+def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str) -> list[str]:
     """Return a line for each structure (name -> metrics and cases), of more than 12 for those with the lowest Dice.
 
     The run gives titles and units; `model` is whose metrics they are, as the heading says it.
@@ -175,7 +173,7 @@ def structure_lines(
         shown = {name: structures[name] for name in sorted(shown, key=dice)[:_TABLE_STRUCTURES]}
 
     widths = [24, 8, *[_WIDE] * len(kinds)]
-    lines = [label_row([f"structure, {model}", "cases", *map(run.title, kinds)], widths)]
+    lines = [label_row([f"structure, {model}", "with it", *map(run.title, kinds)], widths)]
     for name, scores in shown.items():
         label = [formatting.plain(name), str(scores.get("cases", "–"))]
         if scores.get("cases"):
@@ -187,6 +185,7 @@ def structure_lines(
     if len(shown) < len(structures):
         lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
 
+    lines.append("each structure's figures are of the cases whose reference has it")
     return [*lines, ""] if shown else []
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_untrusted_module
 from medfl.core.type_checks import type_errors
@@ -18,11 +18,11 @@ from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.places import FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.storage.run_documents import require_plain
 
-_SETTINGS: Mapping[str, Any] = {
+_SETTINGS: Config = {
     "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,
 }  # fmt: skip
 """Fields of a `Launch` that a record has; a cross-validation is resumed with them."""
@@ -36,12 +36,12 @@ def cross_validate(
     bundle: str,
     folds: int,
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     launch: Launch | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
 
     Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration. The images of a patient are in
@@ -76,18 +76,18 @@ def cross_validate(
     require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record["images"] = [plan.run.data.checksum for plan in plans]
-    write_atomic(folder / FOLDS, (json.dumps(record, indent=1) + "\n").encode())
+    write_json(folder / FOLDS, record)
 
     return _run(folder, record, {}, launch)
 
 
 def resume(
     folder: str | Path,
-    requested: Mapping[str, Any] | None = None,
+    requested: Config | None = None,
     *,
     launch: Launch | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Go on with the cross-validation in a folder, perhaps for more rounds; returns the same as `cross_validate`.
 
     Only those fields of `launch` count that the folder has no record of: jobs, track, progress, say.
@@ -145,7 +145,7 @@ def resume(
     return _run(root, record, changes, launch)
 
 
-def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
+def _wherever(requested: Config) -> Document:
     """Return settings that mean the same in another working folder."""
     data = requested.get("data")
     if data in (None, PHANTOM):
@@ -154,7 +154,7 @@ def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
     return {**requested, "data": str(Path(str(data)).expanduser().resolve())}
 
 
-def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
+def _plans(record: Config, numbers: Iterable[int]) -> Iterator[Plan]:
     """Return the plan of each fold."""
     for number in numbers:
         try:
@@ -175,7 +175,7 @@ def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
             ) from error
 
 
-def _config(record: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _config(record: Config, number: int) -> Document:
     return {**record["config"], "split": f"fold:{number}/{record['folds']}"}
 
 
@@ -189,9 +189,7 @@ def _require_disjoint(plans: list[Plan]) -> None:
         )
 
 
-def _run(
-    folder: Path, record: Mapping[str, Any], changes: Mapping[str, Any], launch: Launch
-) -> dict[str, Any]:
+def _run(folder: Path, record: Config, changes: Config, launch: Launch) -> Document:
     """Run the folds that are missing or have too few rounds, and write the summary of all."""
     for number in range(1, record["folds"] + 1):
         fold_folder = report.fold_folder(folder, number)
@@ -220,7 +218,7 @@ def _begun(folder: Path, number: int) -> bool:
     return (report.fold_folder(folder, number) / "run.json").is_file()
 
 
-def _is_done(folder: Path, changes: Mapping[str, Any]) -> bool:
+def _is_done(folder: Path, changes: Config) -> bool:
     """Tell whether a fold has its summary after the rounds of its record, or the changed number of them."""
     if not (folder / "summary.json").is_file():
         return False

@@ -18,10 +18,11 @@ import safetensors.torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors, Weights
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
-from medfl.core.untrusted import Plain, json_values
+from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
@@ -48,13 +49,13 @@ def begin_with(bundle: Problem, text: str, say: Print = str) -> tuple[Problem, s
         return bundle, text
 
     with stream(0, "network"):
-        names = bundle.network().state_dict().keys()
+        drawn = bundle.network().state_dict()
 
-    weights = read(text, names, say)
+    weights = _in_types_of(drawn, read(text, drawn.keys(), say), say)
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
-def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str, Tensor]:
+def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
     """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none.
 
     They are those of a checkpoint that are called most like `names`, without what it has before each name.
@@ -66,10 +67,17 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str
         else:
             parts = _parts(path)
 
-        place, prefix = max(
-            ((place, prefix) for place in parts for prefix in _prefixes(parts[place], names)),
-            key=lambda found: _shared(parts[found[0]], found[1], names),
-        )
+        ranks = {}
+        for place, part in parts.items():
+            for prefix in _prefixes(part, names):
+                ranks[place, prefix] = _shared(part, prefix, names)
+
+        place, prefix = max(ranks, key=lambda key: ranks[key])
+        shared = ranks.pop((place, prefix))[0]
+        rivals = [repr("".join(key)) for key, rank in ranks.items() if rank[0] == shared > 0]
+        if rivals:
+            say(f"--init: {path.name} has such names after {' and '.join(rivals)} too, left out")
+
         weights = {}
         for name, tensor in parts[place].items():
             if name.startswith(prefix):
@@ -108,16 +116,31 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> dict[str
         ) from error
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
+def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say: Print) -> Tensors:
+    """Return weights in the number types of a network, where both are floating point: a file may have halves."""
+    changed = {}
+    for name, tensor in weights.items():
+        dtype = drawn.get(name, tensor).dtype
+        if tensor.dtype != dtype and dtype.is_floating_point and tensor.is_floating_point():
+            changed[name] = tensor.to(dtype)
+
+    if changed:
+        types = sorted({str(weights[name].dtype).removeprefix("torch.") for name in changed})
+        say(f"--init: {len(changed)} tensors are {' and '.join(types)}, read as the network's type")
+
+    return {**weights, **changed}
+
+
+def tensors(path: Path) -> Tensors:
     """Return the tensors of a safetensors file by name; any error means that it holds none."""
     return _finite(safetensors.torch.load_file(path))
 
 
-def _parts(path: Path) -> dict[str, dict[str, Tensor]]:
+def _parts(path: Path) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
+        todo = [("", load_pickled(path))]
 
     if not isinstance(todo[0][1], Mapping):
         raise ValueError("it holds no tensors by name")
@@ -157,7 +180,7 @@ def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tu
     return shared, -len(prefix), len(weights)
 
 
-def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _finite(weights: Weights) -> Tensors:
     for name, tensor in weights.items():
         # an expanded tensor of a pickle: a small file could fill the memory
         if tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -225,6 +248,6 @@ def first_file(folder: Path | None, *names: str) -> Path | None:
     return None
 
 
-def _from_job(path: Path) -> dict[str, Tensor]:
+def _from_job(path: Path) -> Tensors:
     document = json_values(path, _MAX_BYTES)
     return _finite(safetensors.torch.load(base64.b64decode(document["safetensors"], validate=True)))

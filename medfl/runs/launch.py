@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
 from medfl.core.run import Run
@@ -20,6 +20,7 @@ from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
+from medfl.evaluation.metrics import higher_is_better
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
@@ -90,14 +91,14 @@ class Shared:
 def federate(
     bundle: str | None = None,
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     source: str | Path | None = None,
     shared: Shared | None = None,
     launch: Launch | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Run a federation and return its summary with the run folder under "folder".
 
     Args:
@@ -258,8 +259,8 @@ def _execute(
     path: Path,
     launch: Launch,
     runtime: registry.Runtime,
-    record: Mapping[str, Any],
-) -> dict[str, Any]:
+    record: Config,
+) -> Document:
     """Execute a run in its folder, after its Local reference where it has one; return its summary.
 
     `record` is what run.json tells beside the plan.
@@ -301,7 +302,7 @@ def _execute_in(
     federation: Federation,
     launch: Launch,
     runtime: registry.Runtime,
-) -> dict[str, Any]:
+) -> Document:
     """Run a federation in its folder, or continue the run that is there."""
     execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
     # The server may still refuse the sites' introductions, before anything was trained
@@ -310,17 +311,19 @@ def _execute_in(
 
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
-    """If the validation metric was still rising at the end, say how to train on."""
-    rise = RunFiles(path).rise
-    if not rise:
+    """If the validation metric was still getting better at the end, say how to train on."""
+    files = RunFiles(path)
+    rise = files.rise
+    if rise is None:
         return
 
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
 
+    way = "rising" if higher_is_better(files.key) else "falling"
     say(
-        f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
+        f"note: validation was still {way} at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
     )
 
 
@@ -328,9 +331,9 @@ def site_algo(
     bundle: str,
     name: str,
     *,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    requested: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
+    requested: Config | None = None,
     folder: str | Path | None = None,
     host: str = "medfl",
     policy: str | Path | None = None,
@@ -370,8 +373,7 @@ def site_algo(
 
     # The host calls it when it initializes the site: preparing images takes long
     def make_federation() -> Federation:
-        public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+        federation = plan.federation(say)
         if plan.run.device != "cpu":
             say(federation.hold(free_gpu_memory))
 
@@ -479,7 +481,7 @@ def _local(plan: Plan) -> Plan:
     return replace(plan, run=run, method=method, public=None)
 
 
-def _add_local(path: Path) -> dict[str, Any]:
+def _add_local(path: Path) -> Document:
     """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
     folder = RunFolder(path)
     summary = read_summary(path / "summary.json")

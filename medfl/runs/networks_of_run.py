@@ -7,18 +7,18 @@ and the newest round of an interrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl import methods
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors
 from medfl.core.run import Run
 from medfl.core.task import Task
 from medfl.core.terminal import Print
@@ -49,7 +49,7 @@ class Model:
     network: nn.Module
     site: str
     round: int
-    config: Mapping[str, Any]
+    config: Config
 
 
 class RunNetworks:
@@ -93,7 +93,7 @@ class RunNetworks:
         self.sites = list(self.run.partition.sites)
 
     @property
-    def summary(self) -> Mapping[str, Any] | None:
+    def summary(self) -> Config | None:
         """The run's summary, None where it was interrupted, or is being continued."""
         return self.files.final_summary
 
@@ -178,7 +178,7 @@ class RunNetworks:
             )
 
     @cached_property
-    def _weights(self) -> dict[str, Tensor] | None:
+    def _weights(self) -> Tensors | None:
         """The weights as the run wrote them, None where it was interrupted before it wrote the last ones.
 
         Raises:
@@ -273,8 +273,7 @@ class _States:
         self.manifest = result.manifest
         self.folder = RunFolder(result.path)
         plan = repeat(result.run, data, say, result.path)
-        public = plan.public.prepare(say=say) if plan.public else None
-        self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+        self.federation = plan.federation(say)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""

@@ -25,6 +25,7 @@ from medfl.bundle.open import (
 )
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, PublicRecord, Run
@@ -42,6 +43,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import incomplete_data, site_channels, site_labels
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
@@ -75,8 +77,8 @@ class Request(GeneralSettings, OpenProtocolSettings):
 
     bundle: str
     method: str = "fedavg"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
     data: str | None = None
     sites: int | None = None
     partition: str | None = None
@@ -117,9 +119,14 @@ class Plan:
             record.sites, self.sections, spec=record.spec, seed=record.seed, notes=record.notes
         )
 
-    def extra(self, command: str) -> dict[str, Any]:
+    def federation(self, say: Print = str) -> Federation:
+        """Return the run's federation, with its public images prepared."""
+        public = self.public.prepare(say=say) if self.public else None
+        return Federation(self.bundle, self.method, self.run, public=public)
+
+    def extra(self, command: str) -> Document:
         """Return what run.json tells a reader beyond the run itself."""
-        counts: dict[str, list[int]] = {}
+        counts = {}
         if self.counted:
             counts = self.partition.counts(self.sections, len(self.counted))
 
@@ -201,6 +208,13 @@ def make_plan(
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
+    if not settings["rounds"] and not request.init:
+        raise InputError(
+            "0 rounds, without weights to examine",
+            "--init FILE|run:DIR|bundle:DIR with --rounds 0, or 1 round and more",
+            "see medfl evaluate",
+        )
+
     method, option_notes = _settled_method(
         request.method, requested_options, int(settings["rounds"]), sizes
     )
@@ -237,7 +251,7 @@ def make_plan(
     return Plan(run, bundle, method, notes, public)
 
 
-def _general_settings(request: Request) -> dict[str, Any]:
+def _general_settings(request: Request) -> Document:
     """Return the settings that need no bundle, as a run records them; InputError if any of the request is wrong."""
     values = {field.name: getattr(request, field.name) for field in fields(request)}
     check_kinds(values)
@@ -250,9 +264,9 @@ def _general_settings(request: Request) -> dict[str, Any]:
     return settings
 
 
-def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[str, Any]:
+def _protocol_settings(request: Request, protocol: Config) -> Document:
     """Return each protocol setting as requested, else as the protocol has it; some may be "auto"."""
-    settings: dict[str, Any] = {}
+    settings: Document = {}
     for setting in fields(ProtocolSettings):
         value = getattr(request, setting.name)
         if value is None:
@@ -264,7 +278,7 @@ def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[st
 
 
 def _settled_method(
-    name: str, options: Mapping[str, Any], rounds: int, sizes: Mapping[str, int]
+    name: str, options: Config, rounds: int, sizes: Mapping[str, int]
 ) -> tuple[Method, tuple[str, ...]]:
     """Return a method with options that suit the sites' training images, and a note on each that was changed."""
     schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
@@ -281,7 +295,7 @@ def _settled_method(
 
 
 def _check_site_networks(
-    method: Method, sites: Iterable[str], bundle: Problem, config: Mapping[str, Any]
+    method: Method, sites: Iterable[str], bundle: Problem, config: Config
 ) -> None:
     """Raise an InputError if the bundle cannot be read with the network that the method gives a site."""
     configs = methods.site_networks(method, [*sites]).values()
@@ -293,12 +307,12 @@ def _check_site_networks(
 def request_of(
     run: Run,
     bundle: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
     **requested: Any,
 ) -> Request:
     """Return a request for a recorded run's settings, overridden by those given here."""
-    recorded: dict[str, Any] = {name: getattr(run, name) for name in ("method", *SETTINGS)}
+    recorded = {name: getattr(run, name) for name in ("method", *SETTINGS)}
     recorded |= {"data": _recorded_data(run), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
@@ -412,7 +426,7 @@ def versions() -> dict[str, str]:
 
 
 def _items(bundle: Problem) -> dict[str, list[Any]]:
-    return {section: bundle.items(section) for section in SECTIONS}
+    return {section: bundle.records(section) for section in SECTIONS}
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -458,7 +472,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
             )
 
 
-def check_kinds(requested: Mapping[str, Any]) -> None:
+def check_kinds(requested: Config) -> None:
     """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
     check_names(requested, [field.name for field in fields(Request)])
     for name, value, allowed in type_mismatches(Request, requested):

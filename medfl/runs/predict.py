@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images
 from medfl.core import terminal
+from medfl.core.arrays import Bytes
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -79,7 +79,7 @@ def predict(
     thread_count: int | None = None,
     progress: bool = False,
     say: Print = str,
-) -> dict[str, Any]:
+) -> Document:
     """Write a trained network's predictions for images into a new folder.
 
     Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
@@ -359,7 +359,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
 
 
 def _amounts(
-    mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]
+    mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]
 ) -> dict[str, float]:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
@@ -381,8 +381,8 @@ def _amounts(
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
-    taken = set[str]()
-    paths = dict[str, Path]()
+    taken = set()
+    paths = {}
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
@@ -406,7 +406,11 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
-    images = "the one image cannot" if count == 1 else f"none of the {count} images can"
+    if count == 1:
+        images = "the one image cannot"
+    else:
+        images = f"none of the {count} images can"
+
     if isinstance(error, InputError):
         problem, allowed, advice = error._parts
     else:
@@ -431,7 +435,7 @@ def _document(
     predictions: Predictions,
     folder: Path,
     targets: Mapping[str, int | str],
-) -> dict[str, Any]:
+) -> Document:
     """Write the tables, the predictions last, and return everything for JSON."""
     table = RunFolder(folder)
     written = {"predictions": str(folder / PREDICTIONS)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from monai.transforms import Transform
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text
 from medfl.core.setting_values import SURFACE_METRICS
@@ -55,7 +55,7 @@ class Predictor:
     open_places: Callable[[Iterable[str]], None]
     evaluator: ClassEvaluator | MaskEvaluator | CaseEvaluator
     device: torch.device
-    metadata: Mapping[str, Any]
+    metadata: Config
     data_source: str
     surface_metrics: tuple[str, ...] = SURFACE_METRICS
     threads: int | None = None

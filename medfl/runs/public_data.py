@@ -19,6 +19,7 @@ import torch
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import WithData, open_problem, with_data
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
@@ -130,7 +131,7 @@ def _size_of_first(prepared: Prepared) -> tuple[int, ...]:
 
 def plan_public(
     method: Method,
-    options: Mapping[str, Any],
+    options: Config,
     bundle: Problem,
     device: str,
     *,
@@ -161,7 +162,7 @@ def plan_public(
         overrides["dataset_dir"] = str(Path(data).expanduser().resolve())
 
     plain = Bundle(name, overrides, policy=bundle.policy)
-    protocol: Mapping[str, Any] = plain.protocol.get("public") or {}
+    protocol: Config = plain.protocol.get("public") or {}
     section = str(options["public_section"] or protocol.get("section") or "test")
     number = int(options["public_items"])
 
@@ -173,7 +174,7 @@ def plan_public(
         )
 
     depth = _depth(plain, bundle, str(options["lift"]))
-    config: dict[str, object] = {}
+    config = {}
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size

@@ -10,6 +10,7 @@ from medfl.core.errors import InputError
 from medfl.core.names import as_number
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, label_table, matching, pairs, tables
+from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
@@ -61,7 +62,7 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not path.is_dir():
         return _in_table(path, files, classes)
 
-    form_labels = defaultdict[str, set[int]](set)
+    form_labels = defaultdict(set)
     for name, label in _in_folders(path, classes):
         for form in _forms(name):
             form_labels[form].add(label)
@@ -127,7 +128,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not any(map(as_number, classes)):
         labels |= {str(index): index for index in range(len(classes))}
 
-    label_of = label_table.read(file, [*files], labels).classes
+    label_of = label_table.read(file, [*files], Wanted("classification", names=(*labels,))).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(

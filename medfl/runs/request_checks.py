@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from medfl import datasets
 from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import trust_module
 from medfl.core.settings import check_limits
@@ -28,7 +27,7 @@ from medfl.storage.run_documents import read_run
 
 def check_before_imports(
     bundle: str | None,
-    requested: Mapping[str, Any],
+    requested: Config,
     *,
     has_overrides: bool,
     source: Path | None,

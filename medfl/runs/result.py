@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
+from medfl.core.arrays import Floats, Integers
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
@@ -95,7 +96,7 @@ class Result(ResultTables):
         return bool(self._files.finished)
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """The content of summary.json: last and best round, sites, bytes, seconds.
 
         Raises:
@@ -122,7 +123,7 @@ class Result(ResultTables):
         )  # fmt: skip
         rows = []
         for entry in self._files.rounds:
-            row: Record = {name: entry[name] for name in columns if name in entry}
+            row = {name: entry[name] for name in columns if name in entry}
             row["sites"] = len(entry.get("cohort") or ())
             for name, value in (entry.get("val") or {}).items():
                 row[f"val_{name}"] = value
@@ -137,7 +138,7 @@ class Result(ResultTables):
         rows = []
         for entry in self._files.rounds:
             for site, site_entry in (entry.get("sites") or {}).items():
-                row: Record = {"round": entry["round"], "site": site}
+                row = {"round": entry["round"], "site": site}
                 rows.append(row)
                 for kind, value in site_entry.items():
                     if isinstance(value, Mapping):
@@ -150,7 +151,7 @@ class Result(ResultTables):
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return with_same_keys([parse_row(row) for row in self._files.sites])
+        return with_same_keys(list(map(parse_row, self._files.sites)))
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -163,16 +164,16 @@ class Result(ResultTables):
             InputError: the run has not come that far.
         """
         rows = self._files.prediction_rows()
-        return [parse_row(row) for row in self._needed(rows, "predictions.csv")]
+        return list(map(parse_row, self._needed(rows, "predictions.csv")))
 
     @property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
         return np.array([row["label"] for row in self.predictions], dtype=np.int64)
 
     @property
-    def probabilities(self) -> NDArray[np.float64]:
+    def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
         return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
@@ -215,7 +216,9 @@ class Result(ResultTables):
             InputError: the data have no such column; as `cases`.
         """
         rows = self.predictions if by == "site" else self.cases()
-        return subgroups.of(rows, by, self.classes, min_count=min_count, seed=self.run.seed)
+        return subgroups.of(
+            rows, by, self.classes, task=self.task, min_count=min_count, seed=self.run.seed
+        )
 
     # Networks
 

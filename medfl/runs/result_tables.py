@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean, without_package
 from medfl.evaluation.metrics import title
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-Record = dict[str, Any]
+Record = Document
 """One row of a table: all rows have the same keys."""
 _INDEX = {
     "rounds": ["round"],

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.open import bundle_of, is_recorded
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import Run, withdrawn_settings
 from medfl.core.task import SECTIONS
@@ -45,9 +45,9 @@ def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None
 def resumed_plan(
     path: Path,
     bundle: str | None,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
-    requested: Mapping[str, Any],
+    options: Config,
+    config: Config,
+    requested: Config,
     say: Print,
 ) -> Plan:
     """Return the plan of the run in a folder, perhaps with more rounds.
@@ -104,7 +104,7 @@ def with_notes(plan: Plan) -> Plan:
     if not is_medfl_new:
         return plan
 
-    items: list[Mapping[str, Any]] = []
+    items = []
     for data in lists:
         if not isinstance(data, list):
             return plan
@@ -149,7 +149,7 @@ def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
 
 
 def open_folder(
-    plan: Plan, federation: Federation, path: Path, command: str, extra: Mapping[str, Any]
+    plan: Plan, federation: Federation, path: Path, command: str, extra: Config
 ) -> tuple[RunFolder, bool]:
     """Make the folder of a run, or open it (`federate` has refused others), and write its record.
 
@@ -191,7 +191,7 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
         raise
 
 
-def _tell_withdrawn(document: Mapping[str, Any], say: Print) -> None:
+def _tell_withdrawn(document: Config, say: Print) -> None:
     """Say which settings of a recorded run are ignored here."""
     names = " and ".join(f"--{name}" for name in withdrawn_settings(document))
     if names:

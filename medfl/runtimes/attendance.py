@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
@@ -79,7 +80,7 @@ class Tolerance:
                 f"give {aggregation.least} or more",
             )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Document:
         """Return what run.json tells of it."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 

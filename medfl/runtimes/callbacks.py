@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.message import Tensors, Weights
 from medfl.evaluation.metrics import higher_is_better
 from medfl.storage.files import atomic_replace, save_weights
 
@@ -43,10 +44,10 @@ class RoundEnd:
     history: Sequence[tuple[int, Mapping[str, float]]]
     key_metric: str
     folder: Path
-    _weights: Callable[[], Mapping[str, Tensor]]
+    _weights: Callable[[], Weights]
 
     @cached_property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Tensors:
         """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
         copies = {}
         for name, tensor in self._weights().items():

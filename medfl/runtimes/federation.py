@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.message_limits import MessageLimits
+from medfl.core.names import listed
 from medfl.core.run import Run
-from medfl.core.seeding import derive
+from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
 from medfl.data.known_labels import AnnotatedClasses
@@ -28,7 +29,6 @@ from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
-from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
 from medfl.runtimes.message_rules import Form, MessageRules, Wire
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
@@ -37,6 +37,7 @@ from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.compiled import compile_steps
 from medfl.training.accelerate.precision import with_channels_last
+from medfl.training.site import snapshot
 
 POOLED = "central"
 """Name of the one participant of a method that pools the data."""
@@ -55,6 +56,17 @@ class _Architecture:
     leaves: Mapping[str, Form]
     personal: frozenset[str]
     stays: int
+
+
+def participants(run: Run, pooled: bool) -> list[str]:
+    """Return who trains in a run: its sites with training images, or one participant with everybody's."""
+    if pooled:
+        return [POOLED]
+
+    sites = run.partition.sites
+    trained = [name for name, ids in sites.items() if ids["train"]]
+    # nobody's images may be known here: those of a federation lie elsewhere
+    return trained or list(sites)
 
 
 def site_seed(run: Run, round_: int, name: str) -> int:
@@ -97,9 +109,13 @@ class Federation:
                 images or the aggregation, or networks cannot be assigned.
         """
         if bundle.task not in method.tasks:
+            allowed = f"it supports {', '.join(method.tasks)}"
+            if "classification" in method.tasks:
+                allowed += ": its losses need a class for each image or pixel"
+
             raise InputError(
                 f"method {run.method!r} on bundle {bundle.name!r}, a {bundle.task} task",
-                f"it supports {', '.join(method.tasks)}",
+                allowed,
                 "see medfl methods",
             )
 
@@ -113,7 +129,7 @@ class Federation:
             lambda: constants(bundle.section("train").source.transforms),
         )
         self.names = list(run.partition.sites)
-        self.participants = [POOLED] if method.pools_data else self.names
+        self.participants = participants(run, method.pools_data)
         self.aggregation = self._aggregation()
 
         if run.max_share is not None and self.equal_weight_flag:
@@ -153,7 +169,7 @@ class Federation:
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
         """Return each participant's architecture; sites with the same network share one."""
-        built: dict[str, _Architecture] = {}
+        built = {}
         architectures = {}
         for name, config in methods.site_networks(self.method, self.participants).items():
             key = repr(config)
@@ -197,7 +213,7 @@ class Federation:
     def _make_compression(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
         messages = Compression.parse(self.run.messages)
-        exact = set[str]()
+        exact = set()
         if messages.lossless:
             return messages
 
@@ -263,7 +279,7 @@ class Federation:
         prepared = self.sections[section]
         ids_of_data = prepared.ids(range(len(prepared)))
         position = dict(zip(ids_of_data, range(len(prepared)), strict=True))
-        shards: dict[str, Shard] = {}
+        shards = {}
         for name, ids_of_site in self.run.partition.sites.items():
             ids = ids_of_site.get(section, [])
             missing = [ident for ident in ids if ident not in position]
@@ -425,7 +441,7 @@ class Federation:
         message = self.message_rules(name).decode_reply(arrived)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
-    def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
+    def aggregate(self, round_: int, server: State, replies: Messages) -> State:
         """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.
 
         Raises:
@@ -467,7 +483,7 @@ class Federation:
         return [self.participants[i] for i in drawn.tolist()]
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+def _forms(tensors: Weights) -> dict[str, Form]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -476,3 +492,84 @@ def _span(numbers: Sequence[int]) -> str:
         return str(numbers[0])
 
     return f"{min(numbers)} to {max(numbers)}"
+
+
+# The weights that all networks of a run begin with where they are given and not drawn: `--init`.
+
+
+_NAMED = 3  # tensors that an error names
+
+
+def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) -> Tensors:
+    """Return the state dict that a run's network begins with.
+
+    The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the
+    method adds is drawn from the run's seed.
+
+    Raises:
+        InputError: they are of another network, or not at hand.
+    """
+    if bundle.start is None:
+        raise InputError(
+            f"a run that begins with the weights {run.init[:19]}, which are not at hand",
+            "init.safetensors in its folder",
+            "restore the file, or start a new run with --init",
+        )
+
+    # on the stream of a drawn network, so that what the method adds is what it would be without --init
+    with stream(run.seed, "network"):
+        plain = bundle.network()
+        is_plain = not _differences(plain, bundle.start)
+        # before the method adapts it: a method may copy or freeze layers
+        if is_plain:
+            plain.load_state_dict(bundle.start)
+
+        adapted = method.adapt(plain, task)
+
+    if not is_plain:
+        if _differences(adapted, bundle.start):
+            # compared with the network that the weights resemble, so that the error lists few tensors
+            network = adapted if len(adapted.state_dict()) == len(bundle.start) else plain
+            raise InputError(
+                f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
+                f"all {len(network.state_dict())} tensors of the network, by name and shape",
+                "give weights of this network, or choose it with --config network=NAME",
+            )
+
+        adapted.load_state_dict(bundle.start)
+
+    return snapshot(adapted)
+
+
+def _differences(network: nn.Module, weights: Weights) -> str:
+    """Say in which tensors weights are not a network's, "" if in none: of other forms, missing, and odd ones."""
+    state = network.state_dict()
+    forms = []
+    for name, tensor in state.items():
+        if name in weights and _form(weights[name]) != _form(tensor):
+            forms.append(f"{name!r} is {_form(weights[name])}, the network's {_form(tensor)}")
+
+    kinds = {
+        "tensors have another shape": forms,
+        "tensors are missing": [repr(name) for name in state if name not in weights],
+        "tensors are not of the network": [repr(name) for name in weights if name not in state],
+    }
+    return "; ".join(f"{len(kinds[k])} {k}: {listed(kinds[k], _NAMED)}" for k in kinds if kinds[k])
+
+
+def _form(tensor: Tensor) -> str:
+    if tensor.dtype == torch.float32:
+        kind = ""
+    else:
+        kind = f" {str(tensor.dtype).removeprefix('torch.')}"
+    return f"({', '.join(map(str, tensor.shape))}){kind}"
+
+
+def refuse_init_of_mixed_networks(run: Run) -> None:
+    """Raise an InputError if sites with networks of their own were to begin with the weights of one."""
+    if run.init:
+        raise InputError(
+            f"--init with method {run.method!r}, whose sites have networks of several kinds",
+            "weights are of one network",
+            "leave it out, or take another method",
+        )

@@ -9,17 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medfl.core.documents import Document as Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.runtimes.launch import Launch
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
     from medfl.storage.run_folder import RunFolder
-
-Document = dict[str, Any]
-"""A record of a run as JSON has it: summary.json, a line of rounds.jsonl, the record in the manifest."""
 
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",

@@ -58,7 +58,11 @@ def check_state(method: str, which: str, state: object) -> None:
     Raises:
         BrokenRule: something in it is neither a tensor, a number nor text; names it.
     """
-    wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
+    if isinstance(state, dict):
+        wrong = _flaw(state, "")
+    else:
+        wrong = f"it is a {type(state).__name__}"
+
     if wrong:
         raise BrokenRule(
             f"{which} of method {method!r}: {wrong}",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from medfl.core import terminal
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.runtimes import profiling
@@ -23,7 +24,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
-from medfl.runtimes.registry import Document, Execution, Runtime
+from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
 from medfl.runtimes.server.round_training import RoundTraining
@@ -293,9 +294,9 @@ class Simulator:
         cohort = training.cohort
         left_out = training.left_out
         samples = {name: self.workers.item_count(name) for name in cohort}
-        results: dict[str, StepResult] = {}
+        results = {}
         replies = Replies(cohort, self.folder.path)
-        renewed: list[str] = []
+        renewed = []
 
         for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import resolved
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.setting_values import by_site, site_names
@@ -17,7 +17,7 @@ EMPTY: Mapping[str, str] = {"site_labels": "", "site_channels": "", "unlabelled"
 """The settings of single sites, at the values that set nothing."""
 
 
-def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+def of_request(bundle: str, requested: Config) -> Document:
     """Return these settings of a request, else of the bundle's protocol."""
     values = resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
     settings = {}
@@ -28,12 +28,12 @@ def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+def of_request_for(site: str, bundle: str, requested: Config) -> Document:
     """Return these settings reduced to one site, "" where they say nothing of it."""
     settings = of_request(bundle, requested)
     # a list of sites, the others map a site to names
     without = site in site_names(settings.pop("unlabelled"))
-    of_site: dict[str, dict[str, Sequence[str]]] = {}
+    of_site = {}
     for name, text in settings.items():
         of_site[name] = {key: names for key, names in _read(name, text).items() if key == site}
 
@@ -42,7 +42,7 @@ def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict
 
 def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], say: Print) -> Run:
     """Return a run with what a site declares of itself in the place of the run's word; `say` a difference."""
-    settings: dict[str, dict[str, Sequence[str]]] = {}
+    settings = {}
     for setting, names in declared.items():
         if not names:
             continue
@@ -67,7 +67,7 @@ def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
     return by_site(_flag(setting))(text)
 
 
-def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
+def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> Document:
     """Return setting -> its text, of setting -> site -> names."""
     texts = {}
     for setting, by_name in settings.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor, nn
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message
+from medfl.core.message import Message, Tensors
 from medfl.core.names import readable_file_name
 from medfl.core.seeding import derive
 from medfl.data.prepared import Shard
@@ -252,7 +252,7 @@ def judged(
         yield federation.method.predictor(site, _method_state(federation, site, state), received)
 
 
-def copied_weights(network: nn.Module) -> dict[str, Tensor]:
+def copied_weights(network: nn.Module) -> Tensors:
     """Return a network's state dict as copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 

@@ -84,7 +84,7 @@ def supported() -> bool:
 def _seccomp() -> ModuleType:
     """Import pyseccomp, which looks for its library by programs: slow, and refused by a sandbox around this one."""
     find = ctypes.util.find_library
-    ctypes.util.find_library = lambda _: _LIBRARY
+    ctypes.util.find_library = lambda name: _LIBRARY
     try:
         return importlib.import_module("pyseccomp")
     finally:

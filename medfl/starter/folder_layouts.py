@@ -66,6 +66,12 @@ def find(
     if masks is not None:
         return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"), named)
 
+    listed = conventions.NNUNET_FILE
+    if conventions.listed_files(root / listed):
+        return _with_names(
+            UserLayout(root, listed, listed, note=f"nnU-Net's layout: files by {listed}"), named
+        )
+
     names = conventions.NNUNET_FOLDERS
     if all((root / name).is_dir() for name in names):
         left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
@@ -113,7 +119,8 @@ def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
 def _with_names(layout: UserLayout, named: bool) -> UserLayout:
     """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
     path = layout.folder / conventions.NNUNET_FILE
-    if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
+    of_nnunet = (conventions.NNUNET_FOLDERS[1], conventions.NNUNET_FILE)
+    if layout.masks not in of_nnunet or not path.is_file():
         return layout
     names, ignored = conventions.mask_labels(path, named)
     note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(

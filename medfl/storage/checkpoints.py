@@ -92,7 +92,7 @@ def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
     # The parts themselves are kept: an id is another's once its object is gone.
     todo = [value]
-    visited = dict[int, object]()
+    visited = {}
     while todo:
         part = todo.pop()
         if isinstance(part, _SINGLE) or id(part) in visited:
@@ -196,7 +196,7 @@ class PlainUnpickler(pickle._Unpickler):
             target.__setstate__(state)
         elif isinstance(target, OrderedDict) and only_metadata:
             self._take(len(state["_metadata"]))
-            metadata: dict[str, dict[str, object]] = {}
+            metadata = {}
             for name, facts in state["_metadata"].items():
                 metadata[name] = {kind: facts[kind] for kind in _VERSIONS if kind in facts}
             vars(target)["_metadata"] = metadata

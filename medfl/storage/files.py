@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from medfl.core.errors import RunError
+from medfl.core.message import Tensors, Weights
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
 from medfl.storage.checkpoints import PlainUnpickler
 
@@ -46,9 +47,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
-def _write_tensors(
-    path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
+def _write_tensors(path: Path, named: Tensors, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
     with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
         temporary.touch()
@@ -123,9 +122,9 @@ def load_state(path: Path) -> State:
         raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
 
 
-def split_state(state: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
+def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
     """Return a State's shape and numbers as JSON, and its tensors, contiguous on the CPU, by their numbers in it."""
-    tensors: list[Tensor] = []
+    tensors = []
 
     def strip(node: object) -> object:
         if isinstance(node, Tensor):
@@ -138,7 +137,7 @@ def split_state(state: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
             return {"dict": {key: strip(value) for key, value in node.items()}}
 
         if isinstance(node, list | tuple):
-            return {"list": [strip(value) for value in node]}
+            return {"list": list(map(strip, node))}
         if node is None or isinstance(node, bool | int | float | str):
             return {"value": node}
 
@@ -150,7 +149,7 @@ def split_state(state: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
     return tree, {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
 
 
-def join_state(tree: str, tensors: dict[str, Tensor]) -> State:
+def join_state(tree: str, tensors: Tensors) -> State:
     """Invert `split_state`; an error of any type if it is something else."""
     shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
     state: State = _filled(shape, tensors)
@@ -160,7 +159,7 @@ def join_state(tree: str, tensors: dict[str, Tensor]) -> State:
     return state
 
 
-def _filled(node: Any, tensors: dict[str, Tensor]) -> Any:
+def _filled(node: Any, tensors: Tensors) -> Any:
     """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
     if not isinstance(node, dict) or len(node) != 1:
         raise ValueError(f"{node!r:.60} describes no part of a state")
@@ -202,14 +201,19 @@ def to_device(state: State, device: torch.device) -> State:
     return placed
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write plain values as JSON, indented; raises as `write_atomic`."""
+    write_atomic(path, (json.dumps(document, indent=1, default=list) + "\n").encode())
+
+
+def save_weights(path: Path, weights: Weights) -> None:
     """Write weights atomically as a plain safetensors file under their own names."""
     names = sorted(weights)
     tensors = _unshared([weights[name].detach().cpu().contiguous() for name in names])
     _write_tensors(path, dict(zip(names, tensors, strict=True)))
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
+def load_weights(path: Path) -> Tensors:
     """Read weights written by `save_weights`; RunError if the file is missing or damaged."""
     try:
         _require_plain(path, links=True)
@@ -292,7 +296,7 @@ def _fill(held: Tensor, content: Any) -> None:
         raise ValueError("it is cut off or damaged")
 
 
-def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+def weights_sha256(weights: Weights) -> str:
     """Hash the sorted tensor names, each followed by its raw little-endian bytes."""
     digest = hashlib.sha256()
     for name in sorted(weights):

@@ -11,8 +11,9 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
@@ -32,8 +33,8 @@ Round = Annotated[int, range(1_000_001)]
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
 _CLASSES = dict[str, dict[str, float | None]]
-_OBJECT = dict[str, Any] | None
-Form = Mapping[str, Any]
+_OBJECT = Document | None
+Form = Config
 """Entry -> its type, or the form of an object."""
 
 
@@ -55,7 +56,7 @@ RUN: Form = {
     "partition": {
         "spec": str, "seed": Count, "notes": list[str] | None, "sites": dict[str, dict[str, list[str]]] | None,
     },
-    "resumed": list[dict[str, Any]] | None, "seed": Count | None,
+    "resumed": list[Document] | None, "seed": Count | None,
 }  # fmt: skip
 RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": str | None}
 PUBLIC: Form = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
@@ -177,8 +178,8 @@ def read_summary(path: Path) -> dict[str, Plain]:
 
 def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat = dict[str, Plain]()
-    classes: list[object] = []
+    flat = {}
+    classes = []
     for name, part in value.items():
         if name == "classes":
             classes.append(part)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from medfl.core.message import Weights
+from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import stream
 
 
@@ -27,7 +27,7 @@ class Networks:
         self.device = device
         self._free: list[_PooledNetwork] = []
         self._leased = _Leased()
-        self._initial: dict[str, Tensor] | None = None
+        self._initial: Tensors | None = None
         self._shared: dict[str, str] = {}
         self._start: Weights | None = None
 
@@ -49,7 +49,7 @@ class Networks:
         return network.to(self.device)
 
     @property
-    def initial(self) -> dict[str, Tensor]:
+    def initial(self) -> Tensors:
         """The run's initial weights (a copy kept on the device); read only."""
         if self._initial is None:
             pooled = _PooledNetwork(self.fresh())

@@ -6,7 +6,8 @@ loss or the gradients of `fit`, never the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Weights
+from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.data.known_labels import AnnotatedClasses
@@ -166,12 +167,12 @@ class Host(_WithNetworks):
     public: Public | None = None
 
 
-def snapshot(network: nn.Module) -> dict[str, Tensor]:
+def snapshot(network: nn.Module) -> Tensors:
     """Copy a network's state dict (parameters and persistent buffers), detached from the network."""
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
-def zeros_of(network: nn.Module) -> dict[str, Tensor]:
+def zeros_of(network: nn.Module) -> Tensors:
     """Return a zero tensor for each trainable parameter, under its name."""
     return {
         name: torch.zeros_like(p.detach())
@@ -180,7 +181,7 @@ def zeros_of(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def merged(shared: Weights, personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged(shared: Weights, personal: Weights) -> Tensors:
     """Return the complete weights made of the received and the personal tensors; personal ones win."""
     return {**shared, **personal}
 
@@ -330,7 +331,7 @@ def summed(reports: Sequence[FitReport]) -> FitReport:
 # Gradient hooks
 
 
-def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+def pull(model: nn.Module, anchor: Weights, strength: float) -> GradientHook:
     """Return a gradient hook that adds `strength * (w - anchor)`, the gradient of (strength/2) ||w - anchor||^2.
 
     Args:
@@ -353,7 +354,7 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
     return hook
 
 
-def push(model: nn.Module, terms: Mapping[str, Tensor]) -> GradientHook:
+def push(model: nn.Module, terms: Weights) -> GradientHook:
     """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss."""
     added = [terms[name] for name, p in model.named_parameters() if p.requires_grad]
 
@@ -431,13 +432,52 @@ def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Call
 
 
 def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it."""
+    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it.
+
+    Of targets that are numbers, (B,) or (B, K), those that are NaN are unknown, and the mean is over the others.
+    """
 
     def loss(prediction: Any, target: Any) -> Tensor:
+        is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
+        if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
+            target = target.reshape(prediction.shape)
+            is_known = ~target.isnan()
+            if not is_known.all():
+                return _mean_of_known(function, prediction, target, is_known)
+
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
 
     return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself
+
+
+def _mean_of_known(
+    function: Callable[..., Tensor], prediction: Tensor, target: Tensor, is_known: Tensor
+) -> Tensor:
+    """Return the mean of a loss over the known targets, 0 without any.
+
+    Raises:
+        InputError: the loss has no value for each target.
+    """
+    values = None
+    filled = target.nan_to_num(0.0)
+    if isinstance(function, nn.Module) and hasattr(function, "reduction"):
+        elementwise = copy.copy(function)
+        elementwise.reduction = "none"  # type: ignore[assignment]
+        values = elementwise(prediction, filled)
+    elif "reduction" in getattr(function, "__annotations__", {}):  # as of torch.nn.functional
+        values = function(prediction, filled, reduction="none")
+
+    if values is None or values.shape != target.shape:
+        raise InputError(
+            "targets of which some are unknown (NaN)",
+            "a loss with reduction='none', which gives a value for each of them",
+            "take such a loss, as BCEWithLogitsLoss or L1Loss, or leave these images out",
+        )
+
+    # a product, not an index: an unknown target has the gradient 0, also where none is known
+    mean: Tensor = (values * is_known).sum() / is_known.sum().clamp(min=1)
+    return mean
 
 
 # Mixed precision

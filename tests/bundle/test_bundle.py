@@ -16,9 +16,11 @@ from torch import nn
 from medfl import datasets
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.core.errors import InputError
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator
-from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
+from medfl.evaluation.evaluators import ClassEvaluator
+from medfl.evaluation.metrics import higher_is_better
 from medfl.policy.policy import Policy
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.plan import Request, make_plan
 
 Edit = Callable[[dict[str, Any]], object]
@@ -338,8 +340,9 @@ def regression(config: dict[str, Any]) -> None:
 
 def test_whole_numbers_may_be_a_regression(tmp_path: Path) -> None:
     bundle = opened(tmp_path, regression)
-    assert (bundle.task, bundle.classes, bundle.key_metric) == ("other", (), "loss")
-    assert "no key metric" in " ".join(bundle.notes)
+    assert (bundle.task, bundle.key_metric) == ("regression", "mae")
+    assert bundle.classes == ("number 0", "number 1", "number 2")
+    assert bundle.records("train")[0].keys() == {"id", "target"}
 
 
 @pytest.mark.parametrize(
@@ -366,7 +369,7 @@ def test_key_metric_and_its_direction(
 
     bundle = opened(tmp_path, edit)
     assert bundle.key_metric == expected
-    assert isinstance(bundle.evaluator, CaseEvaluator)
+    assert isinstance(bundle.evaluator, NumberEvaluator)
     assert compare is None or higher_is_better(expected) == (">" in compare)
 
 
@@ -463,9 +466,9 @@ def test_shipped(name: str) -> None:
     """Task, classes and network of a shipped bundle are known without its data, as it declares by itself."""
     assert {"trial": False, "scores": "medfl"}.items() <= read_protocol(name).items()
     task = datasets.get(name).task
-    network = "small_cnn" if task == "classification" else "unet8"
+    network = "unet8" if task == "segmentation" else "small_cnn"
     bundle = Bundle(name, {"network": network, "image_size": 28})
-    assert (bundle.task, bundle.key_metric) == (task, KEY_METRICS[task])
+    assert (bundle.task, bundle.key_metric) == (task, KINDS[task].key_metric)
     assert bundle.notes == ()
     convolution = next(
         m for m in bundle.network().modules() if isinstance(m, nn.Conv2d | nn.Conv3d)

@@ -23,6 +23,7 @@ import torch
 import yaml
 from monai.utils import set_determinism
 from PIL import Image
+from sklearn.metrics import roc_auc_score
 
 from medfl import datasets, networks
 from medfl.bundle import files as bundle_files
@@ -34,6 +35,8 @@ from medfl.core.task import Task
 from medfl.datasets import own as own_data
 from medfl.methods import load
 from medfl.networks.heads import feature_size
+from medfl.problem.described import tensor_described
+from medfl.problem.tasks import KINDS
 from tests.support.packaged import packaged_files
 from tests.support.programs import python_path
 from tests.support.sweeps import mostly_slow
@@ -51,8 +54,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
 ]
 every_bundle = pytest.mark.parametrize("name", NAMES)
-FEW = ("cifar10", "ham10000", "hippocampus", "lung_cxr", "mednist")
-"""Colour and grey, classes and masks, volumes."""
+FEW = ("chest_xray14", "cifar10", "ham10000", "hippocampus", "lung_cxr", "mednist")
+"""Colour and grey, classes, findings and masks, volumes."""
 
 
 def segments(name: str) -> bool:
@@ -68,11 +71,11 @@ def spatial_dims(name: str) -> int:
 
 
 def small(name: str) -> dict[str, Any]:
-    sizes = (
-        {"image_size": 24}
-        if spatial_dims(name) == 2
-        else {"image_size": 32, "patch_size": [16, 32, 16]}
-    )
+    sizes: dict[str, Any] = {"image_size": 24}
+    if spatial_dims(name) == 3:
+        sizes = {"image_size": [16, 16, 16]}
+        if segments(name):
+            sizes = {"image_size": 32, "patch_size": [16, 32, 16]}
     return {"network_name": small_network(name), **sizes}
 
 
@@ -167,7 +170,8 @@ def test_it_is_configuration_only(name: str) -> None:
     written = {"models/model.pt", "models/model.ts", "output/predictions.csv", "output/metrics.csv"}
     stems = ("metadata.json", "train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
     documents = {"docs/README.md", "docs/data_license.txt", "LICENSE"}
-    documents |= set() if segments(name) else {"embeddings/minilm.safetensors"}
+    if datasets.get(name).task == "classification":
+        documents |= {"embeddings/minilm.safetensors"}
     assert files - written == {f"configs/{stem}" for stem in stems} | documents
     licence = (FOLDERS[name] / "LICENSE").read_text()
     assert "Apache License" in licence
@@ -308,8 +312,8 @@ PROTOCOLS = {
 @every_bundle
 def test_protocol_fits_the_bundle(name: str) -> None:
     content, train = config(name, "federated.yaml"), config(name, "train.yaml")
-    task = ("segmentation", "dice") if segments(name) else ("classification", "balanced_accuracy")
-    assert (content["task"], content["key_metric"]) == task
+    task = datasets.get(name).task
+    assert (content["task"], content["key_metric"]) == (task, KINDS[task].key_metric)
     assert train["network_name"] in networks.names()
     for mine, central in (
         ("split", "split"),
@@ -537,6 +541,14 @@ def run(name: str, files: list[str], **overrides: object) -> None:
     )
 
 
+METRICS = {
+    "classification": {"balanced_accuracy", "accuracy"},
+    "multilabel": {"auroc"},
+    "regression": {"mae", "rmse"},
+    "segmentation": {"dice"},
+}
+
+
 @pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
 def test_central_training_test_and_inference(name: str, workplace: Path) -> None:
     folder = datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24)
@@ -550,7 +562,7 @@ def test_central_training_test_and_inference(name: str, workplace: Path) -> None
 
     run(name, ["train.yaml", "evaluate.yaml"], **changes)
     scores = dict(line.split(",") for line in Path("output/metrics.csv").read_text().splitlines())
-    assert scores.keys() == ({"dice"} if segments(name) else {"balanced_accuracy", "accuracy"})
+    assert scores.keys() == METRICS[datasets.get(name).task]
 
     run(name, ["inference.yaml"], **changes)
     items = datasets.datalist(name, folder, "test", content["split"])
@@ -560,6 +572,10 @@ def test_central_training_test_and_inference(name: str, workplace: Path) -> None
     with Path("output/predictions.csv").open() as file:
         rows = {key: [float(value) for value in values] for key, *values in csv.reader(file)}
     assert rows.keys() == {item["id"] for item in items}
+    if datasets.get(name).task != "classification":
+        truth = np.array([item["label"] for item in items])
+        check_rows(np.array([rows[item["id"]] for item in items]), truth, scores)
+        return
     assert all(
         len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5)
         for row in rows.values()
@@ -568,7 +584,34 @@ def test_central_training_test_and_inference(name: str, workplace: Path) -> None
     assert float(scores["accuracy"]) == pytest.approx(sum(right) / len(right), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not segments(name)])
+def check_rows(predicted: np.ndarray, truth: np.ndarray, scores: dict[str, str]) -> None:
+    """Predictions (N, K) are probabilities of findings or numbers in their unit, and scored as by scikit-learn."""
+    assert predicted.shape == truth.shape
+    if "auroc" in scores:
+        assert ((predicted > 0) & (predicted < 1)).all()
+        assert float(scores["auroc"]) == pytest.approx(roc_auc_score(truth, predicted), abs=1e-4)
+    else:
+        errors = np.abs(predicted - truth)
+        assert float(scores["mae"]) == pytest.approx(errors.mean(), rel=1e-4)
+        assert float(scores["rmse"]) == pytest.approx(np.sqrt((errors**2).mean()), rel=1e-4)
+
+
+REGRESSING = [name for name in NAMES if datasets.get(name).task == "regression"]
+
+
+@pytest.mark.parametrize("name", REGRESSING)
+def test_numbers_are_standardised_as_metadata_says(name: str) -> None:
+    """By what scores are brought back to their unit, the data's targets are brought from it."""
+    described = tensor_described(metadata(name), "outputs", "pred")
+    train = config(name, "train.yaml")
+    assert described["mean"] == [train["target_mean"]]
+    assert described["sd"] == [train["target_sd"]]
+    assert described["unit"] in described["channel_def"]["0"] or described["unit"] in readme(name)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not segments(name) and spatial_dims(name) == 2]
+)
 def test_inference_takes_images_without_ids(name: str, workplace: Path) -> None:
     """Images of two folders may have the same name: each has its row."""
     content = config(name, "inference.yaml")

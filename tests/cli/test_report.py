@@ -43,6 +43,23 @@ def test_one_page_of_several_leaves_their_folders_alone(
     assert not any((folder / "report.html").exists() for folder in folders)
 
 
+def test_curves_without_a_scored_round_are_said_and_no_error(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make("a", rounds=2)
+    picture = tmp_path / "curves.png"
+    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    without = [json.dumps({**entry, "val": {"loss": 1.0}}) for entry in rounds]
+    (folder / "rounds.jsonl").write_text("\n".join(without) + "\n")
+    assert report(folder, "--curves", picture) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"reports": [str(folder / "report.html")]}
+    assert said.err.strip().endswith(
+        "is not drawn: no round has the key metric on its validation images"
+    )
+    assert not picture.exists()
+
+
 def test_runs_of_different_bundles_are_one_line(make: Make, tmp_path: Path) -> None:
     folders = [make("a", rounds=1), make("b", rounds=1, bundle="ham10000")]
     with pytest.raises(

@@ -28,4 +28,5 @@ def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
 def test_an_interval_without_width_is_a_dash() -> None:
     assert _cell(Estimate(1.0, 1.0, 1.0)) == "1.000 (–)"
     assert _cell(Estimate(0.5, 0.25, 0.75)) == "0.500 (0.250 to 0.750)"
+    assert _cell(Estimate(0.5, 0.25, 0.75, 12)) == "0.500 (0.250 to 0.750, 12 cases)"
     assert _cell(None) == "-"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image
+from PIL import ExifTags, Image
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers.pairs import read_pair
@@ -34,6 +35,13 @@ KINDS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     **{f"rgb {kind}": (drawn(kind, 3), {"photometric": "rgb"}) for kind in ("uint8", "uint16")},
     "rgb uint16, big-endian": (drawn("uint16", 3), {"photometric": "rgb", "byteorder": ">"}),
     "rgb uint16, packed": (drawn("uint16", 3), {"photometric": "rgb", "compression": "zlib", "predictor": True}),
+    **{
+        f"rgb uint16 in planes, {order}": (
+            drawn("uint16", 3),
+            {"photometric": "rgb", "planarconfig": "separate", "byteorder": order, "rowsperstrip": 4},
+        )
+        for order in "<>"
+    },
     "rgba uint16": (drawn("uint16", 4), {"photometric": "rgb", "extrasamples": ["unassalpha"]}),
 }  # fmt: skip
 
@@ -41,13 +49,33 @@ KINDS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_tiff_has_all_its_bits_and_signs(tmp_path: Path, name: str) -> None:
     pixels, options = KINDS[name]
-    tifffile.imwrite(tmp_path / "x.tif", pixels, **{"photometric": "minisblack", **options})
+    apart = options.get("planarconfig") == "separate"
+    stored = np.moveaxis(pixels, -1, 0) if apart else pixels
+    tifffile.imwrite(tmp_path / "x.tif", stored, **{"photometric": "minisblack", **options})
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.write(tmp_path / "x.tif", "x.tif")
     for uri in (f"{tmp_path}/x.tif", f"{tmp_path}/z.zip!x.tif"):
         found = read_pixels(uri)
         assert np.array_equal(found.squeeze(-1) if pixels.ndim == 2 else found, pixels)
-    assert np.array_equal(tifffile.imread(tmp_path / "x.tif"), pixels)
+    assert np.array_equal(tifffile.imread(tmp_path / "x.tif"), stored)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_that_lies_on_its_side_stands(tmp_path: Path, kind: str, orientation: int) -> None:
+    """Pillow maps the bytes of a plain file without turning its sides; here it reads them as a stream."""
+    pixels = drawn(kind)
+    path = tmp_path / "x.tif"
+    tag = (ExifTags.Base.Orientation, 3, 1, orientation)
+    tifffile.imwrite(path, pixels, photometric="minisblack", extratags=[tag])
+    turns = [
+        pixels, pixels[:, ::-1], pixels[::-1, ::-1], pixels[::-1], pixels.T, np.rot90(pixels, -1),
+        pixels[::-1, ::-1].T, np.rot90(pixels),
+    ]  # fmt: skip
+    found = read_pixels(str(path))[..., 0]
+    assert np.array_equal(found, turns[orientation - 1])
+    with Image.open(BytesIO(path.read_bytes())) as image:
+        assert np.array_equal(found, np.array(image))
 
 
 @pytest.mark.parametrize("kind", ["bool", "uint8", "uint16"])
@@ -67,10 +95,26 @@ def test_white_is_the_highest_value_whatever_a_tiff_stores(tmp_path: Path, kind:
         (drawn("float32"), {"photometric": "miniswhite"}, "0 is white in it"),
         (
             np.moveaxis(drawn("uint16", 3), -1, 0),
-            {"photometric": "rgb", "planarconfig": "separate"},
-            "its channels lie apart",
+            {"photometric": "rgb", "planarconfig": "separate", "compression": "zlib"},
+            "its channels lie apart by PlanarConfiguration, and packed",
         ),
         (drawn("uint16", 4), {"photometric": "separated"}, "it is .*of inks"),
+        (
+            drawn("uint16", 3),
+            {"photometric": "rgb", "extratags": [(274, 3, 1, 6)]},
+            "it lies on its side by Orientation",
+        ),
+        (drawn("float64"), {}, r"a TIFF with BitsPerSample \(64,\), .*SampleFormat \(3,\)"),
+        (
+            drawn("float32", 3),
+            {"photometric": "rgb"},
+            r"a TIFF with BitsPerSample \(32, 32, 32\), .*SampleFormat \(3, 3, 3\)",
+        ),
+        (
+            drawn("uint16"),
+            {"photometric": "miniswhite", "byteorder": ">"},
+            r"a TIFF with BitsPerSample \(16,\), .*PhotometricInterpretation 0",
+        ),
     ],
 )
 def test_what_would_lose_bits_is_refused(

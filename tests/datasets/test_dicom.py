@@ -213,6 +213,7 @@ LOOKS: dict[str, tuple[dict[Any, Any], list[float]]] = {
         [0, 1e4 / HIGH, 2e4 / HIGH, 3e4 / HIGH],
     ),
     "window": ({CENTRE: ("DS", "1500"), WIDTH: ("DS", "2001")}, [0, 500.5 / 2000, 1500.5 / 2000, 1]),
+    "window of one": ({CENTRE: ("DS", "1001"), WIDTH: ("DS", "1")}, [0, 0, 1, 1]),
     "exact window": (
         {CENTRE: ("DS", "1500"), WIDTH: ("DS", "2000"), FUNCTION: ("CS", "LINEAR_EXACT")},
         [0, 0.25, 0.75, 1],
@@ -308,8 +309,45 @@ def test_colours_and_packed_headers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"colours by \(0028,0004\) PhotometricInterpretation"):
         read_volume(series(tmp_path / "s", (PIXELS, {KIND: ("CS", "PALETTE COLOR")})))
     file = write(tmp_path / "x.dcm", slice_of(PIXELS), "1.2.840.10008.1.2.1.99")
-    with pytest.raises(InputError, match=r"x\.dcm cannot be read \(its header is packed"):
+    with pytest.raises(
+        InputError,
+        match=r"x\.dcm cannot be read \(its header is packed by \(0002,0010\)",
+    ):
         read_picture(file)
+
+
+ODD: dict[str, tuple[dict[Any, Any], str]] = {
+    "bits beside the lowest": (
+        {(0x0028, 0x0101): ("US", [12]), (0x0028, 0x0102): ("US", [15])},
+        r"\(0028,0102\) HighBit is not \(0028,0101\) BitsStored less one",
+    ),
+    "numbers of floating point": (
+        {(0x7FE0, 0x0010): None, (0x7FE0, 0x0008): ("OW", PIXELS.astype("<f4"))},
+        r"it has no \(7FE0,0010\) PixelData",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_pixels_that_are_stored_in_another_way_are_refused_by_the_tag(
+    tmp_path: Path, name: str
+) -> None:
+    """GDCM and pydicom take the lowest bits whatever HighBit says."""
+    more, message = ODD[name]
+    file = write(tmp_path / "s" / "x.dcm", slice_of(PIXELS, 0, more))
+    for read in (lambda: read_volume(str(tmp_path / "s")), lambda: read_pixels(file)):
+        with pytest.raises(InputError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("more", [{}, {(0x3004, 0x000C): ("DS", "0\\3\\6\\9")}])
+def test_frames_without_a_place_are_refused_by_the_tag(tmp_path: Path, more: Any) -> None:
+    """Cine, nuclear medicine and doses: one position for all frames."""
+    frames = np.arange(48, dtype=np.uint16).reshape(4, 3, 4)
+    write(tmp_path / "s" / "x.dcm", slice_of(frames, 0, {(0x0028, 0x0008): ("IS", "4"), **more}))
+    told = r"has several frames and no \(5200,9230\) PerFrameFunctionalGroupsSequence"
+    with pytest.raises(InputError, match=told):
+        read_volume(str(tmp_path / "s"))
 
 
 HOSTILE: dict[str, tuple[dict[Any, Any], str]] = {

@@ -12,11 +12,13 @@ import torch
 from monai.data import MetaTensor
 from PIL import Image
 
+from medfl.bundle import check_own
 from medfl.core.errors import InputError
 from medfl.data.prepared import Geometry
 from medfl.datasets import ReadPaird, ReadVolumed, WriteMaskd
 from medfl.datasets.readers import pairs, volumes
 from medfl.evaluation import save_masks
+from medfl.starter import starter
 
 VALUES = np.arange(4**3).reshape(4, 4, 4) % 4
 PICTURE = np.arange(64, dtype=np.uint8).reshape(8, 8)
@@ -111,6 +113,36 @@ def test_pictures_with_gaps_are_written_as_they_were(
     data = {"image": item["image"], "pred": MetaTensor(scores.float())}
     WriteMaskd(output_dir=tmp_path / "out", values=values)(data)
     assert np.array_equal(np.array(Image.open(tmp_path / "out" / "i.png")), stored)
+
+
+def test_volumes_of_two_scales_have_one_structure(tmp_path: Path) -> None:
+    """Some masks have 0 and 1, others 0 and 255, one nothing: no mask has both, so 255 is 1, which is said."""
+    draws = np.random.default_rng(0)
+    for number in range(9):
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        volume(tmp_path / "images" / f"{number}.nii", draws.normal(size=(8, 8, 8)))
+        inside = (draws.random((8, 8, 8)) > 0.5) * (number != 4)
+        scale = 255 if number % 2 else 1
+        volume(tmp_path / "masks" / f"{number}.nii", (inside * scale).astype(np.uint8))
+    survey = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert survey.classes == ("background", "structure")
+    assert survey.counts == (9, 8)
+    assert survey.mask_values == ()
+    assert "the value 255 is read as 1, which others have, in 4 masks" in survey.notes
+    bundle = starter.write(tmp_path / "bundle", survey)
+    report = check_own.check(str(bundle), tmp_path)
+    assert report.problems == ()
+    image, mask = (str(tmp_path / folder / "1.nii") for folder in ("images", "masks"))
+    _, labels = volumes.read_pair(image, mask, 2)
+    assert np.array_equal(labels[0].numpy(), np.asanyarray(nib.load(mask).dataobj) // 255)
+
+    both = np.asanyarray(nib.load(mask).dataobj).copy()
+    both[0, 0, 0] = 1
+    volume(Path(mask), both)
+    assert len(starter.survey(tmp_path / "images", tmp_path / "masks").classes) == 3
+    with pytest.raises(InputError, match="has the value 255 at .* 0 to 1, or 0 and 255"):
+        volumes.read_pair(image, mask, 2)
 
 
 @pytest.mark.parametrize("classes", [[0], [0, 2, 1], [0, 1, 1], [0, 70000], 1, 300])

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl.bundle import check_own
 from medfl.core.errors import InputError
-from medfl.datasets.own import labelled, paired
+from medfl.datasets.own import labelled, listed, paired
 from medfl.datasets.readers.grouping import by_names, offered
+from medfl.starter import starter
 
 SECTIONS = ("train", "validate", "test")
 
@@ -52,6 +54,48 @@ def test_an_expression_with_a_slash_sees_folders(tmp_path: Path) -> None:
     ]
     assert set.union(*found) == {f"p{number}" for number in range(9)}
     assert sum(map(len, found)) == 9
+
+
+@pytest.mark.parametrize("place", ["cases.csv", "labels.csv"])
+def test_a_patient_whose_number_is_written_in_several_ways_is_one(
+    tmp_path: Path, place: str
+) -> None:
+    """As a spreadsheet and pandas leave it; apart they would be in training and in test images at once."""
+    folder(tmp_path / "images")
+    spellings = ["007", "7", "7.0", " 007"]
+    names = sorted(path.relative_to(tmp_path / "images") for path in tmp_path.rglob("*.png"))
+    rows = []
+    for number, name in enumerate(names):
+        patient = spellings[number % 4] if number < 24 else f"p{number // 2}"
+        rows.append(f"{name.as_posix()},{patient},{name.parts[0]}")
+    text = "\n".join(["file,patient,label", *rows]) + "\n"
+    if place == "cases.csv":
+        (tmp_path / "images" / place).write_text(text)
+        survey = starter.survey(tmp_path / "images")
+        items = [labelled(tmp_path / "images", "ab", section) for section in SECTIONS]
+    else:
+        (tmp_path / place).write_text(text)
+        survey = starter.survey(tmp_path / "images", labels=tmp_path / place)
+        items = [listed(tmp_path, "images", place, "ab", section) for section in SECTIONS]
+
+    assert survey.patients == 13
+    (said,) = [note for note in survey.notes if "in several ways" in note]
+    assert all(repr(name.strip()) in said for name in spellings[:3])
+    found = [patients_of(section) for section in items]
+    assert sum(map(len, found)) == 13
+    assert "007" in set.union(*found)
+
+
+@pytest.mark.parametrize("name", ["nan", "NA", "None"])
+def test_a_word_for_no_patient_is_said_to_be_one(tmp_path: Path, name: str) -> None:
+    folder(tmp_path)
+    rows = [f"{path.name},{name if i < 5 else i}" for i, path in enumerate(tmp_path.rglob("*.png"))]
+    (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *rows]) + "\n")
+    told = f"5 images are of a patient '{name}': one, as its cells are not empty"
+    survey = starter.survey(tmp_path)
+    assert told in survey.notes
+    report = check_own.check(str(starter.write(tmp_path / "bundle", survey)), tmp_path)
+    assert told in report.notes
 
 
 def test_the_table_says_more_than_the_names(tmp_path: Path) -> None:
@@ -127,5 +171,5 @@ def test_a_bundle_cannot_look_beside_the_data_folder(place: str, tmp_path: Path)
     picture(tmp_path / "data" / "images" / "a.png")
     picture(tmp_path / "other" / "a.png")
     for images, masks in ((place, "images"), ("images", place)):
-        with pytest.raises(InputError, match=r"looks for images in .*; a place below"):
+        with pytest.raises(InputError, match=r"images are looked for in .*; a place below"):
             paired(tmp_path / "data", images, masks, "train")

@@ -118,8 +118,44 @@ def test_a_unit_that_is_no_length_is_refused(tmp_path: Path) -> None:
     content[123] = 5  # xyzt_units: no code of NIfTI
     assert header["xyzt_units"] == 2
     (tmp_path / "x.nii").write_bytes(content)
-    with pytest.raises(InputError, match=r"x\.nii cannot be read"):
+    with pytest.raises(InputError, match=r"x\.nii cannot be read \(.* 'the unit 5 of xyzt_units'"):
         read_volume(str(tmp_path / "x.nii"))
+
+
+def without_third_spacing(voxels: np.ndarray, form: str) -> bytes:
+    """Return a NIfTI file with 0 in pixdim[3] and the code of this form alone, by the bytes of its header."""
+    content = bytearray(nib.Nifti1Image(voxels, AFFINE).to_bytes())
+    content[76 + 3 * 4 : 76 + 4 * 4] = bytes(4)
+    content[252:256] = bytes([form == "qform", 0, form == "sform", 0])
+    return bytes(content)
+
+
+@pytest.mark.parametrize("form", ["neither", "qform", "sform"])
+@pytest.mark.parametrize("ending", [".nii", ".nii.gz", ".zip"])
+def test_a_spacing_of_zero_is_refused_where_a_place_rests_on_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str, ending: str
+) -> None:
+    """Nibabel makes it 1 and prints a line; with an sform, or along an axis of one slice, nothing rests on it."""
+    content = without_third_spacing(IMAGE, form)
+    path = tmp_path / f"x{ending}"
+    uri = str(path)
+    if ending == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.nii.gz", gzip.compress(content))
+        uri = f"{path}!x.nii.gz"
+    else:
+        path.write_bytes(gzip.compress(content) if ending == ".nii.gz" else content)
+    if form == "sform":
+        assert np.allclose(read_volume(uri).affine, AFFINE, atol=1e-4)
+    else:
+        with pytest.raises(InputError, match=r"cannot be read \(its pixdim has a spacing of 0\)"):
+            read_volume(uri)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_slice_may_have_no_spacing_along_its_only_voxel(tmp_path: Path) -> None:
+    (tmp_path / "x.nii").write_bytes(without_third_spacing(IMAGE[..., :1], "neither"))
+    assert np.array_equal(read_volume(str(tmp_path / "x.nii"))[0].numpy(), IMAGE[..., :1])
 
 
 # Formats and axes
@@ -296,6 +332,14 @@ def test_what_reading_changes_is_said(tmp_path: Path) -> None:
         for item in scan(opened, section):
             findings.add(item)
     assert set(lines) <= {line.text for line in findings.lines() if line.topic == "reading"}
+
+
+def test_what_is_changed_of_a_further_channel_is_said(tmp_path: Path) -> None:
+    in_micron = np.diag([1e3, 1e3, 1e3, 1]) @ AFFINE
+    uris = [nifti(tmp_path / "a.nii"), nifti(tmp_path / "b.nii", IMAGE * 2, in_micron, "micron")]
+    volume = read_volume(" | ".join(uris))
+    assert np.array_equal(volume[1].numpy(), IMAGE * 2)
+    assert volume.meta[CHANGES] == "lengths in micron are read as mm; "
 
 
 def test_a_mask_has_nothing_else_of_its_source(tmp_path: Path) -> None:

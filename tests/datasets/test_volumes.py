@@ -318,7 +318,7 @@ REFUSED = {
     ),
     "frames": (
         frames,
-        r"DICOM file \S+/d/m\.dcm has no \(0020,0037\) ImageOrientationPatient; .* convert it to NIfTI",
+        r"DICOM file \S+/d/m\.dcm has several frames and no \(5200,9230\) PerFrame.*; .* convert it to NIfTI",
     ),
     "damaged series": (damaged_series, r"DICOM file \S+/d/1-94\.dcm cannot be read \("),
 }

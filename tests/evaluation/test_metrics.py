@@ -11,7 +11,6 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, r
 
 from medfl.core.errors import InputError, RunError
 from medfl.evaluation.metrics import (
-    KEY_METRICS,
     METRICS,
     Cases,
     confusion,
@@ -20,6 +19,7 @@ from medfl.evaluation.metrics import (
     summarise,
     title,
 )
+from medfl.problem.tasks import KINDS
 
 
 def classified(
@@ -211,7 +211,7 @@ def test_direction(name: str, better: bool) -> None:
 
 
 def test_tables_agree() -> None:
-    assert set(KEY_METRICS.values()) <= set(METRICS)
+    assert {kind.key_metric for kind in KINDS.values()} <= set(METRICS)
     assert not METRICS["hd95"].higher_is_better
     assert title("auroc") == "AUROC"
     assert title("val_mean_dice") == "val mean dice"

@@ -26,9 +26,9 @@ from medfl.bundle.bundle import Bundle
 from medfl.core import release
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
+from medfl.export import bundle_writer
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
-from medfl.export import images
 from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import problems
 from medfl.export.formats import OnnxNetwork, parse_formats
@@ -801,7 +801,7 @@ def test_predictions_of_images_that_are_drawn_anew_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NuClick's, whose validation clicks at random: an item's draws are by its place, and only some are compared."""
-    monkeypatch.setitem(images._COUNT, "classification", 3)
+    monkeypatch.setitem(bundle_writer._COUNT, "classification", 3)
     zoo = ZOO["cls2d_glob_yaml"](tmp_path)
     noise = "{'_target_': 'RandGaussianNoised', 'keys': 'image', 'prob': 1.0}"
     text = (zoo.path / zoo.config).read_text()

@@ -18,9 +18,9 @@ from nvflare.security.security import FLAuthorizer
 
 from medfl.core.errors import InputError
 from medfl.flare import offer as flare_offer
-from medfl.flare.kit import secure
 from medfl.flare.parts import ALLOWED
 from medfl.flare.sentry import Sentry
+from medfl.flare.serve import secure
 from medfl.flare.site_config import SiteConfig
 from tests.support.deep import deep_folder
 

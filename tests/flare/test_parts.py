@@ -25,7 +25,7 @@ from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import without_round_limit
 from medfl.flare import offer as flare_offer
-from medfl.flare import tensors as flare_tensors
+from medfl.flare import parts as flare_parts
 from medfl.flare import wire
 from medfl.flare.files import allow_classes, error_document, raise_error, read_run
 from medfl.flare.job import recipe
@@ -304,9 +304,9 @@ def test_the_recipe_registers_nothing_and_ships_nothing(job: Path, tmp_path: Pat
 def test_a_tensor_that_cannot_be_read_is_refused_by_its_name_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = flare_tensors.Tensors().native_decompose(torch.ones(3))
-    assert torch.equal(flare_tensors.Tensors().native_recompose(whole), torch.ones(3))
-    read = flare_tensors.Tensors().native_recompose(whole[:20])
+    whole = flare_parts.Tensors().native_decompose(torch.ones(3))
+    assert torch.equal(flare_parts.Tensors().native_recompose(whole), torch.ones(3))
+    read = flare_parts.Tensors().native_recompose(whole[:20])
     with pytest.raises(
         RunError, match="site 'x': 'message/a' is a Unreadable; expected a dense tensor"
     ):
@@ -319,7 +319,7 @@ def test_a_tensor_that_cannot_be_read_is_refused_by_its_name_and_ends_nothing(
             return "no answer", None
 
         monkeypatch.setattr(TensorDecomposer, "download", download)
-        error, items = flare_tensors.Tensors().download("there", "1")
+        error, items = flare_parts.Tensors().download("there", "1")
         assert error == ""
         assert "message/a" in items
-        assert isinstance(items.get("message/a"), flare_tensors.Unreadable)
+        assert isinstance(items.get("message/a"), flare_parts.Unreadable)

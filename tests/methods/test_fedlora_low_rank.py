@@ -11,7 +11,7 @@ from monai.networks.nets import SwinUNETR
 from torch import Tensor, nn
 
 from medfl.methods import load
-from medfl.methods.fedlora.chosen_layers import matrices, whole_tensor_names
+from medfl.methods.fedlora.adapters import matrices, whole_tensor_names
 from medfl.methods.fedlora.low_rank import Pairs, adapting, merge_into, refactored
 from tests.support.toy import Toy, bits, cross_entropy, sgd, simulate
 

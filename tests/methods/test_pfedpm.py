@@ -16,8 +16,7 @@ from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load, pfedpm
 from medfl.methods._parts.prototype_exchange import average_prototypes, prototype_loss, table
-from medfl.methods.pfedpm import class_distance, mix
-from medfl.methods.pfedpm.relation_head import Relation, relation_loss, relation_step
+from medfl.methods.pfedpm import Relation, class_distance, mix, relation_loss, relation_step
 from medfl.networks import build
 from medfl.networks.heads import feature_size, features_and_output, head_name
 from medfl.storage.files import load_state, save_state

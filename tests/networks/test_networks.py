@@ -194,7 +194,7 @@ def test_small_cnn_has_no_buffers() -> None:
     [
         (("resnet19", 3, 8), ["resnet19", *networks.names()]),
         (("resnet20", 0, 8), ["in_channels=0", "resnet20"]),
-        (("resnet20", 3, 1), ["num_classes=1", "resnet20"]),
+        (("resnet20", 3, 0), ["num_classes=0", "resnet20"]),
         (("resnet20", 3, 8, 4), ["spatial_dims=4"]),
     ],
 )

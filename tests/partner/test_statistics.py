@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import open_problem, with_data
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.datasets.readers import tables
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import (
     DOCUMENT_FORM,
@@ -100,6 +102,36 @@ def test_age_and_sex_are_counted_where_the_tables_have_them(
     count = len(bundle.items("train"))
     assert part["age"] == {"20–39": (count + 1) // 2, "60–79": count // 2}
     assert part["sex"] == {"f": count}
+
+
+def test_ages_that_are_not_read_are_said_on_the_site_s_own_screen_alone(
+    bundle: Bundle, moles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "moles"
+    shutil.copytree(moles, folder)
+    ids = [
+        item["id"] for section in ("train", "validate", "test") for item in bundle.items(section)
+    ]
+    for table in folder.glob("*.csv"):
+        rows = tables.read_csv(table, ())
+        for row in rows:
+            row.pop("age", None)
+            row.pop("age_approx", None)
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]])
+            writer.writeheader()
+            writer.writerows(rows)
+    ages = ["about 50" if number < 12 else "45Y" for number in range(len(ids))]
+    pairs = zip(ids, ages, strict=True)
+    (folder / "ages.csv").write_text("\n".join(["image_id,age", *map(",".join, pairs)]) + "\n")
+    config = [f"--config={key}={value}" for key, value in SMALL.items()]
+    assert cli.main(["site", "stats", "ham10000", "--data", str(folder), *config, "--json"]) == 0
+    said = capsys.readouterr()
+    assert "about 50" not in said.out
+    assert (
+        "note, for you alone: 12 ages are not read, or fit several bands, and count as not stated: 'about 50'"
+        in said.err
+    )
 
 
 def test_small_counts_are_hidden_and_rare_names_are_not_told(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.bundle.guarded_readers import check_content
+from medfl.bundle.guarded import check_content
 from medfl.core.errors import InputError, root_cause
 from medfl.core.untrusted import Refused
 from tests.policy.test_evaluate import configuration

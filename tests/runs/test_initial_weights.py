@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -246,6 +247,50 @@ def test_weights_are_found_in_a_checkpoint_by_their_names(
     found = initial_weights.read(str(tmp_path / "c.pt"), weights.keys(), said.append)
     assert weights_sha256(found) == weights_sha256(weights)
     assert (name == "numbers beside") == (said == [])
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float64"])
+def test_weights_of_another_precision_are_read_as_the_network_s(
+    scans: Path,
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    stored = {name: tensor.to(getattr(torch, kind)) for name, tensor in weights.items()}
+    torch.save(stored, tmp_path / "c.pt")
+    words = [
+        "run",
+        "mednist",
+        "--data",
+        scans,
+        *SMALL[:-1],
+        "--out",
+        tmp_path / "out",
+        "--rounds",
+        "1",
+    ]
+    assert cli.main([*map(str, words), "--init", str(tmp_path / "c.pt")]) == 0
+    assert (
+        f"{len(weights)} tensors are {kind}, read as the network's type" in capsys.readouterr().err
+    )
+    begun = load_weights(tmp_path / "out" / initial_weights.FILE)
+    for name, tensor in begun.items():
+        assert np.array_equal(tensor.numpy(), stored[name].double().numpy().astype(np.float32))
+
+
+def test_a_second_set_of_weights_in_a_checkpoint_is_said(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    averaged = {name: tensor + 1 for name, tensor in weights.items()}
+    said = list[str]()
+    torch.save({"ema": averaged, "state_dict": _before("module.", weights)}, tmp_path / "c.pt")
+    found = initial_weights.read(str(tmp_path / "c.pt"), weights.keys(), said.append)
+    assert weights_sha256(found) == weights_sha256(averaged)
+    assert said == [
+        "--init: c.pt has such names after 'state_dict.module.' too, left out",
+        "--init: the weights are those after 'ema.' in the names of c.pt",
+    ]
 
 
 def test_prefixes_of_safetensors_and_of_wrapped_networks(

@@ -271,8 +271,8 @@ def test_masks_and_other_targets_are_federated(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"task": "detection"}, "tasks are classification"),
-        ({"classes": ("a",)}, "two or more different names"),
-        ({"classes": ("a", "b", "c")}, "no training image of class 'c'"),
+        ({"classes": ("a",)}, "2 or more different names"),
+        ({"classes": ("a", "b", "c")}, "3 classes: a, b, c"),
         (
             {"network": partial(DenseNet, **{**NETWORK, "out_channels": 3})},
             "a network with 3 outputs; 2 classes",

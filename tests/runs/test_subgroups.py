@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from sklearn.metrics import recall_score, roc_auc_score
 
 from medfl.bundle.case_metadata import band
+from medfl.cli.subgroups import text
 from medfl.core.errors import InputError
 from medfl.evaluation import delong
 from medfl.runs.subgroups import of
@@ -122,6 +124,37 @@ def test_segmentation_gives_the_mean_of_each_metric() -> None:
     assert first.metrics["dice"].value == pytest.approx(np.mean(own))
     assert first.metrics["dice"].low < np.mean(own) < first.metrics["dice"].high
     assert "loss" not in first.metrics
+
+
+def test_a_structure_s_mean_says_over_how_many_cases_and_is_not_told_of_few() -> None:
+    """Of site a every second case has a liver and all have a spleen; of site b only three have a liver."""
+    made = []
+    for number in range(60):
+        site = "ab"[number % 2]
+        has = number % 4 == 0 or number in (1, 3, 5)
+        row = {"id": str(number), "site": site, "dice": 0.5 + number / 200}
+        made.append({**row, "dice_liver": number / 100 if has else math.nan, "dice_spleen": 0.25})
+
+    livers = [row["dice_liver"] for row in made if row["site"] == "a"]
+    found = of(made, "site")
+    first, second = found.groups
+    assert first.metrics["dice_liver"].value == pytest.approx(np.nanmean(livers))
+    assert first.metrics["dice_liver"].cases == np.isfinite(livers).sum() == 15
+    assert first.metrics["dice_spleen"].cases == 0, "all cases have one"
+    assert "dice_liver" not in second.metrics
+    assert "dice_liver" not in found.total.metrics, "that of site b would follow from it"
+    assert second.small_classes == ("dice_liver",)
+    assert found.records()[0]["dice_liver_cases"] == 15
+
+    lines = text(found, 200)
+    assert "15 cases)" in lines[2]
+    assert (
+        "note: no means, nor that of all, where those with a structure have fewer than 10"
+        in "\n".join(lines)
+    )
+    everyone = of(made, "site", min_count=3).total.metrics["dice_liver"]
+    assert everyone.cases == 18
+    assert everyone.value == pytest.approx(np.nanmean([row["dice_liver"] for row in made]))
 
 
 @pytest.mark.parametrize("by", ["age", "label", "p_a", "nothing"])

@@ -22,8 +22,7 @@ from medfl.methods import load
 from medfl.runtimes import spilled_replies
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.launch import Launch
-from medfl.runtimes.local.pool import Pool
-from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.local.workers import Pool, Workers
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Train, WorkerTask

@@ -10,8 +10,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from medfl.evaluation.metrics import Cases, summarise
+from medfl.problem.tasks import KINDS
 from medfl.report.run_files import RunFiles as Read
-from medfl.runtimes.server.scoring import _predictions
 from tests.support.run_folders import build
 
 
@@ -26,16 +26,21 @@ def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
         tuple(map(str, range(count))), {"probabilities": logits.softmax(1), "label": label}
     )
     folder = build(tmp_path, classes=list(classes))
-    rows = _predictions(cases, classes, {})
+    kind = KINDS["classification"]
+    rows = []
+    for index, ident in enumerate(cases.ids):
+        rows.append({"id": ident, "site": "", **kind.row(cases, index, classes, "auroc")})
+
     with (folder / "predictions.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     found = Read(folder).predictions
     assert found is not None
-    assert found.probabilities is not None
-    assert torch.equal(torch.from_numpy(found.probabilities).float(), cases.values["probabilities"])
+    values = found.cases.values
+    assert torch.equal(values["probabilities"].float(), cases.values["probabilities"])
     again = [
-        roc_auc_score(found.label == index, found.probabilities[:, index]) for index in range(3)
+        roc_auc_score(values["label"] == index, values["probabilities"][:, index])
+        for index in range(3)
     ]
     assert sum(again) / 3 == pytest.approx(summarise(cases)["auroc"], abs=1e-9)

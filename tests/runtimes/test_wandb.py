@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.runtimes.output import wandb_runs
+from medfl.runtimes.output import tracking
 from medfl.runtimes.output.events import Events, scalars
 from medfl.runtimes.output.tracking import parse, tracked
 from medfl.storage.run_folder import RunFolder
@@ -144,7 +144,7 @@ def test_without_it_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_imports_it_unasked(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    importlib.reload(wandb_runs)
+    importlib.reload(tracking)
     assert play(folder, None, range(1, 3)) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from medfl.bundle import check_own
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets import own
@@ -243,8 +244,7 @@ def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("image,age\n1,3\n", "has no column of classes; .* image, age|it has image, age"),
-        ("image,A,B\n1,1,1\n2,0,1\n", "1 is of the classes A, B"),
+        ("image,age\n1,3\n", "has no column of classes, findings or numbers; it has image, age"),
         ("image,label\nx,a\n", "names none of the 4 images in a column 'image'"),
         ("what,label\n1,a\n", "names none of the 4 images in a column of files"),
         ("image,label\n1,a\n1,b\n", "has two rows for 1.png"),
@@ -435,6 +435,82 @@ def test_pixels_that_nnunet_ignores_are_no_class(tmp_path: Path) -> None:
             starter.survey(tmp_path / "with", names=names)
     nnunet(tmp_path / "without", labels={"background": 0, "organ": 1, "rest": 2, "ignore": 3})
     assert starter.survey(tmp_path / "without").classes == ("background", "organ", "rest")
+
+
+def test_files_that_nnunet_lists_are_read_wherever_they_lie(tmp_path: Path) -> None:
+    """Its key `dataset`: the channels and the mask of each case, in any folders; others are left out."""
+    root = tmp_path / "d"
+    cases = {}
+    for number in range(6):
+        for name in ("t1/a", "deep/t2/b", "masks/c"):
+            volume(root / f"{name}{number}.nii.gz", 2 * (name == "masks/c"))
+        images = [f"t1/a{number}.nii.gz", f"./deep/t2/b{number}.nii.gz"]
+        cases[f"case {number}"] = {"images": images, "label": f"masks/c{number}.nii.gz"}
+    del cases["case 5"]
+    document = {"labels": {"background": 0, "organ": 1}, "channel_names": {"0": "T1", "1": "T2"}}
+    (root / "dataset.json").write_text(json.dumps({**document, "dataset": cases}))
+    seen = starter.survey(root)
+    assert (seen.channels, seen.counts, seen.classes) == (2, (5, 5), ("background", "organ"))
+    assert seen.channel_titles == ("T1", "T2")
+    assert "3 images without a mask: left out, first deep/t2/b5.nii.gz" in seen.notes
+    bundle = starter.write(tmp_path / "bundle", seen)
+    report = check_own.check(str(bundle), root)
+    assert (report.problems, report.images) == ((), 5)
+    opened = Bundle(str(bundle), {"dataset_dir": str(root)})
+    found = [item for section in SECTIONS for item in opened.data(section)]
+    assert sorted(item["id"] for item in found) == sorted(cases)
+    for item in found:
+        image, mask = read_pair(item["image"], item["label"], 2)
+        for channel, path in zip(image, cases[item["id"]]["images"], strict=True):
+            assert np.array_equal(
+                channel.numpy(), nib.load(root / path).get_fdata(dtype=np.float32)
+            )
+        expected = np.asanyarray(nib.load(root / cases[item["id"]]["label"]).dataobj)
+        assert np.array_equal(mask[0].numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("cases", "told"),
+    [
+        ({"c": 5}, "case 'c' of dataset"),
+        ({"c": {"images": "a.nii", "label": "b.nii"}}, "case 'c' of dataset"),
+        ({"c": {"images": [], "label": "b.nii"}}, "case 'c' of dataset"),
+        ({"c": {"images": ["a.nii | /b.nii"], "label": "b.nii"}}, "case 'c' of dataset"),
+        (
+            {"c": {"images": ["../a.nii"], "label": "b.nii"}},
+            "looked for in '../a.nii'; a place below",
+        ),
+        ({"c": {"images": ["a.nii"], "label": "/etc/b.nii"}}, "looked for in '/etc/b.nii'"),
+        ({"c": {"images": ["a.nii"], "label": "b.nii"}}, "a.nii cannot be read"),
+    ],
+)
+def test_a_list_of_nnunet_that_leads_nowhere_or_elsewhere_is_refused(
+    cases: Any, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {}, "dataset": cases}))
+    with pytest.raises(InputError, match=re.escape(told)):
+        starter.survey(tmp_path, names=["organ"])
+    for other in ({"dataset": "mine"}, {"dataset": cases}, {"labels": {}, "dataset": [1]}):
+        (tmp_path / "dataset.json").write_text(json.dumps(other))
+        assert conventions.listed_files(tmp_path / "dataset.json") == {}
+
+
+def test_files_of_nnunet_end_as_it_says(tmp_path: Path) -> None:
+    """Other files beside them are left out, as previews or the same volumes in another format; unknown ones refused."""
+    nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, file_ending=".nii.gz")
+    for path in [*tmp_path.glob("*/*.nii.gz")]:
+        nib.save(nib.load(path), str(path).removesuffix(".gz"))
+        picture(path.with_suffix(".png"))
+    seen = starter.survey(tmp_path)
+    assert (seen.kind, seen.counts) == ("volumes", (4, 4, 4))
+    items = [i for section in SECTIONS for i in paired(tmp_path, "imagesTr", "labelsTr", section)]
+    assert all(item["image"].endswith(".nii.gz") for item in items)
+    document = json.loads((tmp_path / "dataset.json").read_text())
+    (tmp_path / "dataset.json").write_text(json.dumps({**document, "file_ending": ".npy"}))
+    with pytest.raises(
+        InputError, match=r"dataset\.json: file_ending '\.npy'; files that end in \.nii"
+    ):
+        starter.survey(tmp_path)
 
 
 @pytest.mark.parametrize(

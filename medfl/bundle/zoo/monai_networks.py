@@ -14,10 +14,10 @@ from typing import Any
 import monai.networks.nets
 from torch import nn
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused
 from medfl.policy.components import check_arguments, component
-from medfl.problem.described import Config, Document
 
 PREFIX = "monai:"
 ARGUMENTS = "network_args"
@@ -139,7 +139,12 @@ def _node(network: str, arguments: object, former: Config) -> Document:
 def _carried_over(former: Config, parameters: Mapping[str, object]) -> Document:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
     # medfl's own networks of pictures do not say their dimensions
-    default = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
+
+    if str(former["_target_"]).startswith("medfl."):
+        default = {"spatial_dims": 2}
+    else:
+        default = {}
+
     before = {**default, **former}
     carried: Document = {}
     for spellings in _SAME:

@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
@@ -17,6 +16,7 @@ from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import write_tables
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.tables import formatted_table
 from medfl.methods import load, method_class, options_of, values_of
@@ -40,8 +40,8 @@ def run(
     scale: float = 1.0,
     options: Mapping[str, object],
     config: Mapping[str, object],
-    requested: Mapping[str, Any],
-) -> tuple[list[str], int, dict[str, Any]]:
+    requested: Config,
+) -> tuple[list[str], int, Document]:
     """Run what is missing of a published table, a folder for each grid, and compare.
 
     Only this bundle, these methods (a method's name is all its variants, a row's is one), seeds and partitions, and
@@ -76,8 +76,8 @@ def run(
 
     out = launch.folder
     lines = [f"# {table.paper}: {table.title}"]
-    collected: list[tuple[Comparison, dict[str, str]]] = []
-    document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
+    collected = []
+    document: Document = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
 
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
@@ -195,9 +195,9 @@ def published(comparison: Comparison) -> list[str]:
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
     bundle = comparison.rows[0].first.record["bundle"]
-    rows = list[list[str]]()
-    notes = list[str]()
-    bundles = set[str]()
+    rows = []
+    notes = []
+    bundles = set()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in table.grids:

@@ -35,7 +35,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import yaml
 
@@ -44,6 +43,7 @@ from medfl.compare.comparison import Comparison, MeanSd, Row
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
@@ -120,7 +120,7 @@ def load(key: str) -> PaperTable:
     check_name(key)
     document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
     unit = float(document.get("unit", 100))
-    names_by_label: dict[str, str] = {}
+    names_by_label = {}
     grids = []
 
     for grid in document["grids"]:
@@ -163,7 +163,7 @@ def load(key: str) -> PaperTable:
     )
 
 
-def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
+def _figures(block: Config, unit: float) -> Iterator[Figure]:
     for name, row in block["rows"].items():
         # one column may stand without the brackets of a list
         values = row if isinstance(row, list) else [row]
@@ -190,7 +190,7 @@ def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
             )
 
 
-def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid, str]:
+def scaled(grid: Grid, factor: float, protocol: Config) -> tuple[Grid, str]:
     """Return a grid with `factor` times its rounds, or those of the bundle's protocol, rounded up; and a text on it.
 
     Raises:
@@ -214,7 +214,12 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
 
     # less what floating point adds: a tenth of 30 rounds is 3, not 4
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
-    text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
+
+    if rounds < int(full):
+        text = f"{rounds} of {full} rounds"
+    else:
+        text = f"all {full} rounds"
+
     requested = {**grid.requested, "rounds": rounds}
     return replace(grid, requested=requested), text
 
@@ -254,7 +259,7 @@ def averages(
             if grid.bundle == figure.bundle and figure.name in names:
                 expected += len(grid.partitions)
 
-        by_seed = defaultdict[int, list[float]](list)
+        by_seed = defaultdict(list)
         for comparison, labels in comparisons:
             for row in comparison.rows:
                 if _name(table, labels, row) != figure.name:

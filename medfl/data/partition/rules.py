@@ -2,9 +2,10 @@
 
 Rules: `iid`, `dirichlet:BETA` (per class, as FedBM and FedCB), `classes:C` (C classes a site, FedMR's PρCς),
 `shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `centre:NAME=TRAIN/TEST,...` (some of them cut to
-so many images), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size` (quantiles of the image size: another anatomy or
-field of view at each site) and `file:PATH.csv`. Validation and test images follow the rule that the training images
-were divided by, so a site is judged on its own mixture of classes.
+so many images; TRAIN 0: a site that only tests; TEST all), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size`
+(quantiles of the image size: another anatomy or field of view at each site), `file:PATH.csv`, and those of
+`medfl.data.partition.targets`. Validation and test images follow the rule that the training images were divided by, so
+a site is judged on its own mixture of classes.
 
 Departures from the papers: images of one group (patient or lesion) stay at one site, also across sections, so cuts move
 to the nearest group boundary (with one image a group the papers' cuts are kept exactly). FedMR's released code hands
@@ -29,6 +30,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import composed, listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
+from medfl.data.partition import targets
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import (
     Homes,
@@ -44,9 +46,11 @@ from medfl.data.partition.draw import (
 
 FORMS = (
     "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,... | size | "
-    "file:PATH.csv"
+    "stratified | quantile | range | file:PATH.csv"
 )
-_KINDS = ("iid", "dirichlet", "classes", "shots", "centre", "counts", "size", "file")
+_BY_CLASS = ("dirichlet", "classes", "shots")
+_BY_NUMBER = ("quantile", "range")
+_KINDS = ("iid", *_BY_CLASS, "centre", "counts", "size", "stratified", *_BY_NUMBER, "file")
 OWN_SITES = ("centre", "counts", "file")
 """Kinds whose text or data say how many sites there are."""
 
@@ -154,7 +158,15 @@ def assign(
     kind, values = parse(spec)
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
     _check_ids(data)
-    names = _check_labels(data, classes, spec, required=kind in ("dirichlet", "classes", "shots"))
+    if kind in _BY_NUMBER:
+        _check_numbers(spec, data)
+
+    names: tuple[str, ...] = ()
+    if kind in _BY_CLASS and targets.has_targets(data):
+        findings = tuple(classes or ()) if targets.are_findings(data) else ()
+        data, names = targets.with_strata(data, findings)
+
+    names = _check_labels(data, names or classes, spec, required=kind in _BY_CLASS)
 
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
@@ -170,8 +182,11 @@ def assign(
             _check_sizes(data)
             homes = by_size(count, data)
             notes = []
+        elif kind in _BY_NUMBER:
+            homes = targets.by_number(count, data, kind == "range")
+            notes = []
         else:
-            by_rule = by_counts if kind == "counts" else draw
+            by_rule = {"counts": by_counts, "stratified": targets.stratified}.get(kind, draw)
             homes, notes = by_rule(Rule(kind, values, count, names, seed), data)
 
     if kind in OWN_SITES and sites is not None and sites != len(order):
@@ -181,7 +196,8 @@ def assign(
             "leave the number of sites out or make it agree",
         )
 
-    _check_trained(spec, order, homes["train"])
+    untrained = _untrained(kind, values)
+    _check_trained(spec, [name for name in order if name not in untrained], homes["train"])
     held: dict[str, dict[str, tuple[int, ...]]] = {site: {} for site in order}
     for name, section in homes.items():
         positions = defaultdict[str | None, list[int]](list)
@@ -202,7 +218,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     kind, colon, text = spec.strip().partition(":")
     fields = text.split(",")
     try:
-        if kind in ("iid", "centre", "size") and not colon:
+        if kind in ("iid", "centre", "size", "stratified", *_BY_NUMBER) and not colon:
             return kind, ()
         if kind == "centre":
             return kind, read_limits(fields)
@@ -222,7 +238,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     except ValueError:
         pass  # a field is no number, or a centre is there twice: an error as for a number out of range
 
-    advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
+    advice = "give BETA above 0, C, N and K as whole numbers from 1, STD and TRAIN from 0, TEST from 0 or all"
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",
@@ -340,6 +356,25 @@ def _check_sizes(data: Sections) -> None:
             "this rule divides by the number of pixels or voxels that the data list gives",
             "use iid, centre or file:PATH.csv",
         )
+
+
+def _check_numbers(spec: str, data: Sections) -> None:
+    if not targets.has_targets(data) or targets.are_findings(data):
+        raise InputError(
+            f"partition {spec!r}, but the images have no numbers",
+            "this rule divides by the number of each image, which a regression predicts",
+            "use iid, stratified, dirichlet:BETA, centre or file:PATH.csv",
+        )
+
+
+def _untrained(kind: str, values: Sequence[Any]) -> set[str]:
+    """Return the sites that are to have no training images: whose TRAIN is 0."""
+    if kind == "centre":
+        return {limit.centre for limit in values if not limit.count.train}
+    if kind == "counts":
+        return {f"site-{i + 1}" for i, count in enumerate(values) if not count.train}
+
+    return set()
 
 
 def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None]) -> None:

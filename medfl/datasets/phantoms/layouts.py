@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.arrays import Bytes, Integers
 from medfl.datasets.phantoms.phantom import SQUARE, Case, Counts, Generator, Sides, cohort, even
 from medfl.datasets.phantoms.scene import Array, Mask, Scene, class_scenes
 
 Draw = Callable[[Path, Generator, int, int], int]
 """(folder, generator, images per class, size) -> number of images written."""
 Columns = Mapping[str, Callable[[Case], object]]
-Bytes = NDArray[np.uint8]
-Stack = tuple[Bytes, NDArray[np.int64]]
+Stack = tuple[Bytes, Integers]
 """Images (N, H, W[, C]) and their labels (N)."""
 
 
@@ -41,7 +41,7 @@ def draw_files(
         counts: of centres and classes.
         image: path of a case's image in the folder.
         mask: path of its reference mask.
-        tables: file name -> column -> value of a case; a row with a None is left out.
+        tables: file name -> column -> value of a case; a row with a None is left out, a head without a name, too.
         sides: of the images.
         spacing: of volumes, in mm.
         digits: volumes are stored multiplied by 10 to the power of a number between these two.
@@ -66,7 +66,8 @@ def draw_files(
 
         for name, columns in (tables or {}).items():
             rows = [[value(case) for value in columns.values()] for case in cases]
-            write_csv(folder / name, [list(columns), *(row for row in rows if None not in row)])
+            head = [list(columns)] if any(columns) else []
+            write_csv(folder / name, [*head, *(row for row in rows if None not in row)])
 
         return len(cases)
 
@@ -89,7 +90,7 @@ def draw_stacks(
             [to_bytes(case.render(class_scenes(classes, channels))[0]) for case in cases]
         )
         labels = np.array([case.label for case in cases])
-        parts = np.array([part(case) for case in cases])
+        parts = np.array(list(map(part, cases)))
         stacks = {}
         for name in np.unique(parts):
             stacks[str(name)] = (images[parts == name], labels[parts == name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import colorsys
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,6 +139,28 @@ LOOKS = (
     Look(-0.16, 0.85, (0.96, 1.04, 0.98), 0.20, 0.04),
     Look(0.15, 1.00, (0.97, 0.97, 1.08), 0.10, 0.03),
 )
+
+
+_MARKS = 0.62, 0.82
+"""Half axes, down and right, of the ellipse on which the marks of findings lie."""
+
+
+def finding_scene(found: Sequence[int], count: int) -> Scene:
+    """Return a chest in grey with a mark for each finding that it has, in the shade and at the place of this finding.
+
+    Args:
+        found: numbers of its findings, 0 to `count` - 1.
+        count: of all findings.
+    """
+    marks = []
+    for finding in found:
+        angle = 2 * math.pi * finding / count
+        place = (_MARKS[0] * math.sin(angle), _MARKS[1] * math.cos(angle))
+        marks.append(Part((0.95 if finding % 2 else 0.02,), (0.16, 0.16), place))
+
+    lungs = [Part((0.24,), (0.6, 0.27), (-0.05, side), texture=(0.12, 9)) for side in (-0.42, 0.42)]
+    heart = Part((0.72,), (0.3, 0.26), (0.3, 0.16))
+    return Scene((Part((0.1,)), Part((0.65,), (1.2, 0.9)), *lungs, heart, *marks), tone=0.04)
 
 
 def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,8 @@ from medfl.datasets.readers.volumes import bare
 
 TABLE = "cases.csv"
 SPLIT = "table"
+NOTHING = {"nan", "none", "na", "n/a", "null"}
+"""What some programs write for a missing value."""
 Rows = Mapping[str, Mapping[str, str]]
 """id of an image -> its row."""
 
@@ -27,6 +30,10 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     Raises:
         InputError: a section that is none.
     """
+    spelling = dict[str, str]()
+    for names in _spellings(rows):
+        spelling |= dict.fromkeys(names, names[0].strip())
+
     described_records = []
     for record in records:
         if (row := rows.get(record.id)) is None:
@@ -42,9 +49,35 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 
         centre = row.get("centre") or record.centre
         patient = row.get("patient") or record.group
+        patient = spelling.get(patient, patient)
         described_records.append(replace(record, centre=centre, group=patient, sections=sections))
 
     return described_records
+
+
+def notes(rows: Rows) -> list[str]:
+    """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells."""
+    lines = []
+    for names in _spellings(rows):
+        lines.append(f"one patient, written in several ways: {' and '.join(map(repr, names))}")
+
+    for name, count in Counter(row.get("patient") or "" for row in rows.values()).items():
+        if name.lower() in NOTHING:
+            lines.append(
+                f"{count} images are of a patient {name!r}: one, as its cells are not empty"
+            )
+
+    return lines
+
+
+def _spellings(rows: Rows) -> list[list[str]]:
+    """Return the names of each patient that is written in several ways, as `007`, `7`, `7.0` and ` 007`."""
+    names = defaultdict[str, set[str]](set)
+    for row in rows.values():
+        name = row.get("patient") or ""
+        names[as_number(name.strip()) or name.strip()].add(name)
+
+    return [*map(sorted, filter(lambda spellings: len(spellings) > 1, names.values()))]
 
 
 def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = ()) -> Rows:

@@ -73,9 +73,9 @@ def check(
     root, layout = layout_of(name, folder)
     split, rule = choose(name, root, split)
     columns = dataset.classes if dataset.task == "classification" else ("cases",)
-    problems = list[str]()
-    records = list[Record]()
-    assigned = list[str]()
+    problems = []
+    records = []
+    assigned = []
 
     try:
         table = read_table(name, root)

@@ -15,7 +15,7 @@ from medfl.core.names import is_plain_text, listed
 from medfl.core.untrusted import Plain, printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
-from medfl.datasets.readers.reading import JOINED
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, is_text
 
 NNUNET_FILE = "dataset.json"
 BIDS_FILE = "dataset_description.json"
@@ -107,7 +107,7 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     Raises:
         InputError: several images have the entities of a mask; names them.
     """
-    images_of = defaultdict[str, list[str]](list)
+    images_of = defaultdict(list)
     for path, _ in images:
         match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if match and match[3] not in _MASKS:
@@ -234,6 +234,63 @@ def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | 
     return dict(sorted(names.items())), ignored
 
 
+def file_ending(images: Path) -> str:
+    """Return how files end in nnU-Net's imagesTr or labelsTr by its `dataset.json`, in lower case; "" where unsaid.
+
+    Raises:
+        InputError: they are of a kind that is not read.
+    """
+    path = images.parent / NNUNET_FILE
+    if images.name not in NNUNET_FOLDERS or not path.is_file():
+        return ""
+
+    ending = str(_document(path).get("file_ending", "")).lower()
+    kinds = (*volumes.SUFFIXES, *IMAGE_SUFFIXES)
+    if ending and ending not in kinds:
+        raise InputError(
+            f"{path}: file_ending {printable(ending, _LONGEST)!r}",
+            f"files that end in {', '.join(kinds)}",
+            "convert images and masks, and change it there",
+        )
+
+    return ending
+
+
+def listed_files(path: Path) -> dict[str, tuple[list[str], str]]:
+    """Return case -> the files of its channels and of its mask, as nnU-Net's `dataset.json` lists them in `dataset`.
+
+    Raises:
+        InputError: the list has another form.
+    """
+    if not path.is_file():
+        return {}
+
+    document = _document(path)
+    cases = document.get("dataset")
+    if "labels" not in document or not isinstance(cases, dict):  # of another program, perhaps
+        return {}
+
+    files = dict[str, tuple[list[str], str]]()
+    for name, case in cases.items():
+        match case:
+            case {"images": [_, *_] as images, "label": mask} if all(
+                map(_is_path, [*images, mask])
+            ):
+                files[name] = images, mask
+            case _:
+                raise InputError(
+                    f"{path}: case {printable(name, _LONGEST)!r} of dataset",
+                    'as {"case": {"images": ["case_0000.nii.gz"], "label": "case.nii.gz"}}, paths beside this file',
+                    "write it so, or leave the list out",
+                )
+
+    return files
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and is_text(value)
+
+
 def channel_names(path: Path) -> tuple[str, ...]:
     """Return the channels' names by `channel_names` or `modality` of nnU-Net's `dataset.json`, () where it has none."""
     document = _document(path)
@@ -254,7 +311,7 @@ def normalised(names: Sequence[str]) -> str:
 
 
 def _document(path: Path) -> Plain:
-    document = read_json(path, _LABELS, _ADVICE, 2**20)
+    document = read_json(path, _LABELS, _ADVICE, 2**24)
     return document if isinstance(document, dict) else {}
 
 

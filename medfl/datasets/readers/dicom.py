@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array, Bytes, Floats
 from medfl.core.errors import InputError
 from medfl.datasets.readers.stacks import check_unpacked
 
-Array = NDArray[Any]
-Affine = NDArray[np.float64]
+Affine = Floats
 Untyped = Any
 """Of a library that has no types."""
 
@@ -33,6 +32,7 @@ _ALIKE = 1e-3  # of orientations, and of distances in mm
 _PREAMBLE = 128
 _MAGIC = b"DICM"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
+_PER_FRAME = "PerFrameFunctionalGroupsSequence"
 _LARGE = 2**16  # bytes of a value that stays in its file until it is asked for
 _MOST_FRAMES = 2**16
 _UNDEFINED = 2**32 - 1  # length of pixels that are compressed
@@ -117,6 +117,14 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     """
     headers = _series(folder)
     _check_size(headers)
+    for file, header in headers.items():
+        if header.whole("NumberOfFrames", 1) > 1 and not header.items(_PER_FRAME):
+            raise InputError(
+                f"DICOM file {file} has several frames and no {_named(_PER_FRAME)}",
+                "each frame of a volume says where it lies",
+                "export it as single slices, or convert it to NIfTI with its true place",
+            )
+
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
     places, affine = _placed(folder, frames)
     (columns,), (rows,) = (_require_equal(frames, keyword) for keyword in ("Columns", "Rows"))
@@ -216,7 +224,9 @@ def _dataset(file: str, **options: Untyped) -> Untyped:
         )
         # All are looked at: of a kind that it does not know pydicom would read them in another way.
         if _DEFLATED in [element.value for element in about]:
-            raise ValueError("its header is packed: save it uncompressed")
+            raise ValueError(
+                f"its header is packed by {_named('TransferSyntaxUID')}: save it uncompressed"
+            )
 
         opened.seek(0)
         return pydicom.dcmread(opened, force=True, **options)
@@ -248,7 +258,7 @@ def _check_depth(dataset: Untyped, depth: int = 0) -> None:
 def _frames(file: str, header: Header) -> Iterator[Frame]:
     """Yield the frames of a file; what a functional group says of one goes before what all have."""
     shared = header.items("SharedFunctionalGroupsSequence")[:1]
-    groups = header.items("PerFrameFunctionalGroupsSequence")
+    groups = header.items(_PER_FRAME)
     for number in range(header.whole("NumberOfFrames", 1)):
         parts = []
         for (group,) in (*groups[number : number + 1], *shared):
@@ -384,6 +394,12 @@ def _stored(file: str, header: Header) -> Array:
 
     try:
         plain = _dataset(file, specific_tags=_STORED)
+        if "PixelData" not in plain:
+            raise ValueError(f"it has no {_named('PixelData')}")
+        highest = header.whole("BitsStored") - 1  # PS3.5, 8.1.1
+        if header.whole("HighBit", highest) != highest:
+            raise ValueError(f"{_named('HighBit')} is not {_named('BitsStored')} less one")
+
         element = plain.get_item("PixelData")
         if len(element.value) < element.length < _UNDEFINED:
             raise ValueError("it is cut off")
@@ -451,7 +467,7 @@ def _padding(pixels: Array, header: Header) -> Array:
     return padded
 
 
-def read_picture(file: str) -> NDArray[np.uint8]:
+def read_picture(file: str) -> Bytes:
     """Return a picture (H, W) or (H, W, 3) as a viewer shows it.
 
     It is shown by its first lookup table, else in its first window; without these from its least to its largest value,
@@ -508,7 +524,7 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
     if width > 0 and function == "LINEAR_EXACT":
         low = centre - width / 2
         high = centre + width / 2
-    elif width > 1:
+    elif width >= 1:
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
     elif header.whole("BitsAllocated") == 8 and low >= 0 and high <= 255:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 
-Values = NDArray[Any]
+Values = Array
 """Values of pixels or voxels, or indices, of any whole or real type."""
 Classes = int | Sequence[int]
 """How many classes masks have, by the values 0, 1, ...; or the values of the classes, ascending."""
@@ -39,8 +38,11 @@ def class_indices(mask: str, voxels: Values, classes: Classes) -> Values:
             rounded = np.rint(voxels)
             values = np.where(np.abs(voxels - rounded) <= _ROUNDING, rounded, voxels)
 
+        # White is the foreground of two classes, whichever file format wrote it.
+        if classes == 2 and ((values == 0) | (values == 255)).all():
+            return (values > 0).astype(np.uint8)
         if isinstance(classes, int):
-            allowed += f"the whole numbers 0 to {classes - 1}"
+            allowed += f"the whole numbers 0 to {classes - 1}" + ", or 0 and 255" * (classes == 2)
             indices: Values = values.astype(_kind(classes))
             wrong = (indices != values) | (indices >= classes)
         else:
@@ -55,7 +57,6 @@ def class_indices(mask: str, voxels: Values, classes: Classes) -> Values:
         places = "voxels"
         if voxels.ndim == 2:
             places = "pixels"
-            allowed += ", or 0 and 255" * (classes == 2)
 
         raise InputError(
             f"mask {mask} has the value{'s' * (len(odd_values) > 1)} {listed(odd_values)} "

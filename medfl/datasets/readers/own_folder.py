@@ -109,10 +109,12 @@ def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that are no pair."""
-    shown = list[str]()
+    shown = []
     for record in records:
         shown += record.image.split(JOINED)
 
+    if images.is_file():  # which lists both
+        images = masks = images.parent
     if images == masks or masks.is_relative_to(images):
         return left_out(
             images, [*shown, *(record.mask for record in records)], endings, "without a mask"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.arrays import Bytes
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.mask_values import Classes, class_indices
@@ -28,7 +28,7 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-Mask = NDArray[np.uint8]
+Mask = Bytes
 Shape = tuple[int, int]
 
 
@@ -253,9 +253,5 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:
             "an image and its mask have the same shape",
             "copy the file again that was changed",
         )
-
-    # White is the foreground of two classes, whichever file format wrote it.
-    if classes == 2 and ((plane == 0) | (plane == 255)).all():
-        return (plane > 0).astype(np.uint8)
 
     return class_indices(f"{uri} of image {image}", plane, classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,11 @@ class Layout:
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
     """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
-    more = f" and {len(entries) - most} more {what}" if len(entries) > most else ""
+    if len(entries) > most:
+        more = f" and {len(entries) - most} more {what}"
+    else:
+        more = ""
+
     return " | ".join(entries[:most]) + more
 
 
@@ -142,7 +147,7 @@ def class_folders(
             if 2 * sum((path / above / name).is_dir() for name in classes) > len(classes):
                 return [path]
 
-        packed = itertools.chain.from_iterable(folder.glob(glob) for glob in zips)
+        packed = itertools.chain.from_iterable(map(folder.glob, zips))
         for path in sorted(filter(Path.is_file, packed)):
             if 2 * len({match[3] for match in _matches(path, pattern)}) > len(classes):
                 return [path]
@@ -287,6 +292,19 @@ def check_row(
         return True
 
     return False
+
+
+def number_of(value: str, what: str, table: Table) -> float | None:
+    """Return the number in a cell of a table, or None after adding the problem."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+
+    if math.isfinite(number):
+        return number
+    table.problems.append(f"{what} {value!r}, which is no number")
+    return None
 
 
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:

@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
+from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
-    UNREADABLE,
     Files,
     archive,
     files_below,
@@ -39,7 +38,6 @@ from medfl.datasets.readers.reading import (
 )
 from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
-Array = NDArray[Any]
 NIFTI = (".nii", ".nii.gz")
 _ITK = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO"}
 SUFFIXES = (*NIFTI, *_ITK)
@@ -63,6 +61,7 @@ _MILLIMETRES = {
     "micron": 1e-3,
 }
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
+_NIFTI_UNITS = {0: "unknown", 1: "meter", 2: "mm", 3: "micron"}
 _UNITS = re.compile(
     rb"^(?:space )?units:[ \t]*(.*?)\r?$"  # NRRD: one in quotes for each axis
     rb"|^DistanceUnits[ \t]*=[ \t]*(.*?)\r?$",  # MetaImage
@@ -87,13 +86,6 @@ _PLACE = (
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
-def _nifti_errors() -> tuple[type[BaseException], ...]:
-    from nibabel.filebasedimages import ImageFileError
-    from nibabel.spatialimages import HeaderDataError, HeaderTypeError
-
-    return ImageFileError, HeaderDataError, HeaderTypeError, OverflowError, MemoryError, *UNREADABLE
-
-
 def read_volume(uri: str) -> MetaTensor:
     """Read an image: (C, D1, D2, D3) float32, its affine from index to mm, RAS; `CHANGES` of its meta are said.
 
@@ -113,6 +105,7 @@ def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     for channel_uri in more_uris:
         channel = _aligned(f"channel {channel_uri}", _read(channel_uri), f"channel {uri}", raw)
         channels.append(_values(channel_uri, channel))
+        raw = raw._replace(changes=raw.changes + channel.changes)
 
     return _tensor(uri, np.concatenate(channels), raw)
 
@@ -194,9 +187,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except InputError:
-        return None
-    except _nifti_errors():
+    except Exception:  # its reader says what is wrong with it
         return None
 
 
@@ -263,7 +254,7 @@ class _Raw(NamedTuple):
     """Voxels (D1, D2, D3, C) of any number type, the affine (4, 4) from index to mm, RAS, and what is not as stored."""
 
     voxels: Array
-    affine: NDArray[np.float64]
+    affine: Floats
     changes: str = ""
 
 
@@ -275,9 +266,11 @@ def _read(uri: str) -> _Raw:
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
         elif not kind:
-            reason = (
-                "not such a file by its name" if os.path.exists(path) else "no such file or folder"
-            )
+            if os.path.exists(path):
+                reason = "not such a file by its name"
+            else:
+                reason = "no such file or folder"
+
             raise ValueError(reason)
         elif kind in NIFTI:
             raw = _nifti(uri)
@@ -288,7 +281,9 @@ def _read(uri: str) -> _Raw:
                 raw = _itk(str(copy), kind)
         else:
             raw = _itk(uri, kind)
-    except _nifti_errors() as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever nibabel and SimpleITK stumble over
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
             f"volume {uri} cannot be read ({reason})",
@@ -314,15 +309,23 @@ def _read(uri: str) -> _Raw:
 
 
 def _nifti(uri: str) -> _Raw:
-    from nibabel.imageglobals import LoggingOutputSuppressor
-
-    with LoggingOutputSuppressor():  # what it logs of a header is in its errors
-        image = _open(uri)
-
+    image = _open(uri)
     _sides(uri, image.shape)  # before all of a long series is read
     _check_size(uri, image)
-    unit = image.header.get_xyzt_units()[0]
+    _require_spacing(image)
+    code = int(image.header["xyzt_units"]) % 8  # beside it stands the unit of time
+    unit = _NIFTI_UNITS.get(code, f"the unit {code} of xyzt_units")
     return _in_mm(np.asanyarray(image.dataobj), np.array(image.affine, np.float64), unit)
+
+
+def _require_spacing(image: dicom.Untyped) -> None:
+    """Raise a ValueError if a place rests on a spacing of 0, of which nibabel makes 1."""
+    with image.file_map["image"].get_prepare_fileobj("rb") as file:
+        stored = type(image.header).from_fileobj(file, check=False)
+
+    sides = zip(stored["pixdim"][1:4], image.shape, strict=False)
+    if not stored["sform_code"] and any(step == 0 and side > 1 for step, side in sides):
+        raise ValueError("its pixdim has a spacing of 0")
 
 
 def _itk(path: str, kind: str) -> _Raw:
@@ -355,7 +358,7 @@ def _itk(path: str, kind: str) -> _Raw:
     return _in_mm(voxels.T, dicom.affine_of(image), *units)
 
 
-def _in_mm(voxels: Array, affine: NDArray[np.float64], unit: str) -> _Raw:
+def _in_mm(voxels: Array, affine: Floats, unit: str) -> _Raw:
     """Return a volume whose header gives lengths in a unit of this name; a ValueError if it is no known length."""
     if unit not in _MILLIMETRES:
         raise ValueError(f"its lengths are in {unit!r}")
@@ -377,6 +380,7 @@ def _check_size(uri: str, image: dicom.Untyped) -> None:
 def _open(uri: str) -> dicom.Untyped:
     import nibabel as nib
 
+    nib.imageglobals.logger.disabled = True  # what it logs of a header is in its errors
     path, part = split_uri(uri)
     if not part:
         return nib.load(path)
@@ -396,7 +400,11 @@ def _header(uri: str) -> dicom.Untyped:
         return nib.load(path).header
 
     with archive(path).open(part) as member:
-        content: Any = gzip.GzipFile(fileobj=member) if part.endswith(".gz") else member
+        if part.endswith(".gz"):
+            content: Any = gzip.GzipFile(fileobj=member)
+        else:
+            content = member
+
         return nib.Nifti1Header.from_fileobj(io.BytesIO(content.read(1024)))  # type: ignore[no-untyped-call]
 
 
@@ -420,7 +428,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     return *sides, channels
 
 
-def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
+def as_nifti(mask: Array, affine: Floats, source: str) -> bytes:
     """Return a packed NIfTI file of a mask (D1, D2[, D3]) in the place of the volume that it was made of.
 
     What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another

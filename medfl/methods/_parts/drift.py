@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from medfl.core.message import Message, Weights
+from medfl.core.message import Messages, Tensors, Weights
 from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
 
 
 def mean_with_drift(
-    replies: Mapping[str, Message], received: Weights, drift: Weights, num_sites: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    replies: Messages, received: Weights, drift: Weights, num_sites: int
+) -> tuple[Tensors, Tensors]:
     """Return the next weights and mean drift of the server: the participants' plain mean plus the mean drift.
 
     A site's drift is the sum of w_k - w over its rounds; an absent one's stays, so that the mean over all sites grows

@@ -8,11 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, typed_value
 from medfl.methods.base import option
@@ -28,7 +28,7 @@ class SiteNetworks(ABC):
         return self
 
     @abstractmethod
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
         """Return site -> the ids and values of the bundle's configuration from which to build its network.
 
         Args:
@@ -38,7 +38,7 @@ class SiteNetworks(ABC):
             InputError: the method's options do not fit these sites.
         """
 
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+    def keeps_network(self, config: Config) -> bool:
         """Tell whether a site with this network keeps it to itself and sends a second one, of the server's kind."""
         return False
 
@@ -52,7 +52,7 @@ class Bodies(SiteNetworks):
         "networks dealt to the sites in equal blocks: resnet20,resnet110, or ID=VALUE,... of the configuration",
     )
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
         """Return the network that the option `bodies` gives each site; see `deal`."""
         return deal(self.bodies, names)
 
@@ -151,7 +151,7 @@ class MakesImages(ABC):
         """
 
 
-def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, dict[str, Any]]:
+def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, Document]:
     """Deal networks to the sites, in blocks as equal as can be.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.errors import InputError
+from medfl.core.task import OF_VECTORS
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head_name, head_names
 
@@ -19,7 +20,7 @@ class PersonalHead(Method):
         "", "layers that make the head, with commas between; default: the last layer"
     )
 
-    tasks = ("classification", "segmentation")
+    tasks = (*OF_VECTORS, "segmentation")
     judged = "personal"
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
@@ -41,9 +41,7 @@ class PrototypeExchange(OwnNetworks):
 
         return Message()
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start without prototypes.
 
         Raises:
@@ -52,15 +50,13 @@ class PrototypeExchange(OwnNetworks):
         self.check_introduced(introductions)
         return {"prototypes": {}}
 
-    def check_introduced(
-        self, introductions: Mapping[str, Message], network: nn.Module | None = None
-    ) -> None:
+    def check_introduced(self, introductions: Messages, network: nn.Module | None = None) -> None:
         """Compare the lengths of features with which sites introduced themselves, and the server's where it has some.
 
         Raises:
             InputError: they differ.
         """
-        lengths: dict[str, int] = {}
+        lengths = {}
         for name, message in introductions.items():
             if message.scalars:
                 lengths[name] = int(message.scalars["features"])
@@ -99,7 +95,7 @@ def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> di
     return groups
 
 
-def by_class(values: Tensor, counts: Tensor) -> dict[str, Tensor]:
+def by_class(values: Tensor, counts: Tensor) -> Tensors:
     """Return the entries (K, ...) of the classes that a site has, by (K,) counts, under the class's index."""
     return {str(c): values[c] for c in counts.nonzero()[:, 0].tolist()}
 
@@ -120,9 +116,7 @@ def has_prototype(rows: Tensor) -> Tensor:
     return ~rows.isnan().any(1)
 
 
-def average_prototypes(
-    before: Weights, replies: Mapping[str, Message], *, by_samples: bool
-) -> dict[str, Tensor]:
+def average_prototypes(before: Weights, replies: Messages, *, by_samples: bool) -> Tensors:
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
     Raises:
@@ -130,7 +124,7 @@ def average_prototypes(
     """
     names = sorted(replies)
     sent = {name: prototypes_in(replies[name]) for name in names}
-    lengths: dict[str, int] = {}
+    lengths = {}
     classes: set[str] = set()
     for sender, group in {"earlier rounds": before, **sent}.items():
         if group:
@@ -153,7 +147,7 @@ def average_prototypes(
     return prototypes
 
 
-def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, float]:
+def distances(prototypes: Weights, replies: Messages) -> dict[str, float]:
     """Return how far the sites' class means are from the prototypes: Euclidean, mean over all such pairs.
 
     Returns:
@@ -184,7 +178,7 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
         }.items():
             lengths.setdefault(kind, []).append(apart[pairs].cpu())
 
-    observations: dict[str, float] = {}
+    observations = {}
     for kind in sorted(lengths):
         pooled = torch.cat(lengths[kind])
         if len(pooled):
@@ -226,7 +220,7 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         sites_of.setdefault(lengths[site], []).append(site)
 
     if len(sites_of) > 1:
-        groups: list[str] = []
+        groups = []
         for length, sites in sorted(sites_of.items()):
             groups.append(f"length {length} at {', '.join(sites)}")
 

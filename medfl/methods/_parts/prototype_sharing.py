@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import derive
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, class_head
@@ -107,7 +107,7 @@ class Sharing:
 
     # Server half
 
-    def begin(self, host: Host, server: State, introductions: Mapping[str, Message]) -> State:
+    def begin(self, host: Host, server: State, introductions: Messages) -> State:
         """Add prototypes to the server's first State, none yet, and the sites that send some where not all do."""
         if not self.active:
             return server
@@ -138,7 +138,7 @@ class Sharing:
 
         return Message({**down.tensors, "prototypes": server["prototypes"]}, scalars)
 
-    def merged(self, server: State, replies: Mapping[str, Message]) -> State:
+    def merged(self, server: State, replies: Messages) -> State:
         """Return this half's part of the server's next State.
 
         Raises:
@@ -157,7 +157,7 @@ class Sharing:
 
         return after
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return distances between class means and prototypes, if there are any."""
         if self.active:
             return distances(server["prototypes"], replies)
@@ -238,9 +238,7 @@ class WithPrototypes(Method):
         """Declare the inner method's groups, and those of the prototypes."""
         return self.inner.groups() + self.sharing.groups
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start as the inner method, without prototypes."""
         return self.sharing.begin(
             host, self.inner.init_server(host, weights, introductions), introductions
@@ -252,14 +250,12 @@ class WithPrototypes(Method):
             server, site_name, self.inner.broadcast(host, server, site_name)
         )
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Aggregate as the inner method, and average the prototypes class by class."""
         prototypes = self.sharing.merged(server, replies)
         return {**self.inner.aggregate(host, server, replies, num_sites), **prototypes}
 
-    def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
+    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the inner method's numbers, and distances between class means and prototypes."""
         return {**self.inner.observed(server, replies), **self.sharing.observed(server, replies)}
 

@@ -6,7 +6,7 @@ broadcast has their mean over the participants, the consensus, beside the positi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
@@ -52,9 +52,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
     # Server half
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Draw the public items of round 1."""
         return {"positions": self._drawn(host)}
 
@@ -68,9 +66,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         positions = {**request, "scored": last["positions"]}
         return Message({"positions": positions, "scores": {"public": last["scores"]}})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the scores and draw the items of the next round."""
         mean = weighted_mean(replies, "scores", uniform_shares(replies))["public"]
         return {
@@ -128,7 +124,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
         public = public_data(site)
         positions = down["positions"]["asked"].cpu()
-        parts: list[Tensor] = []
+        parts = []
         with evaluating(network), torch.no_grad():
             for batch in torch.split(positions, size):
                 x, _ = public.at(batch)

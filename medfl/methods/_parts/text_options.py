@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
@@ -108,9 +107,7 @@ class TextClassified(TextEmbeddings, Method):
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
         return Message(tensors)
 
-    def average_weights(
-        self, host: Host, server: State, replies: Mapping[str, Message]
-    ) -> dict[str, Tensor]:
+    def average_weights(self, host: Host, server: State, replies: Messages) -> Tensors:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
         mean = weighted_mean(replies, "weights", sample_shares(replies))
         if self.classifier != "random_frozen":
@@ -164,7 +161,11 @@ def _embeddings(down: Message, layer: nn.Module) -> Tensor:
         or received.shape != like.shape
         or not received.is_floating_point()
     ):
-        form = "none" if received is None else f"{tuple(received.shape)} {received.dtype}"
+        if received is not None:
+            form = f"{tuple(received.shape)} {received.dtype}"
+        else:
+            form = "none"
+
         expected = "none" if like is None else f"{tuple(like.shape)} floating-point"
         with errors_safe_to_send():
             raise RunError(f"the server's text embeddings are {form}; expected {expected}")

@@ -15,7 +15,6 @@ embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
@@ -153,9 +152,7 @@ class FedBM(MakesImages, TextClassified):
         images: Tensor = next(iter(first.batches(1)))[0]
         return images
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights; no site has embeddings, nobody a generator.
 
         Raises:
@@ -176,9 +173,7 @@ class FedBM(MakesImages, TextClassified):
         scalars = {"version": server["version"], **dict(zip(AXES, server["image"], strict=True))}
         return Message({**down.tensors, "generator": server["generator"]}, scalars)
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and projection, then train the generator if its turn has come."""
         server = {**server, "weights": self.average_weights(host, server, replies)}
         if "informed" in server:
@@ -194,9 +189,7 @@ class FedBM(MakesImages, TextClassified):
             trained = self._train_generator(host, server, draws)
         return {**server, "generator": trained, "version": server["version"] + 1}
 
-    def _train_generator(
-        self, host: Host, server: State, draws: torch.Generator
-    ) -> dict[str, Tensor]:
+    def _train_generator(self, host: Host, server: State, draws: torch.Generator) -> Tensors:
         """Train G for `g_iterations` steps against the frozen global model (eqs. 6 to 10)."""
         teacher = frozen(host.model(server["weights"]))
         teacher.zero_grad()

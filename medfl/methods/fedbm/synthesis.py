@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.message import Message
+from medfl.core.message import Message, Messages
 from medfl.methods._parts.text_classifier import TextGaussians
 from medfl.networks.generator import Augmentation, Generator, check_size
 
@@ -84,13 +84,13 @@ def shape_of(images: Tensor, site: str) -> dict[str, float]:
     return dict(zip(AXES, map(float, images.shape[1:]), strict=True))
 
 
-def common_shape(introductions: Mapping[str, Message]) -> list[int]:
+def common_shape(introductions: Messages) -> list[int]:
     """Return channels, height and width of everybody's images.
 
     Raises:
         InputError: they differ, nobody has any, or the generator cannot make images of this size.
     """
-    shapes: dict[str, list[int]] = {}
+    shapes = {}
     for name in sorted(introductions):
         scalars = introductions[name].scalars
         if scalars:
@@ -123,7 +123,7 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
         RunError: it is for other images or conditions, or no generator.
     """
     numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
-    wrong: list[str] = []
+    wrong = []
     for name, number in numbers.items():
         if not (1 <= number < 2**31 and number == int(number)):
             wrong.append(f"{name} {number:g}")

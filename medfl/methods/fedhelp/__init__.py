@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core.message import Message, Tensors
 from medfl.core.seeding import derive
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
@@ -153,7 +153,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         return replace(self, large=",".join(n for n in sizes if n in larger))
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
         """Give the large sites the large network.
 
         Raises:
@@ -178,7 +178,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         (config,) = deal(self.large_network, names[:1], "large_network").values()
         return {name: config if name in self.large_sites else {} for name in names}
 
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
+    def keeps_network(self, config: Config) -> bool:
         """Keep a large network where it is."""
         return bool(config)
 
@@ -216,7 +216,11 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as a large or as a small site; reply the proxy or the surrogate."""
-        half = self._train_large if site.name in self.large_sites else self._train_small
+        if site.name in self.large_sites:
+            half = self._train_large
+        else:
+            half = self._train_small
+
         trained, changed_state = half(site, state, down)
         return {**state, **changed_state}, Message(
             {"weights": trained}, {"samples": site.num_samples}
@@ -235,9 +239,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     # Small sites
 
-    def _train_small(
-        self, site: Site, state: State, down: Message
-    ) -> tuple[dict[str, Tensor], State]:
+    def _train_small(self, site: Site, state: State, down: Message) -> tuple[Tensors, State]:
         network = site.model(down["weights"])
         loss = self._loss(site, state.get("balance"))
         if not self.lambda_j:
@@ -269,9 +271,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     # Large sites
 
-    def _train_large(
-        self, site: Site, state: State, down: Message
-    ) -> tuple[dict[str, Tensor], State]:
+    def _train_large(self, site: Site, state: State, down: Message) -> tuple[Tensors, State]:
         large = site.model(state["weights"])
         proxy = proxy_model(site, down["weights"])
         if not self.lambda_f and not self.proxy_ce:

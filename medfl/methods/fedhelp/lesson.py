@@ -11,7 +11,7 @@ item's feature, `uniform` is 1/M.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import derive, stream
 from medfl.data.public import cycle
 from medfl.methods._parts.class_heads import head_like
@@ -103,7 +104,7 @@ class Lesson:
         self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
-        self.norm: dict[str, Tensor] = {}
+        self.norm: Tensors = {}
         for name, tensor in state.get("public_norm", {}).items():
             value = tensor.to(site.device).clone()
             self.norm[name] = nn.Parameter(value) if name in trainable else value
@@ -192,7 +193,7 @@ class Lesson:
 class Contribution:
     """The teachers' shares alpha (M, B) on the public items of a batch, and one step of their training."""
 
-    def __init__(self, rule: str, state: Mapping[str, Tensor], teachers: int, lr: float) -> None:
+    def __init__(self, rule: str, state: Weights, teachers: int, lr: float) -> None:
         """Continue from what `state` returned before."""
         self.rule = rule
         self.teachers = teachers
@@ -207,7 +208,7 @@ class Contribution:
             self._optimizer = torch.optim.SparseAdam(parameters, lr=lr)
 
     @staticmethod
-    def start(rule: str, items: int, teachers: int, features: int) -> dict[str, Tensor]:
+    def start(rule: str, items: int, teachers: int, features: int) -> Tensors:
         """Return the first state: alpha = 1/M everywhere; nothing where nothing can be learned."""
         if teachers < 2 or rule == "uniform":
             return {}

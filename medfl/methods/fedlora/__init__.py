@@ -20,13 +20,12 @@ grouped one, and renames the tensors by which messages and saved weights are kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import Task
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
@@ -58,9 +57,7 @@ class FedLoRA(Adapters):
 
         return (factors,)
 
-    def init_server(
-        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
-    ) -> State:
+    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from A as drawn and B = 0, or from D = 0."""
         server = super().init_server(host, weights, introductions)
         layers = self.matrices(host.model(weights))
@@ -74,16 +71,14 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
-        groups: dict[str, Weights] = {}
+        groups = {}
         for name in ("weights", "adapters", "delta"):
             if server.get(name):  # an empty group is not sent
                 groups[name] = server[name]
 
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
-    def aggregate(
-        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
-    ) -> State:
+    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Make one bank of the sites' factors, by the rule of `share`."""
         after = super().aggregate(host, server, replies, num_sites)
         weight_matrices = self.matrices(host.model(host.networks.initial))
@@ -91,7 +86,7 @@ class FedLoRA(Adapters):
             return {**after, "adapters": self.server_factors(replies, weight_matrices)}
 
         # D <- D + s sum_k p_k B_k A_k, in float64 and rounded once
-        delta: dict[str, Tensor] = {}
+        delta: Tensors = {}
         for name, mean in self.mean_products(replies, weight_matrices).items():
             old = server["delta"][delta_name(name)]
             delta[delta_name(name)] = (old.double() + self.scale * mean).to(old)
@@ -130,7 +125,7 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights: dict[str, Tensor] = {}
+        weights: Tensors = {}
         for name, tensor in model.state_dict().items():
             if name in full_names:
                 weights[name] = tensor.detach().clone()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.methods.fedlora import low_rank
-from medfl.methods.fedlora.chosen_layers import matrices, whole_tensor_names
 from medfl.methods.fedlora.low_rank import (
     Pairs,
     factor_name,
@@ -23,8 +23,9 @@ from medfl.methods.fedlora.low_rank import (
     read_factor,
     truncated,
 )
+from medfl.networks.heads import head_name
 from medfl.storage.files import State
-from medfl.training import Host, Site, merged
+from medfl.training import NORMS, Host, Site, merged
 
 SHARE_RULES = ("both", "a", "b", "stack", "svd")
 
@@ -71,7 +72,7 @@ class Adapters(SiteNetworks, Method):
         """Return a site's rank."""
         return self._ranks.get(site, self.rank)
 
-    def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
         """Return the bundle's network for each.
 
         Raises:
@@ -90,7 +91,7 @@ class Adapters(SiteNetworks, Method):
         """Return the names of the tensors that are trained whole."""
         return whole_tensor_names(network, self.full)
 
-    def matrices(self, network: nn.Module) -> dict[str, Tensor]:
+    def matrices(self, network: nn.Module) -> Tensors:
         """Return the weights that have adapters, as matrices."""
         return matrices(network, self.layers, self.whole(network))
 
@@ -131,7 +132,7 @@ class Adapters(SiteNetworks, Method):
 
     @property
     def _ranks(self) -> dict[str, int]:
-        ranks: dict[str, int] = {}
+        ranks = {}
         for part in filter(str.strip, self.ranks.split(",")):
             site, _, rank = map(str.strip, part.partition("="))
             if not site or site in ranks or not rank.isdecimal() or int(rank) < 1:
@@ -187,9 +188,7 @@ class Adapters(SiteNetworks, Method):
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def server_factors(
-        self, replies: Mapping[str, Message], matrices: Weights
-    ) -> dict[str, Tensor]:
+    def server_factors(self, replies: Messages, matrices: Weights) -> Tensors:
         """Return the server's factors: the sites' mean by samples, or with `svd` the factors of the mean product.
 
         Raises:
@@ -205,9 +204,9 @@ class Adapters(SiteNetworks, Method):
             }
 
         rank = self.max_rank
-        padded_replies: dict[str, Message] = {}
+        padded_replies = {}
         for site, adapters in self._received(replies, matrices).items():
-            bank: dict[str, Tensor] = {}
+            bank: Tensors = {}
             for name, pair in adapters.items():
                 for which, tensor in pair.items():
                     bank[factor_name(name, which, rank)] = padded(tensor, which, rank)
@@ -216,7 +215,7 @@ class Adapters(SiteNetworks, Method):
 
         return weighted_mean(padded_replies, "adapters", sample_shares(replies))
 
-    def mean_products(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
+    def mean_products(self, replies: Messages, matrices: Weights) -> Tensors:
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
@@ -224,7 +223,7 @@ class Adapters(SiteNetworks, Method):
         """
         adapters = self._received(replies, matrices)
         shares = sample_shares(replies)
-        means: dict[str, Tensor] = {}
+        means: Tensors = {}
         for name in matrices:
             pairs: Pairs = {}
             for site, factors in adapters.items():
@@ -234,10 +233,8 @@ class Adapters(SiteNetworks, Method):
 
         return means
 
-    def _received(
-        self, replies: Mapping[str, Message], matrices: Weights
-    ) -> dict[str, dict[str, dict[str, Tensor]]]:
-        received: dict[str, dict[str, dict[str, Tensor]]] = {}
+    def _received(self, replies: Messages, matrices: Weights) -> dict[str, dict[str, Tensors]]:
+        received = {}
         for site, reply in replies.items():
             factors = reply.tensors.get("adapters", {})
             rank = self.rank_of(site)
@@ -259,3 +256,110 @@ class Adapters(SiteNetworks, Method):
         model = self.begun(where, down)
         pairs = self.pairs(where, state, down, self.matrices(model), rank)
         return low_rank.merge_into(model, pairs, self.scale)
+
+
+# Layers of a network chosen by a text: names, ends of names, patterns with * and ?, or kinds, with commas between.
+
+
+_CONV = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_MATRICES: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, nn.MultiheadAttention)
+_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "linear": (nn.Linear,),
+    "conv": _CONV,
+    "norm": NORMS,
+}
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+NONE = "none"
+
+
+def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
+    """Return the state-dict names of the chosen layers, under all names that a shared tensor has.
+
+    Args:
+        network: whose.
+        text: which layers; the kinds are `head` and `norm`, "" and `none` are no layer.
+
+    Raises:
+        InputError: no such layer.
+    """
+    layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
+    candidates: dict[str, nn.Module | None] = dict(layers)
+    if "head" in text.split(","):
+        candidates.setdefault("head", None)  # a layer of this name comes before the kind
+
+    names = set(_chosen(candidates, text.strip() or NONE, "full"))
+    if "head" in names and "head" not in layers:
+        names.remove("head")
+        names.add(head_name(network))
+
+    tensors = network.state_dict(keep_vars=True)
+    prefixes = tuple(f"{layer}." for layer in names)
+    # By identity: a shared tensor has several names, and all of them count.
+    tensor_ids = {id(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
+
+    return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)
+
+
+def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> Tensors:
+    """Return the weights of the chosen layers as matrices (first dimension, all others), by their names.
+
+    Args:
+        network: whose.
+        text: which layers; the kinds are `linear` and `conv`, "" is all that fit, `none` is no layer.
+        but: names of weights that are left out. So is a tensor of several layers: a change of one changes the others.
+
+    Raises:
+        InputError: no such layer; names those that fit.
+    """
+    ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
+    fitting = {}
+    layers = {
+        name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)
+    }
+    for name, layer in layers.items():
+        weights: Tensors = {}
+        for key in _WEIGHTS:
+            weight = layer._parameters.get(key)
+            full_name = f"{name}.{key}".lstrip(".")
+            if weight is not None and ids.count(id(weight)) == 1 and full_name not in but:
+                weights[full_name] = weight.detach().flatten(1)
+
+        if weights:
+            fitting[name] = weights
+
+    chosen_matrices: Tensors = {}
+    for name in _chosen({name: layers[name] for name in fitting}, text, "layers"):
+        chosen_matrices.update(fitting[name])
+
+    return chosen_matrices
+
+
+def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> list[str]:
+    """Return the layers that a text chooses, in the network's order; all where it is empty."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    for part in parts:
+        if part != NONE and not any(_is(part, name, layer) for name, layer in layers.items()):
+            names = [name for name in layers if name]
+            kinds = "linear, conv" if option == "layers" else "head, norm"
+            raise InputError(
+                f"{option}={part}: no layer of the network that fits",
+                f"layers that fit are {', '.join(names)[:400] or 'none'}",
+                f"name some, all of a kind ({kinds}), or {NONE}",
+            )
+
+    if not parts:
+        return list(layers)
+
+    return [name for name, layer in layers.items() if any(_is(part, name, layer) for part in parts)]
+
+
+def _is(part: str, name: str, layer: nn.Module | None) -> bool:
+    by_kind = part in _KINDS and isinstance(layer, _KINDS[part])
+    return by_kind or name == part or name.endswith(f".{part}") or fnmatchcase(name, part)

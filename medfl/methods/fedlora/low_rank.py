@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from medfl.core.errors import RunError
-from medfl.core.message import Weights
+from medfl.core.message import Tensors, Weights
 from medfl.training import train_only
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -109,7 +109,7 @@ def adapting(
                 stack.callback(layer.train, layer.training)
                 layer.eval()
 
-        adapters: dict[str, _Adapter] = {}
+        adapters = {}
         for name, (a, b) in pairs.items():
             adapter = _Adapter(a, b, scale, trains_a)
             adapters[name] = stack.enter_context(_adapted(model, name, adapter))
@@ -151,9 +151,9 @@ def delta_name(name: str) -> str:
     return f"{name}.delta"
 
 
-def named_factors(pairs: Pairs, factors: str) -> dict[str, Tensor]:
+def named_factors(pairs: Pairs, factors: str) -> Tensors:
     """Return the factors A, B or both under their names, row by row as from a file: a product's bits depend on that."""
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     for name, (a, b) in pairs.items():
         for factor in factors:
             tensor = a if factor == "A" else b
@@ -171,7 +171,11 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
     tensor = tensors.get(factor_name(name, factor, rank))
     shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
     if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
-        form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        if tensor is not None:
+            form = f"{tuple(tensor.shape)} {tensor.dtype}"
+        else:
+            form = "missing"
+
         raise RunError(
             f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}"
         )
@@ -180,7 +184,7 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
 
 def read_factors(
     tensors: Weights, matrices: Weights, factors: str, rank: int
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, Tensors]:
     """Return the factors of a reply: of each matrix A, B or both.
 
     Raises:
@@ -194,7 +198,7 @@ def read_factors(
     if unknown:
         raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
 
-    read: dict[str, dict[str, Tensor]] = {}
+    read = {}
     for name, matrix in matrices.items():
         read[name] = {f: read_factor(tensors, name, f, matrix, rank) for f in factors}
 

@@ -7,7 +7,7 @@ CIFAR-100; for other data those of the bundle, and OpenAI's where it has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
 from medfl.problem.problem import Problem
@@ -58,7 +59,7 @@ class ZeroShot:
 
     name: str
     sha256: str
-    facts: Mapping[str, Any]
+    facts: Config
     model: Any
     preprocess: Callable[[Any], Tensor]
     head: Tensor
@@ -93,9 +94,11 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     if path:
         advice = f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"
     else:
-        arguments = (
-            f"{architecture!r}, pretrained={pretrained!r}" if pretrained else repr(architecture)
-        )
+        if pretrained:
+            arguments = f"{architecture!r}, pretrained={pretrained!r}"
+        else:
+            arguments = repr(architecture)
+
         loader = f"open_clip.create_model({arguments})"
         advice = (
             f"fetch it once where there is a network, in Python with {loader}, or give local weights as {kind}:FILE, "

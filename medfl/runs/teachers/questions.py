@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Array, Bytes
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
 from medfl.problem.problem import Problem
 
-Picture = NDArray[np.uint8]
+Picture = Bytes
 """(H, W, 3), RGB."""
 
 
@@ -51,10 +52,15 @@ class Questions:
         x, _ = self.public.at(torch.tensor([0]))
         return tuple(x.shape[2:])
 
-    def entry(self, position: int) -> Mapping[str, Any]:
+    def entry(self, position: int) -> Config:
         """Return an item as the data list has it: where image and label lie; InputError if it does not say so."""
         data = self.bundle.data(self.section)
-        item = data[self.indices[position]] if isinstance(data, list | tuple) else None
+
+        if isinstance(data, list | tuple):
+            item = data[self.indices[position]]
+        else:
+            item = None
+
         if not isinstance(item, Mapping) or "image" not in item:
             raise InputError(
                 f"public item {self.ids[position]!r} of bundle {self.bundle.name!r} does not say where its image lies",
@@ -81,7 +87,7 @@ class Teacher(Protocol):
     @property
     def sha256(self) -> str: ...  # noqa: D102
     @property
-    def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def facts(self) -> Config: ...  # noqa: D102
     @property
     def batch_size(self) -> int: ...  # noqa: D102
 
@@ -108,7 +114,7 @@ def need_task(name: str, bundle: Problem, task: str) -> None:
         )
 
 
-def as_picture(pixels: NDArray[Any]) -> Picture:
+def as_picture(pixels: Array) -> Picture:
     """Return RGB pixels (H, W, 3) as 8-bit ones; other types are scaled from their own smallest to largest value."""
     if pixels.dtype == np.uint8:
         return pixels

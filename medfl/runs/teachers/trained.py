@@ -22,8 +22,9 @@ from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
 from medfl.bundle.text_embeddings import unlike
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Weights
+from medfl.core.message import Tensors, Weights
 from medfl.core.release import versions_of
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS, Task
@@ -67,7 +68,7 @@ class Trained:
 
     name: str
     sha256: str
-    facts: Mapping[str, Any]
+    facts: Config
     network: nn.Module
     device: torch.device
     preprocessing: Callable[[Any], Any]
@@ -250,7 +251,7 @@ def bundle_of_run(
     return text_record.restored(bundle, run, methods.load(run.method, run.options), folder)
 
 
-def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
+def _weights(folder: Path) -> tuple[str, Tensors]:
     path = first_file(folder, *_WEIGHTS)
     if path is None:
         raise InputError(
@@ -268,7 +269,7 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
 
 
 def _global_model(
-    bundle: Problem, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run
+    bundle: Problem, task: Task, weights: Weights, folder: Path, run: Run
 ) -> nn.Module:
     """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from medfl.core.errors import InputError
+import torch
+
+from medfl.core.documents import Document
+from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.message import Weights
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.registry import Document
+from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
+from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 
 class Workers(AbstractContextManager["Workers"]):
@@ -113,3 +124,226 @@ def _notifying(results: Results, on_result: Callable[[], object]) -> Results:
     for result in results:
         on_result()
         yield result
+
+
+# Forked processes that inherited a federation, and run tasks in the order in which these were started.
+
+
+# a message goes through shared memory if it has at most so many copies of the network, and bytes besides
+_ROOM = 4
+_MORE = 2**25
+
+
+class TaskGroup:
+    """Tasks that were started together, and the answers to them that nobody has asked for yet.
+
+    Args:
+        tasks: make the tasks.
+        sizes: how long each may take, in any unit: the longest is given to a worker first.
+        on_result: called whenever an answer has come.
+        folder: where answers wait past what may stay in memory; None: all stay there.
+
+    Attributes:
+        pending: (position, task) of those that no worker has, the next one last.
+        running: how many the workers are at.
+        unread: position, and the answer as bytes.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[MakeTask],
+        sizes: Sequence[float] | None = None,
+        on_result: Callable[[], object] = lambda: None,
+        folder: Path | None = None,
+    ) -> None:
+        self.on_result = on_result
+        self.pending = list(enumerate(tasks))
+        if sizes is not None:
+            self.pending.sort(key=lambda entry: -sizes[entry[0]])
+
+        self.pending.reverse()  # so that `pop` takes the longest
+        self.running = 0
+        self.unread: deque[tuple[int, Weights]] = deque()
+        self._stock = None if folder is None else TensorStore(folder)
+
+    def put(self, index: int, answer: bytes) -> None:
+        """Keep an answer until it is asked for."""
+        tensors: Weights = {"": torch.frombuffer(bytearray(answer), dtype=torch.uint8)}
+        if self._stock is not None:
+            tensors = self._stock.keep(tensors)
+
+        self.unread.append((index, tensors))
+
+    def pop(self) -> tuple[int, bytes]:
+        """Return the answer that has waited longest: position, bytes."""
+        index, tensors = self.unread.popleft()
+        return index, tensors[""].numpy().tobytes()
+
+
+class Pool:
+    """Forked processes, which end when this one does.
+
+    Only bytes travel between them (large tensors in memory that a worker shares with this process, others as NumPy
+    buffers), never file handles, so thousands of tensors need no limits raised.
+    """
+
+    def __init__(self, federation: Federation, jobs: int) -> None:
+        """Fork the workers; do so before threads are started here."""
+        self._processes: dict[Connection, BaseProcess] = {}
+        # for tasks, and for answers
+        self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}
+        # groups with tasks that no worker has, the first started first
+        self._queue: deque[TaskGroup] = deque()
+        self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
+        # workers whose answers lie ready
+        self._ready: deque[Connection] = deque()
+        context = multiprocessing.get_context("fork")
+        room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
+
+        for _ in range(jobs):
+            here, there = context.Pipe()
+            inherited = [here, *self._processes]
+            self._shared[here] = SharedBuffer(room), SharedBuffer(room)
+            process = context.Process(
+                target=_serve, args=(federation, there, inherited, *self._shared[here]), daemon=True
+            )
+            process.start()
+            there.close()  # so that the pipe ends when the worker does
+            self._processes[here] = process
+
+    def start(self, group: TaskGroup) -> Results:
+        """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
+
+        All tasks that are started later wait until each of these has a worker, and then fill the gaps.
+        """
+        if group.pending:
+            self._queue.append(group)
+        for link in self._processes:
+            if link not in self._busy:
+                self._give(link)
+        return self._results(group)
+
+    def _results(self, group: TaskGroup) -> Results:
+        while group.pending or group.running or group.unread:
+            if group.unread:
+                index, data = group.pop()
+                yield index, _result(load_shared(data))
+            else:
+                index, answer = self._next(group)
+                yield index, _result(answer)
+
+    def _next(self, awaited: TaskGroup) -> tuple[int, _Answer]:
+        """Return the next answer of a group with its position; keep those of other groups for later."""
+        while True:
+            if not self._ready:
+                self._ready.extend(cast(list[Connection], wait([*self._busy])))
+
+            link = self._ready.popleft()
+            group, index = self._busy.pop(link)
+            # copied out of the shared memory before the worker gets its next task
+            answer = self._received(link)
+            # the worker goes on while this process looks at its answer
+            group.running -= 1
+            group.on_result()
+            self._give(link)
+
+            if group is awaited:
+                return index, answer
+
+            # as bytes, which may lie on disk until the group is asked for
+            group.put(index, dump_shared(answer))
+
+    def _give(self, link: Connection) -> None:
+        """Give an idle worker the next task, if there is any."""
+        if not self._queue:
+            return
+
+        group = self._queue[0]
+        index, make = group.pending.pop()
+        group.running += 1
+        if not group.pending:
+            self._queue.popleft()
+
+        with suppress(BrokenPipeError):  # `_received` reports a dead worker
+            link.send_bytes(dump_shared(make(), self._shared[link][0]))
+
+        self._busy[link] = (group, index)
+
+    def _received(self, link: Connection) -> _Answer:
+        try:
+            answer: _Answer = load_shared(link.recv_bytes(), self._shared[link][1])
+            return answer
+        except (EOFError, OSError) as error:
+            process = self._processes[link]
+            process.join(5)  # else it has no exit code yet
+            raise RunError(
+                f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
+                "the last round is kept: continue with --resume, perhaps with fewer --jobs"
+            ) from error
+
+    def close(self) -> None:
+        """End the workers."""
+        for link, process in self._processes.items():
+            link.close()
+            process.terminate()
+        for process in self._processes.values():
+            process.join(5)
+        self._processes = {}
+
+
+class _Answer(NamedTuple):
+    """What a worker sends back: the result of a task, or the error."""
+
+    result: object
+    error: Exception | None
+
+
+def _result(answer: _Answer) -> object:
+    """Return the result in an answer, or raise the error."""
+    if answer.error is not None:
+        raise answer.error
+    return answer.result
+
+
+def _serve(
+    federation: Federation,
+    link: Connection,
+    inherited: list[Connection],
+    tasks: SharedBuffer,
+    answers: SharedBuffer,
+) -> None:
+    """Answer tasks until the parent closes its end or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # else this process would keep its siblings' pipes, and the parent's end of its own, open
+    for connection in inherited:
+        connection.close()
+
+    torch.set_num_threads(federation.run.threads)
+    while True:
+        try:
+            data = link.recv_bytes()
+        except (EOFError, OSError):
+            # without clean-up: handlers and buffers are copies of the parent's
+            os._exit(0)
+
+        task = load_shared(data, tasks, copy=False)  # the next task comes after the answer
+        result: object = None
+        failure: Exception | None = None
+        try:
+            result = result_or_failure(task, partial(task.run, federation))
+        except MedflError as error:
+            failure = RunError(str(error)) if error.exit_code == 1 else error
+        except Exception:
+            # text, since not every exception can be pickled
+            failure = _Failed(traceback.format_exc())
+
+        packed = dump_shared(_Answer(result, failure), answers)
+        try:
+            link.send_bytes(packed)
+        except OSError:
+            os._exit(0)
+
+
+class _Failed(Exception):
+    """A task failed with something that is not the user's fault; has the traceback."""

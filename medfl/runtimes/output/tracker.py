@@ -1,4 +1,4 @@
-"""A place besides the run folder where a run's numbers go: MLflow (`tracking`), Weights & Biases (`wandb_runs`).
+"""A place besides the run folder where a run's numbers go: MLflow, Weights & Biases (`tracking`).
 
 A tracker opens, takes each round's numbers and closes; it says where the run is in a file of the run folder, with which
 a resumed run goes on. Whatever happens there, the run goes on: it is said once, and nothing more is tried until the run
@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from medfl.core.documents import Document
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
-from medfl.runtimes.registry import Document
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
 

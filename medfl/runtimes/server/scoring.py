@@ -12,8 +12,8 @@ from medfl.core.message import Weights
 from medfl.core.task import SECTIONS
 from medfl.evaluation import undefined
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.mask_metrics import by_structure, slug
-from medfl.evaluation.metrics import METRICS, Cases, higher_is_better, spread, summarise
+from medfl.evaluation.mask_metrics import slug
+from medfl.evaluation.metrics import Cases, higher_is_better, spread
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
@@ -25,9 +25,6 @@ from medfl.runtimes.step import StepResult, copied_weights
 from medfl.storage.files import State, file_sha256, weights_sha256
 from medfl.storage.run_folder import RunFolder
 
-# Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
-_CHUNK = 1024
-_CHUNK_OF_MAPS = 16
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
 _OWN = "the site's own model, as the method leaves it"
@@ -64,6 +61,8 @@ class Scoring:
         self.method = federation.method
         self.run = federation.run
         self.key = federation.bundle.key_metric
+        self.kind = federation.bundle.kind
+        self.summarise = federation.bundle.summarise
         self.last = self.run.rounds  # the round after which the run ends
         self.untested = False  # whether nothing is to be scored on test items
 
@@ -94,14 +93,14 @@ class Scoring:
 
         vals: dict[str, Metrics | None] = {}
         for model, outcomes in pooled.items():
-            vals[f"val_{model}"] = None if outcomes is None else summarise(outcomes)
+            vals[f"val_{model}"] = None if outcomes is None else self.summarise(outcomes)
 
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
         sites: dict[str, dict[str, Metrics]] = {}
         for name in self.federation.names:
             for model, cases in models.items():
                 if name in cases:
-                    sites.setdefault(name, {})[model] = summarise(cases[name])
+                    sites.setdefault(name, {})[model] = self.summarise(cases[name])
 
         val = vals[f"val_{self.method.judged}"] or {}
         self._remember(round_, server, val)
@@ -128,14 +127,12 @@ class Scoring:
         self.folder.save_best(round_, server)
 
         if self.method.judged == "personal" and not self.untested:
-            by_site = self._personal(round_, server, ("test",), self.names)
-            tested = [cases["test"] for cases in by_site.values()]
-            self.record["best_test"] = summarise(Cases.concat(tested))
+            tested = self._personal_tested(round_, server, self.names)
+            self.record["best_test"] = self.summarise(Cases.concat(list(tested.values())))
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
-        is_classification = self.federation.task.kind == "classification"
-        chunk = _CHUNK if is_classification else _CHUNK_OF_MAPS
+        chunk = self.kind.chunk
         task = partial(tasks.ScoreGlobal, round_, server, section)
         starts = range(0, total, chunk)
         parts = self.dispatcher.at_server([partial(task, i, i + chunk) for i in starts])
@@ -153,6 +150,30 @@ class Scoring:
     ) -> CasesBySite:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
+
+    def _tested(self, round_: int, server: State) -> Cases | None:
+        """Return the global model's outcomes of the test items."""
+        cases = self._global(round_, "test", server)
+        if cases is None or not self.kind.decides:
+            return cases
+
+        return self.kind.decided(cases, self._global(round_, "validate", server))
+
+    def _personal_tested(
+        self, round_: int, server: State, names: Sequence[str]
+    ) -> dict[str, Cases]:
+        """Return the outcomes of each site's test items by its own model."""
+        sections = ("validate", "test") if self.kind.decides else ("test",)
+        by_site = self._personal(round_, server, sections, names)
+        return {name: self._decided(cases) for name, cases in by_site.items()}
+
+    def _decided(self, cases: Mapping[str, Cases]) -> Cases:
+        return self.kind.decided(cases["test"], cases.get("validate"))
+
+    def _of_sites(self, cases_of: Mapping[str, Cases]) -> dict[str, Metrics]:
+        """Return the metrics of each site, whose macro means are of the same findings at all."""
+        compared = self.kind.comparable(cases_of)
+        return {name: self.summarise(cases) for name, cases in compared.items()}
 
     def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
@@ -187,12 +208,11 @@ class Scoring:
         """Score on the test items, and write tables and weights."""
         last = self.last
         judged = self.method.judged
-        global_cases = self._global(last, "test", server)
-        final_personal = self._final_personal(last, server)
-        personal_by_site = {name: cases["test"] for name, cases in final_personal.items()}
+        global_cases = self._tested(last, server)
+        personal_by_site = self._final_personal(last, server)
         global_by_site = self._by_site(global_cases, "test")
-        received = {name: summarise(cases) for name, cases in global_by_site.items()}
-        personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
+        received = self._of_sites(global_by_site)
+        personal = self._of_sites(personal_by_site)
 
         personal_cases = None
         if personal_by_site:
@@ -283,16 +303,15 @@ class Scoring:
         """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
         if cases is None:
             return None
-        metrics = summarise(cases)
+        metrics = self.summarise(cases)
         return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
     def _classes(self, scores: Metrics | None, cases: Cases | None) -> Document:
-        """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
-        if scores is None or cases is None or self.federation.task.kind != "segmentation":
+        """Return `classes`, {} where the task has no structures, findings or numbers; `scores` are of these cases."""
+        if scores is None or cases is None or not len(cases):
             return {}
-        class_metrics = by_structure(
-            scores, cases.values, self.federation.bundle.structures, len(cases)
-        )
+        bundle = self.federation.bundle
+        class_metrics = self.kind.by_name(scores, cases, bundle.structures or bundle.classes)
         return {"classes": class_metrics} if class_metrics else {}
 
     def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
@@ -342,7 +361,7 @@ class Scoring:
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
-    def _final_personal(self, last: int, server: State) -> CasesBySite:
+    def _final_personal(self, last: int, server: State) -> dict[str, Cases]:
         """Score the personal models of all sites on test items.
 
         For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,
@@ -351,7 +370,7 @@ class Scoring:
         of 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
-            return self._personal(last, server, ("test",), self.names)
+            return self._personal_tested(last, server, self.names)
         if self.method.pools_data:
             return {}
 
@@ -362,14 +381,15 @@ class Scoring:
                 names.append(name)
 
         if methods.has_site_models(self.method):
-            return self._personal(last, server, ("test",), names)
+            return self._personal_tested(last, server, names)
         if not self.run.score_trained:
             return {}
 
-        task = partial(tasks.TrainToScore, sections=("test",))
+        sections = ("validate", "test") if self.kind.decides else ("test",)
+        task = partial(tasks.TrainToScore, sections=sections)
         answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
         by_site = _in_order(names, answers)
-        return {name: cases for name, cases in by_site.items() if cases}
+        return {name: self._decided(cases) for name, cases in by_site.items() if cases}
 
     def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
@@ -387,7 +407,10 @@ class Scoring:
         count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
-        scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
+        scores = _in_order(
+            names,
+            ((name, self.summarise(self.kind.decided(cases, None))) for name, cases in answers),
+        )
         models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
         for metric in dict.fromkeys(name for metrics in scores.values() for name in metrics):
             over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
@@ -404,7 +427,7 @@ class Scoring:
 
         cases = last_cases
         if best["round"] != self.last:
-            cases = self._global(best["round"], "test", self.folder.best_state())
+            cases = self._tested(best["round"], self.folder.best_state())
 
         return self._scored(best["round"], cases)
 
@@ -422,10 +445,8 @@ class Scoring:
             for section in SECTIONS:
                 row[section] = len(federation.shard(name, section))
 
-            labels = federation.shard(name, "train").labels
-            if labels:
-                for index, title in enumerate(classes):
-                    row[f"train_{title}"] = labels.count(index)
+            for title, count in self.kind.counts(federation.shard(name, "train"), classes).items():
+                row[f"train_{title}"] = count
 
             rows.append(row | columns[name])
 
@@ -436,7 +457,11 @@ class Scoring:
 
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
-            rows = _predictions(cases, classes, owner, self.key)
+            rows = []
+            for index, ident in enumerate(cases.ids):
+                columns_of_case = self.kind.row(cases, index, classes, self.key)
+                rows.append({"id": ident, "site": owner.get(ident, ""), **columns_of_case})
+
             self.folder.write_table("predictions.csv", rows)
 
 
@@ -456,34 +481,3 @@ def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
         row[f"{model}_cases_{slug(name)}"] = class_metrics["cases"]
 
     return row
-
-
-def _predictions(
-    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str], key: str = ""
-) -> list[Document]:
-    rows = []
-    for index, ident in enumerate(cases.ids):
-        row: Document = {"id": ident, "site": owner.get(ident, "")}
-        if cases.is_classification:
-            probabilities = cases.values["probabilities"][index].tolist()
-            row |= {
-                "label": int(cases.values["label"][index]),
-                "predicted": probabilities.index(max(probabilities)),
-            }
-            titles: Sequence[object] = classes
-            if len(classes) != len(probabilities):
-                titles = range(len(probabilities))
-
-            for title, probability in zip(titles, probabilities, strict=True):
-                # nine digits tell float32 numbers apart: a rank metric can be made again from the file
-                row[f"p_{title}"] = f"{probability:.9g}"
-        else:
-            for metric, values in cases.values.items():
-                # those that medfl computes of masks are left out where it cannot; folds have the same columns
-                if metric not in METRICS or metric == key or not values.isnan().all():
-                    value = float(values[index])
-                    row[metric] = "" if value != value else value
-
-        rows.append(row)
-
-    return rows

@@ -1,0 +1,192 @@
+"""Partitions by findings or numbers: strata for rules that divide by class, `stratified`, `quantile` and `range`.
+
+A stratum of findings is the rarest finding that an image has (of training images), or none of them; of numbers, the
+tenth of the training numbers that it falls into. `dirichlet:BETA`, `classes:C` and `shots:N,K,STD` divide by these.
+
+`stratified` gives every site the same shares of each class, finding or stratum of numbers, by iterative stratification:
+K. Sechidis, G. Tsoumakas, I. Vlahavas: On the stratification of multi-label data (2011), of groups in the place of
+images. `quantile` and `range` cut the numbers into as many parts as there are sites, with equally many training images
+or of equal width: site-1 has the smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
+from medfl.data.partition.draw import Group, Homes, Item, Rule, Sections, gathered
+
+_TENTHS = 10
+NO_FINDING = "no finding"
+
+Numbers = NDArray[np.float64]
+
+
+def _rows(items: Sequence[Item]) -> Numbers:
+    """Return the targets (N, D) of a section, NaN where one is unknown."""
+    return np.array([item["target"] for item in items], dtype=np.float64).reshape(len(items), -1)
+
+
+def has_targets(data: Sections) -> bool:
+    """Tell whether all items have findings or numbers."""
+    items = [item for section in data.values() for item in section]
+    return bool(items) and all("target" in item for item in items)
+
+
+def are_findings(data: Sections) -> bool:
+    """Tell whether all that is known of the items is a yes (1) or a no (0)."""
+    values = {value for section in data.values() for item in section for value in item["target"]}
+    return values <= {0.0, 1.0, None}
+
+
+def with_strata(
+    data: Sections, findings: Sequence[str]
+) -> tuple[dict[str, list[Item]], tuple[str, ...]]:
+    """Return the items with a stratum's number as label, and the strata's names; `findings` () of numbers."""
+    if findings:
+        numbers, names = _finding_strata(data, findings)
+    else:
+        numbers, names = _number_strata(data)
+
+    used = sorted({int(number) for section in numbers.values() for number in section})
+    place = {number: index for index, number in enumerate(used)}
+    labelled: dict[str, list[Item]] = {}
+    for name, section in data.items():
+        rows = zip(section, numbers[name], strict=True)
+        labelled[name] = [{**item, "label": place[int(number)]} for item, number in rows]
+
+    return labelled, tuple(names[number] for number in used)
+
+
+def _finding_strata(
+    data: Sections, findings: Sequence[str]
+) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+    counts = (_rows(data["train"]) == 1).sum(0)
+    order = np.argsort(counts, kind="stable")
+    strata = {}
+    for name, section in data.items():
+        has = np.zeros((len(section), len(findings)), bool)
+        if section:
+            has = _rows(section) == 1
+
+        rarest = order[has[:, order].argmax(1)]
+        strata[name] = np.where(has.any(1), rarest, len(findings))
+
+    return strata, [*findings, NO_FINDING]
+
+
+def _number_strata(data: Sections) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+    edges = np.unique(np.quantile(_known(data["train"]), np.arange(1, _TENTHS) / _TENTHS))
+    strata = {}
+    for name, section in data.items():
+        values = _known(section) if section else np.zeros(0)
+        strata[name] = np.searchsorted(edges, values, "right").astype(np.int64)
+
+    return strata, [f"numbers, part {index + 1}" for index in range(len(edges) + 1)]
+
+
+def _known(items: Sequence[Item]) -> Numbers:
+    """Return the first number of each item; InputError where it is unknown."""
+    values: Numbers = _rows(items)[:, 0]
+    if (unknown := np.isnan(values)).any():
+        first = items[int(unknown.argmax())]["id"]
+        raise InputError(
+            f"the numbers of {int(unknown.sum())} of {len(items)} images are unknown, first {first!r}",
+            "this rule divides by the number of each image",
+            "use iid, centre or file:PATH.csv",
+        )
+
+    return values
+
+
+def by_number(count: int, data: Sections, equal_width: bool) -> Homes:
+    """Return the site of every item by its number: parts of equal width, or of equally many training images.
+
+    A group goes by the number of its first image, and stays where its training images are.
+    """
+    train = np.sort(_known(data["train"]))
+    if equal_width:
+        edges = np.linspace(train[0], train[-1], count + 1)[1:-1]
+    else:
+        edges = train[(np.arange(1, count) * len(train) // count)]
+
+    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
+    placed: dict[str, str] = {}
+    for name in SECTIONS:
+        if not data.get(name):
+            continue
+
+        values = _known(data[name])
+        for group in gathered(data[name], by_label=False):
+            part = int(np.searchsorted(edges, values[group.members[0]], "right"))
+            home = placed.setdefault(group.key, f"site-{part + 1}")
+            for member in group.members:
+                homes[name][member] = home
+
+    return homes
+
+
+def stratified(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
+    """Return the site of every item so that each has the same share of every class, finding or stratum of numbers."""
+    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
+    placed: dict[str, int] = {}
+    for name in SECTIONS:
+        groups = gathered(data.get(name, ()), by_label=False)
+        if groups:
+            counts = _counts(data[name], groups)
+            _stratify(groups, counts, rule.sites, rule.stream(0, name), placed)
+
+        for group in groups:
+            for member in group.members:
+                homes[name][member] = f"site-{placed[group.key] + 1}"
+
+    return homes, []
+
+
+def _counts(items: Sequence[Item], groups: Sequence[Group]) -> Numbers:
+    """Return how many images of each group (G, K + 1) have each label or finding, and how many there are."""
+    if all("label" in item for item in items):
+        labels = np.array([int(item["label"]) for item in items])
+        flags = np.eye(labels.max() + 1)[labels]
+    elif has_targets({"": items}):
+        flags = np.nan_to_num(_rows(items))
+    else:
+        flags = np.zeros((len(items), 0))
+
+    sums = [flags[list(group.members)].sum(0) for group in groups]
+    sizes = [[len(group.members)] for group in groups]
+    return np.concatenate([np.array(sums), np.array(sizes)], 1)
+
+
+def _stratify(
+    groups: Sequence[Group],
+    counts: Numbers,
+    sites: int,
+    rng: np.random.Generator,
+    placed: dict[str, int],
+) -> None:
+    """Place the groups that have no site yet: of the rarest label that is left, each where it is wanted most."""
+    demand = np.tile(counts.sum(0) / sites, (sites, 1))
+    free = []
+    for index in rng.permutation(len(groups)):
+        if groups[index].key in placed:
+            demand[placed[groups[index].key]] -= counts[index]
+        else:
+            free.append(int(index))
+
+    while free:
+        left = counts[free].sum(0)
+        labels = np.flatnonzero(left[:-1])
+        # the last column, how many images there are, is of all groups: those without any label
+        label = int(labels[left[labels].argmin()]) if len(labels) else len(left) - 1
+        having = [index for index in free if counts[index, label]]
+        free = [index for index in free if not counts[index, label]]
+        for index in having:
+            need = [(demand[site, label], demand[site, -1], rng.random()) for site in range(sites)]
+            site = max(range(sites), key=need.__getitem__)
+            placed[groups[index].key] = site
+            demand[site] -= counts[index]

@@ -1,0 +1,182 @@
+"""Metrics of several findings an image, each a yes or no, of which some may be unknown.
+
+Macro means are over findings that enough cases have and enough do not (`scored`), so that two sites, or two models,
+are compared by the same findings. An unknown finding (-1) of a case counts nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from medfl.evaluation import bootstrap
+from medfl.evaluation.bootstrap import Draws, Floats
+
+LEAST = 10
+"""Cases with a finding, and cases without it, from which it is among those of a macro mean."""
+
+Array = NDArray[Any]
+Flags = NDArray[np.bool_]
+
+
+def scored(findings: Array, least: int = LEAST) -> Flags:
+    """Return which findings (K,) have at least `least` positive and negative ones among (N, K) of 1, 0 and -1."""
+    positive: Flags = (findings == 1).sum(0) >= least
+    negative: Flags = (findings == 0).sum(0) >= least
+    return positive & negative
+
+
+def common(sets: Sequence[Array]) -> Flags | None:
+    """Return which findings are scored in each of several sets of cases, None where no finding is."""
+    flags = [scored(findings) for findings in sets if len(findings)]
+    if not flags:
+        return None
+
+    in_all: Flags = np.logical_and.reduce(flags)
+    return in_all if in_all.any() else None
+
+
+def area(truth: Array, score: Array) -> float:
+    """Return the area under the ROC curve of cases (N,) that are 1 or 0, by Mann-Whitney; a tie counts one half."""
+    positive = truth == 1
+    count = int(positive.sum())
+    rank_sum = rankdata(score)[positive].sum()
+    return float((rank_sum - count * (count + 1) / 2) / (count * (len(truth) - count)))
+
+
+def of_one(truth: Array, score: Array, decision: Array | None = None) -> dict[str, float]:
+    """Return the metrics of one finding, of its known cases: those that they define.
+
+    Args:
+        truth: (N,) 1, 0 or -1.
+        score: (N,) probabilities.
+        decision: (N,) whether the finding is called present, by a threshold chosen on other images.
+    """
+    from sklearn.metrics import average_precision_score  # here: it imports for a second
+
+    is_known = truth >= 0
+    truth = truth[is_known]
+    score = score[is_known]
+    positives = int(truth.sum())
+    metrics: dict[str, float] = {"positives": positives, "cases": len(truth)}
+    if 0 < positives < len(truth):
+        metrics["auroc"] = area(truth, score)
+        metrics["average_precision"] = float(average_precision_score(truth, score))
+
+    if decision is None:
+        return metrics
+
+    called = decision[is_known] == 1
+    hits = int(called[truth == 1].sum())
+    if positives:
+        metrics["sensitivity"] = hits / positives
+        metrics["f1"] = 2 * hits / (positives + int(called.sum()))
+
+    if positives < len(truth):
+        metrics["specificity"] = float((~called[truth == 0]).mean())
+
+    return metrics
+
+
+def summary(
+    probabilities: Array,
+    findings: Array,
+    decisions: Array | None = None,
+    columns: Flags | None = None,
+) -> dict[str, float]:
+    """Return macro means over findings, {} where there is none to average over.
+
+    Of validation images (without `decisions`) only the AUROC, over all findings that have both outcomes; of test
+    images also average precision, F1, sensitivity and specificity, over the findings of `scored`.
+
+    Args:
+        probabilities: (N, K).
+        findings: (N, K) 1, 0 or -1.
+        decisions: (N, K) 1 where a finding is called present.
+        columns: the findings (K,) to be averaged over; a set of cases that lacks an outcome of one has no macro mean.
+    """
+    if columns is None:
+        columns = scored(findings, 1 if decisions is None else LEAST)
+    elif not scored(findings[:, columns], 1).all():
+        return {}
+
+    if not columns.any():
+        return {}
+
+    rows = []
+    for k in np.flatnonzero(columns):
+        if decisions is None:
+            is_known = findings[:, k] >= 0
+            rows.append({"auroc": area(findings[is_known, k], probabilities[is_known, k])})
+        else:
+            rows.append(of_one(findings[:, k], probabilities[:, k], decisions[:, k]))
+
+    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    means.pop("positives", None)
+    means.pop("cases", None)
+    return means
+
+
+def redrawn(
+    probabilities: Array,
+    findings: Array,
+    decisions: Array | None,
+    draws: Draws,
+    wanted: Collection[str] | None = None,
+) -> dict[str, Floats]:
+    """Return the metrics of `of_one` in each draw (draws, K), NaN for findings that are not scored.
+
+    `wanted` are the metrics to be computed, None for all; the other arguments are as of `summary`.
+    """
+    values: dict[str, Floats] = {}
+
+    def put(name: str, k: int, column: Floats) -> None:
+        values.setdefault(name, np.full((len(draws), findings.shape[1]), np.nan))[:, k] = column
+
+    for k in np.flatnonzero(scored(findings)).tolist():
+        known = findings[:, k] >= 0
+        times = draws[:, known]
+        positive = findings[known, k] == 1
+        score = probabilities[known, k].astype(np.float64)
+        if wanted is None or "auroc" in wanted:
+            put("auroc", k, bootstrap.area(positive, score, times))
+        if wanted is None or "average_precision" in wanted:
+            put("average_precision", k, bootstrap.average_precision(positive, score, times))
+        if decisions is None:
+            continue
+
+        called = decisions[known, k] == 1
+        positives = times @ positive.astype(float)
+        hits = times @ (positive & called).astype(float)
+        with np.errstate(invalid="ignore"):
+            put("sensitivity", k, hits / positives)
+            put("f1", k, 2 * hits / (positives + times @ called.astype(float)))
+            negatives = times @ (~positive).astype(float)
+            put("specificity", k, (times @ (~positive & ~called).astype(float)) / negatives)
+
+    return values
+
+
+def thresholds(probabilities: Array, findings: Array) -> NDArray[np.float64]:
+    """Return for each finding the threshold (K,) with the largest Youden index on these cases, (N, K) as above.
+
+    0.5 for a finding of which an outcome is missing. A probability of at least the threshold calls a finding present.
+    W. J. Youden: Index for rating diagnostic tests (1950).
+    """
+    chosen = np.full(findings.shape[1], 0.5)
+    for k in np.flatnonzero(scored(findings, 1)):
+        is_known = findings[:, k] >= 0
+        positive = findings[is_known, k] == 1
+        score = probabilities[is_known, k].astype(np.float64)
+        values = np.unique(score)
+        sensitivity = 1 - np.searchsorted(np.sort(score[positive]), values) / positive.sum()
+        specificity = np.searchsorted(np.sort(score[~positive]), values) / (~positive).sum()
+        best = int((sensitivity + specificity).argmax())
+        # halfway to the next lower value, so that rounding moves no case across
+        chosen[k] = values[best] if best == 0 else (values[best] + values[best - 1]) / 2
+
+    return chosen

@@ -1,0 +1,255 @@
+"""Multi-label classification: several findings an image, each a yes or no, or unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from monai.losses import FocalLoss
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from medfl.data.prepared import Item, Shard
+from medfl.evaluation import findings
+from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation.evaluators import Names
+from medfl.evaluation.metrics import Cases
+from medfl.problem.tasks.kind import (
+    Kind,
+    OwnValues,
+    Redrawn,
+    Row,
+    Wanted,
+    are_flags,
+    cases_of,
+    column_names,
+    exact,
+    joined,
+    macro,
+    misfit,
+    probabilities_in,
+    stacked,
+    starting,
+)
+from medfl.storage.run_reader import Table
+
+_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
+
+
+@dataclass(frozen=True)
+class Multilabel(Kind):
+    """Targets are (B, K) of 1 and 0; NaN, or less than 0, is unknown."""
+
+    name: str = "multilabel"
+    key_metric: str = "auroc"
+    noun: str = "finding"
+    least_names: int = 1
+    record_key: str = "target"
+    decides: bool = True
+    chunk: int = 1024
+
+    def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
+        """Tell whether targets have a yes or no for each of several outputs."""
+        if prediction.ndim != 2 or prediction.shape != target.shape or prediction.shape[1] < 2:
+            return False
+
+        return isinstance(loss, _LOSSES) or are_flags(target)
+
+    def items(self, items: Sequence[Item]) -> list[Item]:
+        """Return records whose "target" has 1.0, 0.0 or None (unknown) for each finding."""
+        records: list[Item] = []
+        for item in items:
+            record = dict(item)
+            if "target" in record:
+                record["target"] = tuple(
+                    value if value is not None and value >= 0 else None
+                    for value in record["target"]
+                )
+            records.append(record)
+
+        return records
+
+    def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
+        """Return how many items are known to have each finding."""
+        targets = [shard.prepared.items[i].get("target") for i in shard.indices.tolist()]
+        if not targets or None in targets:
+            return {}
+
+        columns = zip(names, zip(*targets, strict=True), strict=True)
+        return {name: column.count(1) for name, column in columns}
+
+    def decided(self, cases: Cases, validation: Cases | None) -> Cases:
+        """Return test cases with "decisions" (N, K), by thresholds chosen on validation cases, else 0.5."""
+        probabilities = cases.values["probabilities"]
+        thresholds = torch.full((probabilities.shape[1],), 0.5, dtype=torch.float64)
+        if validation is not None and len(validation):
+            chosen = findings.thresholds(*_arrays(validation))
+            thresholds = torch.from_numpy(chosen)
+
+        decisions = (probabilities.double() >= thresholds).to(torch.int8)
+        return Cases(cases.ids, {**cases.values, "decisions": decisions})
+
+    def by_name(
+        self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
+    ) -> dict[str, dict[str, float | None]]:
+        """Return the metrics of each finding, how many known cases have it (`positives`), and whether macro means do.
+
+        `scored` is 1 for a finding that macro means are over, else 0.
+        """
+        probabilities, truth = _arrays(cases)
+        scored = findings.scored(truth)
+        decisions = _decisions(cases)
+        results: dict[str, dict[str, float | None]] = {}
+        for k, name in enumerate(column_names(names, truth.shape[1])):
+            decision = None if decisions is None else decisions[:, k]
+            metrics = findings.of_one(truth[:, k], probabilities[:, k], decision)
+            results[name] = {**metrics, "scored": float(scored[k])}
+
+        return results
+
+    def comparable(self, cases_of: Mapping[str, Cases]) -> Mapping[str, Cases]:
+        """Return the cases with the findings unknown that are not scored at every site, where any is at all."""
+        columns = findings.common([_arrays(cases)[1] for cases in cases_of.values() if len(cases)])
+        if columns is None:
+            return cases_of
+
+        left_out = torch.from_numpy(~columns)
+        compared = {}
+        for site, cases in cases_of.items():
+            values = dict(cases.values)
+            if len(cases):
+                values["findings"] = values["findings"].masked_fill(left_out, -1)
+            compared[site] = Cases(cases.ids, values)
+
+        return compared
+
+    def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
+        """Return for each finding whether the case has it, is said to have it, and its probability."""
+        values = cases.values
+        titles = column_names(names, values["findings"].shape[1])
+        row: Row = {}
+        for k, title in enumerate(titles):
+            truth = int(values["findings"][index, k])
+            row[f"label_{title}"] = "" if truth < 0 else truth
+
+        for k, title in enumerate(titles):
+            if "decisions" in values:
+                row[f"predicted_{title}"] = int(values["decisions"][index, k])
+
+        for k, title in enumerate(titles):
+            row[f"p_{title}"] = exact(float(values["probabilities"][index, k]))
+
+        return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return the cases with "probabilities", "findings" and "decisions"."""
+        titles = [name.removeprefix("label_") for name in starting(table, "label_")]
+        if not titles:
+            return super().read(table, names)
+
+        truth = stacked(table, [f"label_{title}" for title in titles])
+        truth = np.where(np.isnan(truth), -1, truth)
+        decisions = stacked(table, [f"predicted_{title}" for title in titles])
+        if not (np.isin(truth, (-1, 0, 1)).all() and np.isin(decisions, (0, 1)).all()):
+            raise table.damaged("has a finding that is neither 1 nor 0 nor blank")
+
+        columns: dict[str, NDArray[Any]] = {
+            "probabilities": probabilities_in(table, [f"p_{title}" for title in titles]),
+            "findings": truth.astype(np.int8),
+            "decisions": decisions.astype(np.int8),
+        }
+        return cases_of(table, columns)
+
+    def averaged(self, cases: Cases) -> tuple[int, ...]:
+        """Return the findings that enough cases have and lack."""
+        if "findings" not in cases.values:
+            return ()
+
+        return tuple(np.flatnonzero(findings.scored(_arrays(cases)[1])).tolist())
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return the metrics of each finding that is scored, and their means."""
+        if "findings" not in cases.values:
+            return super().redrawn(cases, draws, wanted)
+
+        by_name = findings.redrawn(*_arrays(cases), _decisions(cases), draws, wanted)
+        return Redrawn(macro(by_name), by_name)
+
+
+def _decisions(cases: Cases) -> Any:
+    return cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
+
+
+def _arrays(cases: Cases) -> tuple[Any, Any]:
+    """Return probabilities and findings (N, K)."""
+    return (
+        cases.values["probabilities"].numpy(force=True),
+        cases.values["findings"].numpy(force=True),
+    )
+
+
+@dataclass(frozen=True)
+class FindingEvaluator:
+    """Several findings an image: the probability of each, whether the image has it, and the cross-entropy.
+
+    Attributes:
+        batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
+        ends_in_sigmoid: the network returns probabilities, not logits.
+        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+    """
+
+    batch_size: int = 256
+    ends_in_sigmoid: bool = False
+    metric_inputs: OwnValues | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
+        """Return "probabilities" (N, K), "findings" (N, K) of 1, 0 and -1 (unknown), and "loss" (N,).
+
+        The loss is the mean of the binary cross-entropy over a case's known findings, NaN where none is known.
+
+        Raises:
+            InputError: the targets are not one for each output; an item is named.
+        """
+        network.eval()
+        outputs: list[Tensor] = []
+        targets: list[Tensor] = []
+        metric_values: list[dict[str, Tensor]] = []
+        for x, y in shard.batches(self.batch_size):
+            output = network(x.to(device)).float()
+            logits = output.flatten(1)
+            if self.ends_in_sigmoid:
+                logits = logits.logit(1e-6)
+
+            target = y.to(device).float().flatten(1)
+            if target.shape != logits.shape:
+                raise misfit(shard, self.batch_size * len(outputs), target, logits)
+
+            outputs.append(logits.cpu())
+            targets.append(target.cpu())
+            if self.metric_inputs is not None:
+                metric_values.append(self.metric_inputs(output, y))
+
+        if not outputs:
+            return Cases((), {})
+
+        logits = torch.cat(outputs)
+        target = torch.cat(targets)
+        for row, index in enumerate(shard.indices.tolist()):
+            if index in shard.shown:  # findings that its site does not annotate are not scored
+                target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]
+
+        is_known = target >= 0  # NaN is not
+        truth = (target >= 0.5).float()
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+        values = {
+            "probabilities": logits.sigmoid(),
+            "findings": torch.where(is_known, truth, -1).to(torch.int8),
+            "loss": (losses * is_known).sum(1) / is_known.sum(1),
+        }
+        return Cases(tuple(shard.ids), values | joined(metric_values))
