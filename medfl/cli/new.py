@@ -32,7 +32,7 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "write a bundle for your own images: labelled pictures, or images with masks"
+    text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     arguments.add_path(
         new, "bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle"
@@ -58,6 +58,7 @@ def add(verbs: Any) -> None:
     new.add_argument(
         "--task",
         choices=("classification", "multilabel", "regression"),
+        metavar="classification|multilabel|regression",
         help="what the table has: one class, several findings, or a number per picture; default: as its columns tell",
     )
     new.add_argument(
@@ -65,12 +66,12 @@ def add(verbs: Any) -> None:
         help="columns of the classes, findings or numbers; default: found by their names and values",
     )  # fmt: skip
     new.add_argument(
-        "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore",
+        "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore", metavar="ignore|zeros|ones",
         help="what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
              "or present; default: ignore",
     )  # fmt: skip
     new.add_argument(
-        "--blank", choices=("ignore", "zeros"), default="ignore",
+        "--blank", choices=("ignore", "zeros"), default="ignore", metavar="ignore|zeros",
         help="what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
              "what a report does not mention; default: ignore",
     )  # fmt: skip
