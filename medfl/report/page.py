@@ -35,6 +35,7 @@ _SHOWN = (
     "rounds",
     "summary",
     "undefined",
+    "unequal_classes",
 )
 """What the page is given of `RunFiles` by the same name."""
 
@@ -72,7 +73,7 @@ def context(run: RunFiles) -> dict[str, Any]:
     for kind, title in MODEL_KINDS:
         if by_site := run.site_values(kind, run.key):
             kinds.append((kind, title, by_site))
-            spreads.append((kind, title, metrics.spread(by_site, higher)))
+            spreads.append((kind, title, run.spread(kind, run.key)))
             scale = max(scale, *by_site.values())
 
     gains = {}
@@ -90,6 +91,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "higher": higher,
         **{name: getattr(run, name) for name in _SHOWN},
         "sites": sizes,
+        "classes_of": {site: run.classes_of(site) for site in run.site_names},
         **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
