@@ -107,19 +107,25 @@ class RunFiles(RunReader):
 
     @property
     def unequal_classes(self) -> str:
-        """What is said of sites whose means are over fewer classes or findings than those of others, "" without any."""
-        fewer = [f"{site} {text}" for site in self.site_names if (text := self.classes_of(site))]
-        if not fewer:
-            return ""
-
+        """What is said of sites' means that are not over all classes or findings, "" where they are."""
         name = metrics.title(self.key)
-        count, classes = self.classes_at
-        if count in classes.values():
-            worst = "the worst site is one of the others"
-        else:
-            worst = "no site has all, so none is called the worst"
+        said = []
+        left_out = ((self.summary or {}).get("sites") or {}).get("left_out") or ()
+        if left_out:
+            why = "which too few of their test images have or lack"
+            said.append(f"{name} of single sites is not over {listed(left_out)}, {why}")
 
-        return f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}"
+        fewer = [f"{site} {text}" for site in self.site_names if (text := self.classes_of(site))]
+        if fewer:
+            count, classes = self.classes_at
+            if count in classes.values():
+                worst = "the worst site is one of the others"
+            else:
+                worst = "no site has all, so none is called the worst"
+
+            said.append(f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}")
+
+        return "; ".join(said)
 
     @property
     def said(self) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ SUMMARY: Form = {
     "sites": {
         "metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None,
         "of_classes": Count | None, "classes_at": dict[str, Count] | None,
+        "left_out": list[str] | None,
     },
     "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from sklearn.metrics import average_precision_score, mean_absolute_error, roc_au
 from torch import Tensor, nn
 
 import medfl
+from medfl.cli.predict import _lines
 from medfl.compare import comparison, tables
 from medfl.compare.side_by_side import write_page
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import fewer_classes, spread
-from medfl.report import RunFiles, result_table, write_report
+from medfl.report import RunFiles, folds, result_table, write_report
 from medfl.report.differences import BETTER, between_models, from_other_sites
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.runs.launch import federate
@@ -108,6 +110,53 @@ def test_a_finding_that_few_have_is_said_to_be_left_out(
     text = page_of(tmp_path / "run")
     assert "fewer than 10 test cases have it, or lack it: Hernia." in text
     assert "* left out of the means" in result_table(tmp_path / "run")
+    assert result.summary["sites"]["left_out"] == ["Hernia"]
+    said = (
+        "AUROC of single sites is not over Hernia, which too few of their test images have or lack"
+    )
+    assert said in text
+    assert said in " ".join(result_table(tmp_path / "run").split())
+
+
+def test_a_finding_is_scored_at_one_site_alone(tmp_path: Path) -> None:
+    """North has Effusion in all test images, south Mass: no finding is common, and no site is ranked."""
+    parts = parts_of("multilabel")
+    for place, sections in enumerate(parts.data.values()):
+        for item in sections["test"]:
+            item["label"] = item["label"].clone()
+            item["label"][place] = 1.0
+
+    result = medfl.run(parts, "fedavg", rounds=1, out=tmp_path / "run")
+    sites = result.summary["sites"]
+    assert sites["classes_at"] == {"north": 1, "south": 1}
+    assert "worst" not in sites
+    assert "1 of 2 findings" in page_of(tmp_path / "run")
+    assert from_other_sites(RunFiles(tmp_path / "run"), "north") is None
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_folds(task: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    """Two folds made of one run, each with the test cases of a site: pooled they are that run."""
+    run = runs[f"{task} fedavg"]
+    lines = (run / "predictions.csv").read_text().splitlines(keepends=True)
+    for number, site in enumerate(("north", "south"), 1):
+        fold = Path(shutil.copytree(run, tmp_path / f"fold-{number}"))
+        own = [line for line in lines[1:] if f",{site}," in line]
+        (fold / "predictions.csv").write_text("".join([lines[0], *own]))
+
+    record = {"folds": 2, "bundle": "parts", "images": ["a", "b"], "command": None}
+    empty: dict[str, Any] = dict.fromkeys(("options", "config", "requested", "settings"), {})
+    (tmp_path / "folds.json").write_text(json.dumps(record | empty))
+    found = folds.write(tmp_path)
+    last = (RunFiles(run).summary or {})["last"]
+    for name in found.names[:4]:
+        assert found.pooled[name] == pytest.approx(last[name])
+
+    if task == "multilabel":
+        assert found.structures["Mass"]["auroc"] == pytest.approx(last["classes"]["Mass"]["auroc"])
+        assert "finding, pooled" in found.text()
+
+    assert found.rows[1] != found.rows[2]
 
 
 def test_the_page_of_numbers(runs: dict[str, Path]) -> None:
@@ -366,7 +415,24 @@ def test_new_images_are_predicted_and_scored(trained: Any, tmp_path: Path) -> No
         for row in rows:
             assert row["predicted_Mass"] == (row["p_Mass"] >= chosen["Mass"]["threshold"])
 
-    assert Result(run).predict([folder / "images/i00.png"])[0].keys() == rows[0].keys()
+    lines = " ".join(" ".join(_lines(document, 100)).split())
+    assert ("present mean probability" in lines) == (task == "multilabel")
+    assert ("number mean range" in lines) == (task == "regression")
+    assert {"multilabel": "Average precision", "regression": "Pearson r"}[task] in lines
+
+
+def test_a_result_predicts_its_own_items_as_recorded_and_new_ones(trained: Any) -> None:
+    task, folder, run = trained
+    result = Result(run)
+    recorded = {row["id"]: row for row in result.predictions}
+    again = result.predict()
+    assert {row["id"] for row in again} == recorded.keys()
+    for row in again:
+        assert row == pytest.approx(recorded[row["id"]], abs=1e-6)
+
+    (new,) = result.predict([folder / "images/i00.png"])
+    own = list(recorded.values())[0].keys() - {"site"}
+    assert new.keys() == {name for name in own if not name.startswith(("label_", "target_"))}
 
 
 @pytest.mark.parametrize(

@@ -294,25 +294,34 @@ class Scoring:
     def _spread(
         self, by_site: Mapping[str, float | None], cases_of: Mapping[str, Cases]
     ) -> dict[str, Any]:
-        """Return mean and worst of the sites, and where their means are over different classes, over how many."""
+        """Return mean and worst of the sites, and of which classes or findings their means are where that is not all.
+
+        "of_classes" and "classes_at" are as of `fewer_classes`; "left_out" are findings that no site's mean is over.
+        """
         higher = higher_is_better(self.key)
-        fewer = {}
-        if self.key in OVER_CLASSES:
-            averaged = {}
-            for name, cases in self.kind.comparable(cases_of).items():
-                if by_site.get(name) is not None:
-                    averaged[name] = self.kind.averaged(cases)
+        if self.key not in OVER_CLASSES:
+            return {**spread(by_site, higher)}
 
-            fewer = fewer_classes(averaged)
+        averaged = {}
+        for name, cases in self.kind.comparable(cases_of).items():
+            if by_site.get(name) is not None:
+                averaged[name] = self.kind.averaged(cases)
 
+        basis = fewer_classes(averaged)
         # a mean over fewer classes ranks no site
         complete = None
-        if fewer:
-            complete = [
-                name for name, count in fewer["classes_at"].items() if count == fewer["of_classes"]
-            ]
+        if basis:
+            counts = basis["classes_at"]
+            complete = [name for name in counts if counts[name] == basis["of_classes"]]
 
-        return {**spread(by_site, higher, complete), **fewer}
+        if self.kind.decides and averaged:
+            everywhere = set[int]().union(*averaged.values())
+            names = enumerate(self.federation.bundle.classes)
+            left_out = [name for index, name in names if index not in everywhere]
+            if left_out:
+                basis["left_out"] = left_out
+
+        return {**spread(by_site, higher, complete), **basis}
 
     def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
