@@ -173,7 +173,7 @@ def gains(folders: Sequence[Path]) -> Gains:
         words[label] = {name: {} for name in differences[label]}
         for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
-            undefined.append((f"{label}, seed {run.seed}", run.undefined))
+            undefined.append((f"{label}, seed {run.seed}", run.said))
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
 

@@ -75,6 +75,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, object]:
         "run": runs[0].record,
         "key": comparison.key,
         "higher": comparison.higher,
+        "share": metrics.is_share(comparison.key),
         "phantom": comparison.phantom,
         "methods": methods,
         "finished": len(runs),

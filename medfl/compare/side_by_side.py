@@ -157,7 +157,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
         "roc": _roc(entries),
         "calibrations": calibrations,
         "silent": silent,
-        "undefined": told_by((entry.name, entry.run.undefined) for entry in entries),
+        "undefined": told_by((entry.name, entry.run.said) for entry in entries),
     }
 
 
@@ -180,7 +180,6 @@ def _row(
     if analysis and run.finished:
         ends = analysis.intervals.get(run.key)
 
-    site_values = run.site_values(run.judged, run.key)
     return {
         "name": name,
         "tone": tone,
@@ -192,7 +191,7 @@ def _row(
         "last": (scores.get("last") or {}).get(run.key),
         "best": (scores.get("best") or {}).get(run.key),
         "ends": ends,
-        "spread": metrics.spread(site_values, metrics.higher_is_better(run.key)),
+        "spread": run.spread(run.judged, run.key),
         "bytes": sent,
         "seconds": seconds,
         "weights": summary.get("weights_sha256"),
@@ -282,6 +281,7 @@ def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
         "rows": rows,
         "scale": scale,
         "local": any(tone == "local" for tone, _ in columns),
+        "classes_of": {site: entries[0].run.classes_of(site) for site in entries[0].run.site_names},
         "same": all(sizes_of_run == sizes[0] for sizes_of_run in sizes),
     }
 

@@ -7,7 +7,7 @@ compare them), but are computed from one confusion matrix and one ranking: every
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -132,6 +132,11 @@ def higher_is_better(name: str) -> bool:
     if name in METRICS:
         return METRICS[name].higher_is_better
     return _LOWER_IS_BETTER.isdisjoint(name.lower().replace("-", "_").split("_"))
+
+
+def is_share(name: str) -> bool:
+    """Return whether the metric lies between 0 and 1; a bundle's own is taken so where more of it is better."""
+    return METRICS[name].is_share if name in METRICS else higher_is_better(name)
 
 
 def title(name: str) -> str:
@@ -326,10 +331,15 @@ class Spread(TypedDict, total=False):
     count: int
 
 
-def spread(values: Mapping[str, float | None], higher_is_better: bool = True) -> Spread:
+def spread(
+    values: Mapping[str, float | None],
+    higher_is_better: bool = True,
+    ranked: Collection[str] | None = None,
+) -> Spread:
     """Return mean, standard deviation and worst site (the first of equals) over the sites that have the metric.
 
-    A site without the metric has no entry, None or NaN. No site at all gives an empty result.
+    A site without the metric has no entry, None or NaN. No site at all gives an empty result. The worst is one of
+    `ranked`, None for all; without any there is none.
     """
     by_site: dict[str, float] = {}
     for site, value in values.items():
@@ -340,14 +350,28 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
         return {}
 
     numbers = np.array(list(by_site.values()))
-    worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
-    return {
-        "mean": float(numbers.mean()),
-        "sd": float(numbers.std()),
-        "worst": by_site[worst_site],
-        "worst_site": worst_site,
-        "count": len(by_site),
-    }
+    result: Spread = {"mean": float(numbers.mean()), "sd": float(numbers.std())}
+    candidates = [site for site in by_site if ranked is None or site in ranked]
+    if candidates:
+        worst_site = (min if higher_is_better else max)(candidates, key=by_site.__getitem__)
+        result["worst"] = by_site[worst_site]
+        result["worst_site"] = worst_site
+
+    result["count"] = len(by_site)
+    return result
+
+
+def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:
+    """Return how many classes each site's mean over classes is of, and of how many: {} where that is all at each.
+
+    `averaged` are the classes or findings of each site; "of_classes" is how many there are at any.
+    """
+    everywhere = set[int]().union(*averaged.values())
+    counts = {site: len(classes) for site, classes in averaged.items()}
+    if all(count == len(everywhere) for count in counts.values()):
+        return {}
+
+    return {"of_classes": len(everywhere), "classes_at": counts}
 
 
 def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:

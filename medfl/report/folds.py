@@ -131,8 +131,10 @@ class Folds:
 
     @cached_property
     def rows(self) -> dict[int, dict[str, float]]:
-        """Fold -> the metrics of its test cases."""
-        return {number: metrics.summarise(_cases(run)) for number, run in self.runs.items()}
+        """Fold -> the metrics of its test cases, whose means are over the same findings in all."""
+        cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
+        compared = self.first.kind.comparable(cases_of)
+        return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
 
     @cached_property
     def pooled(self) -> dict[str, float]:

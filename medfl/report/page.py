@@ -36,6 +36,7 @@ _SHOWN = (
     "rounds",
     "summary",
     "undefined",
+    "unequal_classes",
 )
 """What the page is given of `RunFiles` by the same name."""
 
@@ -73,7 +74,7 @@ def context(run: RunFiles) -> Document:
     for kind, title in MODEL_KINDS:
         if by_site := run.site_values(kind, run.key):
             kinds.append((kind, title, by_site))
-            spreads.append((kind, title, metrics.spread(by_site, higher)))
+            spreads.append((kind, title, run.spread(kind, run.key)))
             scale = max(scale, *by_site.values())
 
     gains = {}
@@ -91,6 +92,7 @@ def context(run: RunFiles) -> Document:
         "higher": higher,
         **{name: getattr(run, name) for name in _SHOWN},
         "sites": sizes,
+        "classes_of": {site: run.classes_of(site) for site in run.site_names},
         **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
@@ -360,7 +362,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     if key == "balanced_accuracy" and run.classes:
         chance = 1 / len(run.classes)
 
-    bounded = key in metrics.METRICS and metrics.METRICS[key].is_share
+    bounded = key in metrics.METRICS and metrics.is_share(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(
         title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance

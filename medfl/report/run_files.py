@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Draws, Integers
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES, slug
 from medfl.evaluation.metrics import Cases
+from medfl.evaluation.undefined import listed
 from medfl.storage.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -77,6 +78,58 @@ class RunFiles(RunReader):
             return None
 
         return Predictions(self.kind.read(table, self.classes), table.texts("site"), self.kind)
+
+    @property
+    def classes_at(self) -> tuple[int, Mapping[str, int]]:
+        """How many classes or findings the sites' test cases have, and each site's; 0 and {} where all have all."""
+        sites = (self.summary or {}).get("sites") or {}
+        return int(sites.get("of_classes") or 0), sites.get("classes_at") or {}
+
+    def spread(self, model: str, metric: str) -> metrics.Spread:
+        """Return mean, standard deviation and worst site of a metric; the worst is one that has all classes."""
+        values = self.site_values(model, metric)
+        count, classes = self.classes_at
+        ranked = None
+        if count and metric in metrics.OVER_CLASSES:
+            ranked = [site for site in values if classes.get(site) == count]
+
+        return metrics.spread(values, metrics.higher_is_better(metric), ranked)
+
+    def classes_of(self, site: str) -> str:
+        """Return over how many classes a site's means are, "" where it is all, or not known."""
+        count, classes = self.classes_at
+        if classes.get(site, count) == count:
+            return ""
+
+        plural = "classes" if self.kind.noun == "class" else f"{self.kind.noun}s"
+        return f"{classes[site]} of {count} {plural}"
+
+    @property
+    def unequal_classes(self) -> str:
+        """What is said of sites' means that are not over all classes or findings, "" where they are."""
+        name = metrics.title(self.key)
+        said = []
+        left_out = ((self.summary or {}).get("sites") or {}).get("left_out") or ()
+        if left_out:
+            why = "which too few of their test images have or lack"
+            said.append(f"{name} of single sites is not over {listed(left_out)}, {why}")
+
+        fewer = [f"{site} {text}" for site in self.site_names if (text := self.classes_of(site))]
+        if fewer:
+            count, classes = self.classes_at
+            if count in classes.values():
+                worst = "the worst site is one of the others"
+            else:
+                worst = "no site has all, so none is called the worst"
+
+            said.append(f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}")
+
+        return "; ".join(said)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What is said of the key metric where it is undefined, or a mean over fewer classes at some sites."""
+        return (*self.undefined, *filter(None, [self.unequal_classes]))
 
     @property
     def rise(self) -> tuple[float, float] | None:

@@ -72,7 +72,11 @@ SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
-    "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},
+    "sites": {
+        "metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None,
+        "of_classes": Count | None, "classes_at": dict[str, Count] | None,
+        "left_out": list[str] | None,
+    },
     "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": list[str] | None,
@@ -81,8 +85,8 @@ MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
     "sha256": dict[str, str] | None,
     "record": {
-        "best": _OBJECT, "best_test": _METRICS, "bytes_up": Count, "bytes_down": Count, "seconds": float,
-        "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
+        "best": _OBJECT, "best_test": _METRICS, "best_classes": _OBJECT, "bytes_up": Count, "bytes_down": Count,
+        "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
         "facts": dict[str, dict[str, list[str]]] | None,
     },
 }  # fmt: skip

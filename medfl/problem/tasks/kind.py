@@ -75,6 +75,10 @@ class Kind:
         """Return test cases with what is decided on validation cases of the same model, as a threshold."""
         return cases
 
+    def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
+        """Return cases with what these thresholds, one a finding, decide of them."""
+        return cases
+
     def comparable(self, cases_of: Mapping[str, Cases]) -> Mapping[str, Cases]:
         """Return the cases of several sites so that a mean over classes or findings is of the same ones at each."""
         return cases_of

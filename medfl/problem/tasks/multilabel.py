@@ -82,20 +82,24 @@ class Multilabel(Kind):
         return {name: column.count(1) for name, column in columns}
 
     def decided(self, cases: Cases, validation: Cases | None) -> Cases:
-        """Return test cases with "decisions" (N, K), by thresholds chosen on validation cases, else 0.5."""
-        probabilities = cases.values["probabilities"]
-        thresholds = torch.full((probabilities.shape[1],), 0.5, dtype=torch.float64)
-        if validation is not None and len(validation):
-            chosen = findings.thresholds(*_arrays(validation))
-            thresholds = torch.from_numpy(chosen)
+        """Return test cases with "decisions" (N, K), by "thresholds" chosen on validation cases, else 0.5."""
+        count = cases.values["probabilities"].shape[1]
+        if validation is None or not len(validation):
+            return self.decided_by(cases, [0.5] * count)
 
-        decisions = (probabilities.double() >= thresholds).to(torch.int8)
-        return Cases(cases.ids, {**cases.values, "decisions": decisions})
+        return self.decided_by(cases, findings.thresholds(*_arrays(validation)).tolist())
+
+    def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
+        """Return cases with "decisions" (N, K): a probability of at least the threshold calls a finding present."""
+        each = torch.tensor(thresholds, dtype=torch.float64)
+        decisions = (cases.values["probabilities"].double() >= each).to(torch.int8)
+        values = {"decisions": decisions, "thresholds": each.expand(len(decisions), -1)}
+        return Cases(cases.ids, {**cases.values, **values})
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
-        """Return the metrics of each finding, how many known cases have it (`positives`), and whether macro means do.
+        """Return the metrics of each finding, how many known cases have it (`positives`), and its threshold.
 
         `scored` is 1 for a finding that macro means are over, else 0.
         """
@@ -107,6 +111,10 @@ class Multilabel(Kind):
             decision = None if decisions is None else decisions[:, k]
             metrics = findings.of_one(truth[:, k], probabilities[:, k], decision)
             results[name] = {**metrics, "scored": float(scored[k])}
+            if "thresholds" in cases.values:
+                thresholds = np.unique(cases.values["thresholds"][:, k].numpy(force=True))
+                if len(thresholds) == 1:  # of several models there are several
+                    results[name]["threshold"] = float(thresholds[0])
 
         return results
 
