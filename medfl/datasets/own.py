@@ -35,6 +35,8 @@ from medfl.datasets.readers.reading import JOINED, by_name, files_of, split_uri
 from medfl.datasets.readers.splitting import (
     Record,
     Rule,
+    are_findings,
+    by_findings,
     by_group,
     filled,
     fold_of,
@@ -535,7 +537,7 @@ def sections_of(
     elif has_sections:
         rule = published(cases.SPLIT)
     else:
-        rule = filled(_BY_GROUP)
+        rule = filled(by_findings("own") if are_findings(records) else _BY_GROUP)
 
     has_targets = any(record.target for record in records)
     sections = rule(stratified(records) if has_targets else records)

@@ -53,7 +53,7 @@ _SEXES = {
 # Ends of bands, in pixels and in millimetres.
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
-_OUTCOMES = ("present", "absent", "unknown")
+_OUTCOMES = ("present", "absent")
 _UNIT = 1000  # a share is counted in thousandths: noise is added to whole numbers
 
 
@@ -153,7 +153,7 @@ class _Counts:
             means, sds = scale_of(bundle.metadata, len(bundle.classes))
             for name, mean, sd in zip(bundle.classes, means.tolist(), sds.tolist(), strict=True):
                 ends = [float(f"{mean + sd * step:.4g}") for step in (-2, -1, 0, 1, 2)]
-                cells = (*_bands(ends, ""), UNRECORDED)
+                cells = _bands(ends, "")
                 self._bands[name] = ends
                 self._numbers[name] = []
                 self._preset[f"number {name}"] = Counter(dict.fromkeys(cells, 0))
@@ -203,11 +203,12 @@ class _Counts:
         names = self._bundle.classes
         values = target if len(target) == len(names) else (None,) * len(names)
         for name, value in zip(names, values, strict=True):
+            if value is None:
+                continue
+
             if name not in self._bands:
-                outcome = "unknown" if value is None else "present" if value == 1 else "absent"
+                outcome = "present" if value == 1 else "absent"
                 self._preset[f"finding {name}"][outcome] += 1
-            elif value is None:
-                self._preset[f"number {name}"][UNRECORDED] += 1
             else:
                 self._preset[f"number {name}"][_band(value, self._bands[name], "")] += 1
                 self._numbers[name].append(value)
@@ -280,7 +281,7 @@ class _Counts:
 
         for name, cells in self._preset.items():
             if name.startswith(("finding ", "number ")):
-                tables[name] = cells
+                tables[name] = _recount(tuple(cells), cells)
 
         for name in self._bundle.structures:
             if name != "background":

@@ -13,7 +13,13 @@ from medfl.core.errors import InputError
 from medfl.datasets.readers import label_table
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.label_table import Labels
-from medfl.datasets.readers.splitting import Record, by_group, fold, stratified
+from medfl.datasets.readers.splitting import (
+    Record,
+    by_findings,
+    by_group,
+    fold,
+    stratified,
+)
 
 IMAGES = [f"{n}.png" for n in range(6)]
 NAN = math.nan
@@ -260,6 +266,15 @@ def test_sections_have_some_of_each_finding_and_of_each_part_of_a_number() -> No
         assert has.count("test") > 0.1 * len(has)
 
     fold(1, 5, "own")(strata)  # each stratum is large enough
+    sections = by_findings("own")(findings)
+    assert all(sections[n] == sections[n + 1] for n in range(0, 400, 2))
+    assert sections == [*reversed(by_findings("own")(findings[::-1]))]
+    for name, share in zip(("train", "validate", "test"), (0.7, 0.1, 0.2), strict=True):
+        chosen = np.array([r.target for r, s in zip(findings, sections, strict=True) if s == name])
+        assert abs(len(chosen) - 400 * share) <= 4
+        totals = np.array([record.target for record in findings]).sum(0)
+        assert (np.abs(chosen.sum(0) - share * totals) <= 3).all()
+
     numbers = records(draws.normal(0, 1, (100, 1)))
     assert sorted({record.label for record in stratified(numbers)}) == [0, 1, 2, 3, 4]
     few = records([[NAN], [1.5], [2.5]])

@@ -77,12 +77,57 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
     return rule
 
 
-def stratified(records: Sequence[Record], least: int = 5) -> list[Record]:
-    """Return records of findings or numbers with a stratum as label, so that a rule gives each section some of each.
+def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
+    """Return the rule that gives each section its share of the images with each finding, and keeps groups together.
 
-    All of a group are in one. Findings are taken in turn, the rarest of the groups that are left first, and a stratum
-    is the groups that have it, where they are `least` at least (after Sechidis, Tsoumakas, Vlahavas: On the
-    stratification of multi-label data, 2011). Of a number, or the first of several, strata are its fifths.
+    The findings are taken in turn, the rarest of the groups that are left first; each of its groups, in the order of a
+    hash of `salt` and their name, goes where most of its images are still wanted (Sechidis, Tsoumakas, Vlahavas: On
+    the stratification of multi-label data, 2011).
+    """
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        sizes = Counter(record.group for record in records)
+        counts: dict[str, Counter[int]] = {group: Counter() for group in sizes}
+        for record in records:
+            counts[record.group].update(k for k, value in enumerate(record.target) if value == 1)
+
+        totals = sum(counts.values(), Counter[int]())
+        room = {name: share * len(records) for name, share in zip(SECTIONS, shares, strict=True)}
+        wanted = {}
+        for name, share in zip(SECTIONS, shares, strict=True):
+            wanted[name] = {k: share * total for k, total in totals.items()}
+
+        section: dict[str, str] = {}
+        left = sorted(sizes, key=lambda group: hash_order(salt, group))
+        while left:
+            groups_with = Counter(k for group in left for k in counts[group])
+            rarest = min(groups_with, key=lambda k: (groups_with[k], k), default=-1)
+            chosen = [group for group in left if rarest < 0 or rarest in counts[group]]
+            for group in chosen:
+                place = max(SECTIONS, key=lambda name: (wanted[name].get(rarest, 0), room[name]))
+                section[group] = place
+                room[place] -= sizes[group]
+                for k, count in counts[group].items():
+                    wanted[place][k] -= count
+
+            left = [group for group in left if group not in section]
+
+        return [section[record.group] for record in records]
+
+    return rule
+
+
+def are_findings(records: Sequence[Record]) -> bool:
+    """Tell whether records have targets, each of which is 1, 0 or unknown."""
+    values = [value for record in records for value in record.target]
+    return bool(values) and all(value in (0, 1) or value != value for value in values)
+
+
+def stratified(records: Sequence[Record], least: int = 5) -> list[Record]:
+    """Return records of findings or numbers with a stratum as label, for rules that divide each class.
+
+    All of a group are in one. Of findings a stratum is the groups that have one, the rarest first, where they are
+    `least` at least; of a number, or the first of several, strata are its fifths.
     """
     has: dict[str, set[int]] = defaultdict(set)
     numbers: dict[str, list[float]] = defaultdict(list)
@@ -92,7 +137,7 @@ def stratified(records: Sequence[Record], least: int = 5) -> list[Record]:
 
     groups = sorted(has)
     stratum = dict.fromkeys(groups, 0)
-    if all(value in (0, 1) or value != value for record in records for value in record.target):
+    if are_findings(records):
         left = set(groups)
         while counts := Counter(k for group in left for k in has[group]):
             order = sorted(counts, key=lambda k: (counts[k], k))
