@@ -19,28 +19,22 @@ from medfl.core.release import VERSION
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
-    from medfl.cli.api import bundles as bundles
-    from medfl.cli.api import compare as compare
-    from medfl.cli.api import run as run
-    from medfl.cli.api import tune as tune
-    from medfl.core.errors import InputError as InputError
-    from medfl.core.errors import RunError as RunError
+    from medfl.cli.api import bundles as bundles, compare as compare, run as run, tune as tune
+    from medfl.core.errors import InputError as InputError, RunError as RunError
     from medfl.core.message import Message as Message
     from medfl.core.run import Run as Run
     from medfl.core.task import Task as Task
-    from medfl.methods.base import Method as Method
-    from medfl.methods.base import option as option
+    from medfl.methods.base import Method as Method, option as option
     from medfl.problem.parts import Parts as Parts
     from medfl.runs.launch import federate as federate
-    from medfl.runs.result import Result as Result
-    from medfl.runs.result import load_run as load_run
-    from medfl.runtimes.callbacks import BestCheckpoint as BestCheckpoint
-    from medfl.runtimes.callbacks import EarlyStopping as EarlyStopping
-    from medfl.runtimes.callbacks import RoundEnd as RoundEnd
+    from medfl.runs.result import Result as Result, load_run as load_run
+    from medfl.runtimes.callbacks import (
+        BestCheckpoint as BestCheckpoint,
+        EarlyStopping as EarlyStopping,
+        RoundEnd as RoundEnd,
+    )
     from medfl.storage.files import State as State
-    from medfl.training.site import Host as Host
-    from medfl.training.site import Site as Site
-    from medfl.training.site import fit as fit
+    from medfl.training.site import Host as Host, Site as Site, fit as fit
 
 try:
     getpass.getuser()

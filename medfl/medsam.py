@@ -1,6 +1,3 @@
 """The names by which bundle files know MedSAM."""
 
-from __future__ import annotations
-
-from medfl.runs.teachers.medsam import BoxOfMaskd as BoxOfMaskd
-from medfl.runs.teachers.medsam import load as load
+from medfl.runs.teachers.medsam import BoxOfMaskd as BoxOfMaskd, load as load

@@ -23,8 +23,7 @@ import yaml
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.cli import bundle_pages, method_facts, method_pages
-from medfl.cli import verbs as cli
+from medfl.cli import bundle_pages, method_facts, method_pages, verbs as cli
 from medfl.core import tables
 from medfl.core.declared import Declared
 from medfl.storage.files import write_atomic

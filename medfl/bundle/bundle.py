@@ -18,10 +18,17 @@ from torch import Tensor, nn
 from medfl.bundle import text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_schedule, find_trainer, key_metric, own_trainer_class, scoring
-from medfl.bundle.files import config_file, find, read_metadata, sha256_of, shipped_folders
-from medfl.bundle.files import read_protocol as read_protocol
-from medfl.bundle.files import shipped as shipped
-from medfl.bundle.files import shipped_root as shipped_root
+from medfl.bundle.files import (
+    config_file,
+    find,
+    read_metadata,
+    read_protocol as read_protocol,
+    sha256_of,
+    shipped as shipped,
+    shipped_folders,
+    shipped_root as shipped_root,
+    ships_unchanged,
+)
 from medfl.bundle.own_metric import OwnMetric
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
@@ -84,18 +91,17 @@ class Bundle(Problem):
         *,
         known_as: str = "",
     ) -> None:
-        """Inspect the bundle if it is not a shipped one, and parse its configuration; nothing is evaluated yet."""
+        """Inspect the bundle unless it ships as it is, and parse its configuration; nothing is evaluated yet."""
         root = find(name_or_path)
         policy = admission.in_force() if policy is None else policy
-        is_shipped = shipped_folders().get(root.name) == root
-        if not is_shipped:
+        if not ships_unchanged(root):
             admission.admit(root, policy, TRAINING)
 
         super().__init__(
             known_as or root.name,
             source=str(root),
             device=torch.device(device),
-            dataset=root.name if is_shipped else known_as,
+            dataset=root.name if root in shipped_folders().values() else known_as,
         )
         vars(self).update(root=root, policy=policy)
         self._open(_by_id(config or {}), None, {})
@@ -440,7 +446,9 @@ class Bundle(Problem):
             if self.task == "classification":
                 return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
             if self.task == "multilabel":
-                return FindingEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs)
+                return FindingEvaluator(
+                    **size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs
+                )
 
             return NumberEvaluator(self.loss, self.metadata, **size, metric_inputs=inputs)
 

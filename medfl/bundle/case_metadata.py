@@ -105,7 +105,7 @@ def unread(ages: Iterable[object]) -> list[str]:
     ]
 
 
-BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
+BANDS = tuple(map(band, range(0, _OLDEST + 1, _BAND)))
 """All bands, from young to old."""
 
 
@@ -176,14 +176,23 @@ def _number(path: str) -> str:
 
 
 def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number."""
+    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number.
+
+    An item that several rows name has none where they differ in what is known here.
+    """
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
         matches: dict[str, Mapping[str, str]] = {}
         for short in (composed, _file_name, _stem, _number):
-            rows_by_name = {short(composed(str(row[column]))): row for row in rows}
+            rows_by_name = dict[str, Mapping[str, str]]()
+            contradicted = {""}
+            for row in rows:
+                name = short(composed(str(row[column])))
+                if _columns(rows_by_name.setdefault(name, row)) != _columns(row):
+                    contradicted.add(name)
+
             ids_by_name = {short(composed(ident)): ident for ident in ids}
-            both = ids_by_name.keys() & rows_by_name.keys() - {""}
+            both = ids_by_name.keys() & rows_by_name.keys() - contradicted
             if len(ids_by_name) == len(ids) and len(both) > len(matches):
                 matches = {ids_by_name[name]: rows_by_name[name] for name in both}
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from medfl.bundle.bundle import Bundle
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import cases, conventions, own_folder, pairs, volumes
-from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
+from medfl.datasets.readers.checking import CheckReport, counted, targets_told, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.problem.problem import Problem
@@ -21,6 +22,10 @@ _IDS = (
     "images",
     "masks",
     "labels",
+    "labels_are",
+    "label_column",
+    "uncertain",
+    "blank",
     "classes",
     "mask_values",
     "group_by",
@@ -53,7 +58,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     root = Path(folder).expanduser().resolve()
     problems = []
     dataset = own.OwnImages([], [], {})
-    divided = list[tuple[Record, str]]()
+    divided = []
 
     try:
         dataset = own.found_by(root, ids)
@@ -62,7 +67,8 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         problems.append(str(error))
 
     classes = tuple(ids["classes"])
-    columns = ("cases",) if ids.get("masks") else classes
+    task = str(ids.get("labels_are") or "classification")
+    columns = classes if not ids.get("masks") and task == "classification" else ("cases",)
     records = [record for record, _ in divided]
     assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
@@ -74,12 +80,31 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         except InputError as error:
             problems.append(str(error))
 
+    told = list[str]()
+    missing = list[str]()
+    if task != "classification":
+        told = targets_told(task, classes, [record.target for record in dataset.records])
+        missing = _lacking(classes, divided) if task == "multilabel" else []
+
+    warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
         name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
-        counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=(*_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
+        counts=counts, problems=tuple(problems), warnings=(*missing, *warnings),
+        notes=(*told, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )  # fmt: skip
+
+
+def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> list[str]:
+    """Return a line for each section in which no image has a finding."""
+    lines = []
+    for section in SECTIONS if divided else ():
+        targets = [record.target for record, its_section in divided if its_section == section]
+        absent = [name for k, name in enumerate(names) if not any(row[k] == 1 for row in targets)]
+        if absent:
+            lines.append(f"section {section} has no image of {', '.join(absent)}")
+
+    return lines
 
 
 def ids_of(bundle: Problem) -> Document:

@@ -149,7 +149,7 @@ class Configuration:
 
     def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
-            return [self._harmless(value) for value in node]
+            return list(map(self._harmless, node))
 
         if isinstance(node, str):
             in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]

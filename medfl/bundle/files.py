@@ -25,6 +25,9 @@ _FORMAT = {
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
 _MAX_BYTES = 1 << 20
+_HASHES = Path(__file__).with_name("shipped.json")
+"""Of each shipped bundle its `content_sha256`; tools/shipped.py writes it."""
+_LEFT_BY_TRAINING = ("models/", "output/")
 _HASHED = (".json", ".yaml", ".yml", ".py", ".safetensors")
 # in C where PyYAML was built so: eight times as fast
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -58,6 +61,29 @@ def _folders(root: Path | None) -> dict[str, Path]:
 def shipped() -> tuple[str, ...]:
     """Return the names of the shipped bundles."""
     return tuple(shipped_folders())
+
+
+def ships_unchanged(name_or_path: str | Path) -> bool:
+    """Tell whether a name or folder is a shipped bundle's, and its content what it was when medfl was released."""
+    root = shipped_folders().get(str(name_or_path)) or Path(name_or_path).expanduser().resolve()
+    if root not in shipped_folders().values():
+        return False
+
+    hashes = json.loads(_HASHES.read_text(encoding="utf-8"))
+    return bool(content_sha256(root) == hashes.get(root.name))
+
+
+def content_sha256(root: Path) -> str:
+    """Return the hash of all files of a bundle, by their names, but for what MONAI's training leaves beside them."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(_LEFT_BY_TRAINING):
+            # Git writes text on Windows with its line ends
+            content = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).digest()
+            digest.update(name.encode() + b"\0" + content)
+
+    return digest.hexdigest()
 
 
 def find(name_or_path: str) -> Path:
@@ -97,7 +123,7 @@ def read_protocol(name_or_path: str) -> Config:
     """
     root = find(name_or_path)
     path = config_file(root, "federated")
-    if path is None or root in shipped_folders().values():
+    if path is None or ships_unchanged(root):
         return read(path) if path else {}
 
     try:
@@ -133,7 +159,7 @@ def read_metadata(root: Path) -> Document:
     described = read(path) if path.is_file() else {}
     kinds = dict.fromkeys(("inputs", "outputs"), dict[str, Document])
     errors = [*type_errors(described, {"network_data_format": kinds})]
-    tensors: list[Document] = []
+    tensors = []
     if not errors:
         formats = described.get("network_data_format", {})
         for kind in kinds:

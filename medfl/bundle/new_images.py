@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ import nibabel as nib
 import numpy as np
 import torch
 from monai.transforms import Transform
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError
+from medfl.core.task import OF_VECTORS
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, Shard
@@ -28,7 +30,8 @@ from medfl.evaluation.save_masks import to_original
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.problem import Problem
 
-Images = str | Path | Sequence[str | Path | NDArray[Any]]
+Reference = int | str | tuple[float, ...]
+Images = str | Path | Sequence[str | Path | Array]
 
 
 def prepared(bundle: Problem, images: Images) -> Prepared:
@@ -44,22 +47,25 @@ def prepared(bundle: Problem, images: Images) -> Prepared:
     """
     with as_files(images, bundle.metadata) as files:
         bundle.open_places(files_of(files.values()))
-        return of_files(transforms_of(bundle), bundle.task, files)
+        return of_files(transforms_of(bundle), bundle.task, files, outputs=len(bundle.classes))
 
 
 def of_files(
     transforms: Transform,
     task: str,
     files: Mapping[str, str],
-    labels: Mapping[str, int | str] | None = None,
+    labels: Mapping[str, Reference] | None = None,
+    outputs: int = 0,
 ) -> Prepared:
     """Return images ready to be batched.
 
     Args:
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}, as `transforms_of` gives them.
-        task: classification or segmentation.
+        task: its kind.
         files: id -> URI.
-        labels: id -> class index, or URI of a mask, where it is known; others have zeros.
+        labels: id -> class index, URI of a mask, or what the network's outputs should be, where it is known; others
+            have zeros, or of findings and numbers NaN.
+        outputs: of the network; only for findings and numbers.
 
     Raises:
         InputError: an image that the transforms refuse, or masks that they do not read.
@@ -69,10 +75,12 @@ def of_files(
     for ident, uri in files.items():
         entries.append({"image": uri})
         if ident in labels:
-            entries[-1]["label"] = labels[ident]
+            key = "reference" if task in OF_VECTORS[1:] else "label"
+            entries[-1][key] = labels[ident]
 
     items = [{"id": ident} for ident in files]
-    return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
+    source = Source(entries, (transforms, _Labelled(task, outputs)))
+    return prepare(items, source, label="reading images")
 
 
 def masks(
@@ -92,7 +100,7 @@ def masks(
 
     geometry = shard.prepared.geometry
 
-    def on_file(index: int, mask: Tensor) -> NDArray[Any]:
+    def on_file(index: int, mask: Tensor) -> Array:
         has_geometry = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
         if has_geometry:
             return to_original(mask, geometry[index])
@@ -100,7 +108,7 @@ def masks(
         return mask.numpy()
 
     outputs = evaluator.masks(network, shard, device)
-    results: list[dict[str, Any]] = []
+    results = []
     for index, ident, case in zip(shard.indices.tolist(), shard.ids, outputs, strict=True):
         mask = None if case is None else on_file(index, case.prediction.cpu())
         results.append({"id": ident, "mask": mask})
@@ -111,11 +119,16 @@ def masks(
 class _Labelled(Transform):
     """Give an image without a label an empty one of the task's form, for batches and evaluators that expect one."""
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, outputs: int) -> None:
         self.task = task
+        self.outputs = outputs
 
     def __call__(self, data: Item) -> dict[str, Any]:
         image = data["image"]
+        if self.task in OF_VECTORS[1:]:  # the transforms of a target are no part of an answer
+            reference = data.get("reference", [math.nan] * self.outputs)
+            return {**data, "label": torch.tensor(reference, dtype=torch.float32)}
+
         label = data.get("label")
         if isinstance(label, str):
             raise InputError(
@@ -177,7 +190,7 @@ def channels_of(metadata: Config) -> int:
     return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 
 
-def _written(pixels: NDArray[Any], path: Path) -> Path:
+def _written(pixels: Array, path: Path) -> Path:
     """Write an array without loss: a picture as PNG, a volume as NIfTI of 1 mm."""
     grey = pixels.ndim == 2
     colour = pixels.ndim == 3 and pixels.shape[2] == 3

@@ -384,7 +384,7 @@ def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
     images = own.path_below(root, str(ids.get("images") or "."))
     images = images if images.is_dir() else root
     group_by = ids.get("group_by")
-    held_out = set[str]()
+    held_out = set()
 
     if unlabelled := _alone(root, images, ids, channels):
         dataset = own.OwnImages([], [], cases.read(root, (), unlabelled), unlabelled=unlabelled)

@@ -168,7 +168,7 @@ class BundleSections:
             ) from error
 
         if source.is_list:
-            source = replace(source, entries=[_without_marks(entry) for entry in source.entries])
+            source = replace(source, entries=list(map(_without_marks, source.entries)))
 
         if section == "train" and self._unlabelled is not None:
             source = _with(source, self._unlabelled)
@@ -208,7 +208,7 @@ class BundleSections:
 
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
         entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
-        marked: list[Item] = []
+        marked = []
         for item, entry in zip(items, entries, strict=True):
             if isinstance(entry, Mapping) and entry.get(LACKS):
                 item = {**item, LACKS: entry[LACKS]}
@@ -231,7 +231,7 @@ def _without_marks(entry: Any) -> Any:
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
-    entries: list[Any] = []
+    entries = []
     if source.is_list and not more.alone:
         entries += source.entries
 

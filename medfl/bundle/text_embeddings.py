@@ -143,7 +143,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
 def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
     odd = [text for text in texts if text not in reference] or texts
-    shown = [repr(text) for text in odd[:limit]]
+    shown = list(map(repr, odd[:limit]))
     if odd[limit:]:
         shown.append("…")
 
@@ -172,7 +172,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
 
-    paths = [cached(plm, text)]
+    paths = [cached(plm, text), cached(plm, text, shared=True)]
     if shipped:
         paths.insert(0, shipped / f"{plm}.safetensors")
 
@@ -185,9 +185,12 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     return replace(built, values=unit(built.values.half()))
 
 
-def cached(plm: str, text: Text) -> Path:
+def cached(plm: str, text: Text, *, shared: bool = False) -> Path:
     """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
-    return cache_folder("embeddings") / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    return (
+        cache_folder("embeddings", shared=shared)
+        / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    )
 
 
 def build(

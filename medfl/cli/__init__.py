@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from medfl.cli.verbs import command as command
-from medfl.cli.verbs import main as main
+from medfl.cli.verbs import command as command, main as main

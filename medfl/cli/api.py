@@ -13,12 +13,10 @@ import numpy as np
 from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
-from medfl.compare.grid import Grid
-from medfl.compare.grid import compare as run_grid
+from medfl.compare.grid import Grid, compare as run_grid
 from medfl.compare.search import parse_grid
 from medfl.compare.tables import write_tables
-from medfl.compare.tune import searched
-from medfl.compare.tune import tune as run_search
+from medfl.compare.tune import searched, tune as run_search
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -126,7 +124,7 @@ def compare(
     """
     requested = _known(settings, ("seed", "partition"))
     specs: tuple[str | None, ...] = tuple(partitions) or (None,)
-    entries = tuple(Entry.read(text) for text in methods)
+    entries = tuple(map(Entry.read, methods))
     if not entries:
         raise InputError(
             "no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,23 @@ def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int)
         return value
 
     group.add_argument(flag, type=read, metavar=metavar, help=text)
+
+
+def add_path(
+    group: Any,
+    name: str,
+    metavar: str,
+    text: str,
+    kind: Callable[[str], Path] = Path,
+    **more: Any,
+) -> None:
+    """Add a flag or a place that takes a path, `existing` where the path must be there."""
+    group.add_argument(name, metavar=metavar, help=text, type=kind, **more)
+
+
+def add_switch(group: Any, flag: str, text: str) -> None:
+    """Add a flag that is on where it is given."""
+    group.add_argument(flag, action="store_true", help=text)
 
 
 def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
@@ -101,8 +118,9 @@ def add_partition(group: Any, action: str = "store") -> None:
         "--partition", action=action, type=_partition, metavar="SPEC",
         help="how images are split over sites: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (one "
              "site per centre; centre:NAME=TRAIN/TEST,... limits the images of a centre), "
-             "counts:TRAIN/TEST,... (per site; TRAIN includes validation), size (quantiles of the image "
-             "size) or file:PATH.csv"
+             "counts:TRAIN/TEST,... (per site; TRAIN includes validation, 0: a site that only tests; TEST may be "
+             "all), size (quantiles of the image size), stratified (the same shares of classes or findings), "
+             "quantile or range (parts of the predicted number, in ascending order) or file:PATH.csv"
         + ("; may be repeated" if action == "append" else ""),
     )  # fmt: skip
 
@@ -144,25 +162,28 @@ def add_robustness(parser: Any) -> Any:
 
 def add_trust(group: Any) -> None:
     """Add the flag that lets bundles and run folders run what no inspection accepts."""
-    group.add_argument(
-        "--trust", action="store_true",
-        help="run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
-             " or runtime that a file names; it runs with your rights",
-    )  # fmt: skip
+    add_switch(
+        group,
+        "--trust",
+        "run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
+        " or runtime that a file names; it runs with your rights",
+    )
     add_walls(group)
 
 
 def add_walls(group: Any) -> None:
     """Add the flags that put walls around shipped bundles too, or around none."""
-    group.add_argument(
-        "--sandbox", action="store_true",
-        help="run a shipped bundle, too, in a process that writes only the output folder, without network "
-             "and programs; other bundles always are, on Linux with Landlock",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-sandbox", action="store_true",
-        help="run a bundle that is not shipped in a process that may do all that you may",
-    )  # fmt: skip
+    add_switch(
+        group,
+        "--sandbox",
+        "run a shipped bundle, too, in a process that writes only the output folder, without network "
+        "and programs; other bundles always are, on Linux with Landlock",
+    )
+    add_switch(
+        group,
+        "--no-sandbox",
+        "run a bundle that is not shipped in a process that may do all that you may",
+    )
 
 
 def add_jobs(group: Any, text: str) -> None:
@@ -182,14 +203,14 @@ def add_machine_and_output(verb: Any, content: str) -> Any:
     )
     output = verb.add_argument_group("output")
     text = f"folder of {content}; what is there already is not run again"
-    output.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
+    add_path(output, "--out", "DIR", text, required=True)
 
     return output
 
 
 def add_quiet(group: Any) -> None:
     """Add the flag that silences what is told while running."""
-    group.add_argument("--quiet", action="store_true", help="print errors only")
+    add_switch(group, "--quiet", "print errors only")
 
 
 def add_bundle(parser: Any, **more: Any) -> None:
@@ -256,7 +277,7 @@ def _jobs(text: str) -> int | None:
 
 def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Return name -> value of texts NAME=VALUE."""
-    values: dict[str, str] = {}
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -284,7 +305,7 @@ def as_flag_text(value: Any) -> str:
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Read the flag that names seeds, once each."""
     try:
-        return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
+        return tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError as error:
         raise InputError(
             f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas"

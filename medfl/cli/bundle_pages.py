@@ -21,7 +21,7 @@ _COUNTED = {"segmentation": "masks", "multilabel": "findings", "regression": "nu
 def bundles(name: str | None = None) -> Document:
     """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
-        return {"bundles": [_bundle(bundle) for bundle in shipped()]}
+        return {"bundles": list(map(_bundle, shipped()))}
     if name not in shipped():
         raise InputError(
             f"bundle {name!r}",

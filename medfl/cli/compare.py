@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
@@ -38,7 +37,7 @@ def add(verbs: Any) -> None:
         "--methods",
         default="",
         metavar="A,B,...",
-        help=("comma-separated methods, with their default options"),
+        help="comma-separated methods, with their default options",
     )
     group.add_argument(
         "--paper", metavar="PAPER/TABLE",
@@ -51,15 +50,23 @@ def add(verbs: Any) -> None:
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with its own options; may be repeated, also with the same name",
     )  # fmt: skip
-    group.add_argument(
-        "--tuned", type=Path, metavar="DIR",
-        help="folder that medfl tune wrote, or one holding several: use the settings found there; default:"
-             " all methods in it, or those of --methods",
-    )  # fmt: skip
+    arguments.add_path(
+        group,
+        "--tuned",
+        "DIR",
+        "folder that medfl tune wrote, or one holding several: use the settings found there; default:"
+        " all methods in it, or those of --methods",
+    )
     text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
     group.add_argument("--seeds", metavar="0,1,2", help=text)
     arguments.add_what(group, "set an option of every method that has it; may be repeated")
-    arguments.add_partition(arguments.add_sites(compare), "append")
+    sites = arguments.add_sites(compare)
+    arguments.add_partition(sites, "append")
+    sites.add_argument(
+        "--leave-out", metavar="NAME,...|each",
+        help="train at all centres, and at all but each of these; the table left_out.md says what is reached at a "
+             "centre that was left out, beside its own model (method local)",
+    )  # fmt: skip
     arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
     output = arguments.add_machine_and_output(compare, "the runs and tables")
@@ -72,7 +79,7 @@ def add(verbs: Any) -> None:
              " default: the best of --against"),
     )  # fmt: skip
     text = "also print the published figures of these methods"
-    output.add_argument("--published", action="store_true", help=text)
+    arguments.add_switch(output, "--published", text)
     arguments.add_quiet(output)
 
 
@@ -84,6 +91,12 @@ def _compare(args: Any) -> int:
             f"--scale {args.scale:g} without --paper",
             "it reduces a published table",
             "use --rounds",
+        )
+    if args.leave_out and args.partition:
+        raise InputError(
+            "--leave-out with --partition",
+            "it makes the partitions: all centres, and all but each",
+            "give one of them",
         )
     if args.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
@@ -99,7 +112,7 @@ def _compare(args: Any) -> int:
         [] if args.entries else [*tuned]
     )
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in methods]
-    entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
+    entries += list(map(Entry.read, dict.fromkeys(args.entries)))
 
     if not entries:
         raise InputError(
@@ -112,10 +125,17 @@ def _compare(args: Any) -> int:
         check_options(entry.method, entry.options)
 
     with without_gc():
+        from medfl.compare import left_out
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
-    grid = Grid(args.bundle, tuple(entries), tuple(args.partition or (None,)), seeds, **shared)
+    partitions = tuple(args.partition or (None,))
+    if args.leave_out:
+        partitions = left_out.partitions(
+            args.bundle, args.leave_out, config=shared["config"], **shared["requested"]
+        )
+
+    grid = Grid(args.bundle, tuple(entries), partitions, seeds, **shared)
     tests = {"against": args.against, "target": args.target}
     comparison, failed = compare(
         grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests
@@ -134,7 +154,11 @@ def _compare(args: Any) -> int:
         "tables": {form: str(path) for form, path in written.items()},
         "ranks": comparison.ranks(),
     }
-    lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
+    lines = [
+        written["md"].read_text(),
+        left_out.write(comparison, args.out),
+        *(f"written: {path}" for path in written.values()),
+    ]
     if args.published:
         from medfl.compare.papers.runs import published
 
@@ -164,8 +188,7 @@ def _paper(args: Any) -> int:
         )
 
     with without_gc():
-        from medfl.compare.papers import runs as paper_runs
-        from medfl.compare.papers import tables as paper_tables
+        from medfl.compare.papers import runs as paper_runs, tables as paper_tables
 
     lines, code, document = paper_runs.run(
         paper_tables.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core.errors import InputError
-from medfl.storage.places import cache_folder
 
 
 def add(verbs: Any) -> None:
@@ -25,19 +23,14 @@ def add(verbs: Any) -> None:
     concepts.add_argument(
         "--model",
         metavar="DIR",
-        help=("folder of the language model; default: the Hugging Face cache, or a download"),
+        help="folder of the language model; default: the Hugging Face cache, or a download",
     )
     arguments.add_trust(concepts)
-    concepts.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=("output file; default: where --set plm=NAME looks for it"),
+    arguments.add_path(
+        concepts, "--out", "FILE", "output file; default: where --set plm=NAME looks for it"
     )
-    concepts.add_argument(
-        "--unmasked",
-        action="store_true",
-        help=("average over padding tokens too, as in the authors' code"),
+    arguments.add_switch(
+        concepts, "--unmasked", "average over padding tokens too, as in the authors' code"
     )
     arguments.add_number(
         concepts,
@@ -48,8 +41,7 @@ def add(verbs: Any) -> None:
 
 
 def _concepts(args: Any) -> int:
-    shared = None if args.out else cache_folder("embeddings")
-    hold(args, Use(bundles=[args.bundle], file="out", folder=shared))
+    hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 

@@ -38,18 +38,15 @@ def add(verbs: Any) -> None:
         "bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote"
     )
     make.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    arguments.add_path(make, "--out", "DIR", "new folder", required=True)
     arguments.add_walls(check)
     arguments.add_number(make, "--per-class", "N", "images per class")
     arguments.add_number(make, "--size", "PIXELS", "side length of the images, in pixels or voxels")
     arguments.add_number(make, "--seed", "S", "random seed; default: 0")
     text = "folder to download to; an interrupted download is continued"
-    fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
-    check.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help=("data folder; default: the bundle's folder below $MEDFL_DATA"),
+    arguments.add_path(fetch, "--out", "DIR", text, required=True)
+    arguments.add_path(
+        check, "--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA"
     )
 
 
@@ -76,10 +73,7 @@ def _fetch(args: Any) -> int:
     from medfl import datasets
     from medfl.datasets.readers.download import fetch
 
-    files = [
-        str(path)
-        for path in fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())
-    ]
+    files = list(map(str, fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())))
     return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
 
 

@@ -32,15 +32,13 @@ def add(verbs: Any) -> None:
     export.add_argument(
         "run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote"
     )
-    export.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle"
-    )
+    arguments.add_path(export, "--out", "DIR", "new folder of the bundle", required=True)
     text = "model of the last round, or the best by validation; default: last"
     export.add_argument("--which", default="last", metavar="last|best", help=text)
     export.add_argument(
         "--site",
         metavar="NAME",
-        help=("export the personal model of this site, or of all, if the method has one for each"),
+        help="export the personal model of this site, or of all, if the method has one for each",
     )
     export.add_argument(
         "--formats", default="torchscript,onnx", metavar="A,B",

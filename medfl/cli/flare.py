@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments, run
@@ -68,13 +67,13 @@ def add(verbs: Any) -> None:
         metavar="DIR",
         help="images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
     )
-    group.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
+    arguments.add_switch(group, "--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument(
         "--sites",
         required=True,
         metavar="A,B,...",
-        help=("comma-separated names of the sites in the federation"),
+        help="comma-separated names of the sites in the federation",
     )
     arguments.add_settings(sites, *arguments.names_of_group(SITES))
     arguments.add_training(export)
@@ -85,12 +84,8 @@ def add(verbs: Any) -> None:
     )
     arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new folder for the job"
-    )
-    output.add_argument(
-        "--resume", action="store_true", help="continue the run that the server and the sites hold"
-    )
+    arguments.add_path(output, "--out", "DIR", "new folder for the job", required=True)
+    arguments.add_switch(output, "--resume", "continue the run that the server and the sites hold")
 
 
 def _export(args: Any) -> int:

@@ -187,5 +187,5 @@ def _options(title: str, options: list[Document], width: int) -> list[str]:
 
 def _type(option: Document) -> str:
     if option["choices"]:
-        return " | ".join(as_flag_text(choice) for choice in option["choices"])
+        return " | ".join(map(as_flag_text, option["choices"]))
     return str(option["type"]) + Declared(**option).bounds(">=", "<=")

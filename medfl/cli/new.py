@@ -23,54 +23,67 @@ examples
   medfl new bundles/brains --images Dataset001_Brains
       a folder in the layout of nnU-Net or BIDS, or of images and masks x_mask.png beside each other
   medfl new bundles/moles --images pictures --labels moles.csv --group-by '^([^_]+)_'
-      a table of the classes; the patient of p01_3.png is p01"""
+      a table of the classes; the patient of p01_3.png is p01
+  medfl new bundles/chest --images xrays --labels findings.csv --blank zeros --uncertain ones
+      a column of 0, 1, -1 or nothing for each finding, as of CheXpert, or one with | between findings, as of NIH
+  medfl new bundles/heads --images ultrasound --labels sizes.csv --label-column hc_mm
+      a number for each picture"""
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "write a bundle for your own images: labelled pictures, or images with masks"
+    text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
-    new.add_argument(
-        "bundle",
-        type=Path,
-        metavar="BUNDLE_DIR",
-        help=("new folder; its name becomes the name of the bundle"),
+    arguments.add_path(
+        new, "bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle"
     )
-    new.add_argument(
-        "--images",
-        type=arguments.existing,
-        required=True,
-        metavar="DIR",
-        help="folder of the images",
+    arguments.add_path(
+        new, "--images", "DIR", "folder of the images", arguments.existing, required=True
     )
-    new.add_argument(
-        "--masks",
-        type=arguments.existing,
-        metavar="DIR",
-        help=("folder of the masks; may be within --images"),
+    arguments.add_path(
+        new, "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
     )
     new.add_argument(
         "--classes",
         default="",
         metavar="A,B,...",
-        help=("comma-separated class names of the mask values 1, 2, ..."),
+        help="comma-separated class names of the mask values 1, 2, ...",
     )
     new.add_argument(
         "--labels", type=arguments.existing, metavar="CSV",
-        help="table of the pictures' classes: a column of file names, and either a column called label, "
-             "class or diagnosis, or one column of 0 and 1 per class; in --images or beside it",
+        help="table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
+             "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
+             "a column of numbers",
+    )  # fmt: skip
+    new.add_argument(
+        "--task",
+        choices=("classification", "multilabel", "regression"),
+        metavar="classification|multilabel|regression",
+        help="what the table has: one class, several findings, or a number per picture; default: as its columns tell",
+    )
+    new.add_argument(
+        "--label-column", default="", metavar="A,B,...",
+        help="columns of the classes, findings or numbers; default: found by their names and values",
+    )  # fmt: skip
+    new.add_argument(
+        "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore", metavar="ignore|zeros|ones",
+        help="what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
+             "or present; default: ignore",
+    )  # fmt: skip
+    new.add_argument(
+        "--blank", choices=("ignore", "zeros"), default="ignore", metavar="ignore|zeros",
+        help="what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
+             "what a report does not mention; default: ignore",
     )  # fmt: skip
     new.add_argument(
         "--group-by",
         metavar="REGEX",
-        help=(
-            "regular expression whose group in a file's name is the patient; default: read cases.csv"
-        ),
+        help="regular expression whose group in a file's name is the patient; default: read cases.csv",
     )
     new.add_argument(
         "--network",
         metavar="NAME",
-        help=("network of the bundle (a run can override it); default: a small one"),
+        help="network of the bundle (a run can override it); default: a small one",
     )
     arguments.add_number(
         new,
@@ -82,11 +95,14 @@ def add(verbs: Any) -> None:
 
 def _new(args: Any) -> int:
     require_new_bundle(args.bundle.expanduser(), args.size)  # before every image is read
+    from medfl.datasets.readers.label_columns import Wanted
     from medfl.starter import starter
 
+    columns = arguments.parse_names(args.label_column)
+    wanted = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank)
     survey = starter.survey(
         args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
-        group_by=args.group_by, progress=sys.stderr.isatty(),
+        group_by=args.group_by, wanted=wanted, progress=sys.stderr.isatty(),
     )  # fmt: skip
     folder = starter.write(args.bundle, survey, network=args.network, size=args.size)
     data = Path(survey.folder)
@@ -98,7 +114,7 @@ def _new(args: Any) -> int:
         ["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"]
     )
     document = {
-        "bundle": str(folder), "kind": survey.kind, "data": survey.folder,
+        "bundle": str(folder), "kind": survey.kind, "task": survey.task, "data": survey.folder,
         "classes": dict(zip(survey.classes, survey.counts, strict=True)), "channels": survey.channels,
         "sides": list(survey.sides), "data_source": "phantom" if survey.phantom else "real",
         "notes": list(survey.notes),
@@ -123,10 +139,22 @@ def _offer(args: Any, survey: Survey) -> str:
     return f"{NO_PATIENTS}, or, if the names of the files begin with them ({survey.offer[1]} patients then): {command}"
 
 
+def _scale(survey: Survey) -> str:
+    """Return mean and standard deviation of each number, in its unit."""
+    texts = []
+    for mean, sd, unit in zip(survey.mean, survey.sd, survey.units, strict=True):
+        texts.append(f"{mean:g} ± {sd:g} {unit}".rstrip())
+
+    return ", ".join(texts)
+
+
 def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
     counts = ", ".join(
         f"{name} {count}" for name, count in zip(survey.classes, survey.counts, strict=True)
     )
+    if survey.task == "regression":
+        counts += f" (training: {_scale(survey)})"
+
     colour = {1: "grey", 3: "colour"}.get(survey.channels, f"{survey.channels} channels")
     unit = "voxels" if survey.kind == "volumes" else "pixels"
     lines = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from medfl.cli import arguments
@@ -31,26 +30,24 @@ def add(verbs: Any) -> None:
     text = "apply a trained network to new images: write classes or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
+    arguments.add_path(predict, "model", "RUN|BUNDLE", text)
     text = (
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
         "files, DICOM files and series, .zip and .npz archives"
     )
-    predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
-    predict.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder"
-    )
+    arguments.add_path(predict, "images", "PATH", text, nargs="+")
+    arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label"
     )
-    predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
+    arguments.add_path(predict, "--reference", "DIR|CSV", text)
     text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument(
         "--site",
         metavar="NAME",
-        help=("use the personal model of this site, if the method has one for each"),
+        help="use the personal model of this site, if the method has one for each",
     )
     arguments.add_settings(predict, "device")
     arguments.add_number(
@@ -110,8 +107,10 @@ def _lines(document: Config, width: int) -> list[str]:
         lines += tables.text_table(
             ["prediction", "images"], [[name, str(count)] for name, count in counts.items()], width
         )
-    else:
+    elif document["task"] == "segmentation":
         lines += _structures(document["predictions"], width)
+    else:
+        lines += _vectors(document["predictions"], document["classes"], width)
 
     if (scores := document["scores"]) is not None:
         from medfl.evaluation.metrics import title
@@ -129,6 +128,9 @@ def _lines(document: Config, width: int) -> list[str]:
             rows.append([title(name), "–", "0"])
 
         lines += tables.text_table(["metric", "value", "cases"], rows, width)
+        if document["task"] != "segmentation":
+            lines += _by_name(document["structures"] or {}, width)
+
         for name, why in document["undefined"].items():
             lines.append(f"{name} is undefined on these images: {why}")
 
@@ -139,6 +141,38 @@ def _lines(document: Config, width: int) -> list[str]:
         )
 
     return [*lines, "for research: not a medical device"]
+
+
+def _by_name(metrics_of: Mapping[str, Config], width: int) -> list[str]:
+    """Return a table of the metrics of each finding or number, [] without any."""
+    from medfl.evaluation.metrics import METRICS, title
+    from medfl.report.formatting import number
+
+    kinds = set[str]().union(*metrics_of.values())
+    names = [name for name in METRICS if name in kinds]
+    rows = []
+    for name, values in metrics_of.items():
+        cells = [number(values.get(metric)) for metric in names]
+        rows.append([name, f"{values.get('cases') or 0:.0f}", *cells])
+
+    return ["", *tables.text_table(["", "cases", *map(title, names)], rows, width)] if rows else []
+
+
+def _vectors(rows: Sequence[Config], names: Sequence[str], width: int) -> list[str]:
+    """Return in how many images each finding is called present, or the range of each number."""
+    lines = []
+    heads = ["finding", "present", "mean probability"]
+    for name in names:
+        values = [float(row[f"predicted_{name}"]) for row in rows]
+        if f"p_{name}" in rows[0]:
+            probability = sum(float(row[f"p_{name}"]) for row in rows) / len(rows)
+            lines.append([name, f"{sum(values):.0f} of {len(rows)}", f"{probability:.3f}"])
+        else:
+            heads = ["number", "mean", "range"]
+            mean = sum(values) / len(values)
+            lines.append([name, f"{mean:.3f}", f"{min(values):.3f} to {max(values):.3f}"])
+
+    return tables.text_table(heads, lines, width)
 
 
 def _structures(rows: Sequence[Config], width: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
@@ -23,28 +22,23 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write an HTML report on one or several runs"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
-    report.add_argument(
-        "folders",
-        nargs="+",
-        type=arguments.existing,
-        metavar="DIR",
-        help="a folder that medfl run wrote",
+    arguments.add_path(
+        report, "folders", "DIR", "a folder that medfl run wrote", arguments.existing, nargs="+"
     )
-    report.add_argument(
-        "--out", type=Path, metavar="FILE.html",
-        help="write one page that compares the runs, which must share a bundle, instead of one in each folder",
-    )  # fmt: skip
-    report.add_argument(
-        "--curves",
-        type=Path,
-        metavar="FILE.png",
-        help="plot the metric of all runs against bytes sent and seconds",
+    arguments.add_path(
+        report,
+        "--out",
+        "FILE.html",
+        "write one page that compares the runs, which must share a bundle, instead of one in each folder",
     )
-    report.add_argument(
+    arguments.add_path(
+        report, "--curves", "FILE.png", "plot the metric of all runs against bytes sent and seconds"
+    )
+    arguments.add_path(
+        report,
         "--gains",
-        type=Path,
-        metavar="FILE.png",
-        help=("plot and list each site's gain over its local training and over FedAvg"),
+        "FILE.png",
+        "plot and list each site's gain over its local training and over FedAvg",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -66,36 +67,34 @@ def add_flags(run: Any) -> None:
              "process, or a job on NVIDIA FLARE's simulator",
     )  # fmt: skip
     output = run.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED"
+    arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
+    arguments.add_switch(
+        output, "--resume", "continue the run in --out, optionally for more --rounds"
     )
-    output.add_argument(
-        "--resume",
-        action="store_true",
-        help=("continue the run in --out, optionally for more --rounds"),
-    )
-    output.add_argument(
-        "--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run"
-    )
+    arguments.add_path(output, "--from", "RUN.JSON", "repeat a recorded run", dest="source")
     arguments.add_number(
-        output, "--folds", "K",
+        output,
+        "--folds",
+        "K",
         "K-fold cross-validation, split by patient, and pooled metrics over all folds",
-    )  # fmt: skip
-    output.add_argument(
-        "--with-local",
-        action="store_true",
-        help=("first train each site alone for the same number of steps, as a baseline"),
     )
-    output.add_argument(
-        "--save-predictions", action="store_true",
-        help=("segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
-             "of the image files"),
-    )  # fmt: skip
-    output.add_argument(
-        "--profile", action="store_true",
-        help="run all sites in one process, print where the time went, and write profile.json, a trace for "
-             "Perfetto or chrome://tracing",
-    )  # fmt: skip
+    arguments.add_switch(
+        output,
+        "--with-local",
+        "first train each site alone for the same number of steps, as a baseline",
+    )
+    arguments.add_switch(
+        output,
+        "--save-predictions",
+        "segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
+        "of the image files",
+    )
+    arguments.add_switch(
+        output,
+        "--profile",
+        "run all sites in one process, print where the time went, and write profile.json, a trace for "
+        "Perfetto or chrome://tracing",
+    )
     output.add_argument(
         "--track",
         metavar="mlflow[:URI]|wandb[:PROJECT]",
@@ -115,7 +114,7 @@ def run(args: Any) -> int:
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
-    launch = _launch(args)
+    launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
         hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
@@ -147,7 +146,7 @@ def run(args: Any) -> int:
         source=args.source,
         launch=launch,
     )
-    return show(args, document, lambda: _result(Path(document["folder"])))
+    return show(args, document, lambda: result_text(Path(document["folder"])))
 
 
 def _use(args: Any) -> Use:
@@ -191,14 +190,12 @@ def _bundle_of_folds(folder: Path) -> str:
     return ""
 
 
-def _launch(args: Any) -> Launch:
-    """Return how the run is carried out."""
-    flags = (
-        "out", "resume", "jobs", "with_local", "save_predictions", "profile", "track", "runtime", "min_replies",
-        "deadline",
-    )  # fmt: skip
+def launch_of(args: Any) -> Launch:
+    """Return how a run is carried out, by the flags that its verb has."""
+    flags = {field.name for field in fields(Launch)} & vars(args).keys()
     command = "medfl " + shlex.join(args.given)
-    return Launch(command=command, **{name: getattr(args, name) for name in flags}, **telling(args))
+    chosen = {name: getattr(args, name) for name in flags}
+    return Launch(**{**chosen, "command": command, **telling(args)})
 
 
 def _was_portable(args: Any) -> bool:
@@ -268,7 +265,8 @@ def _of_folds(folder: Path) -> str:
     return "\n".join([*table, f"report: {folder / 'report.html'}", f"folder: {folder}", data])
 
 
-def _result(folder: Path) -> str:
+def result_text(folder: Path) -> str:
+    """Return what is printed of a finished run."""
     from medfl.report import result_table
 
     *table, data = result_table(folder).splitlines()

@@ -58,7 +58,7 @@ def add(verbs: Any) -> None:
     actions = add_actions(
         verbs,
         "site",
-        ("tools for a hospital: inspect a bundle, check the data, share statistics, audit, join"),
+        "tools for a hospital: inspect a bundle, check the data, share statistics, audit, join",
     )
     inspect = add_verb(
         actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
@@ -66,38 +66,42 @@ def add(verbs: Any) -> None:
     add_bundle(inspect, type=arguments.bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
-    inspect.add_argument("--against", type=arguments.existing, metavar="DIR", help=text)
-    inspect.add_argument(
-        "--write-policy", type=Path, metavar="FILE",
-        help="if the bundle is accepted, write a policy that pins every file and keeps the other entries "
-             "of --policy; files that differ from their pins are listed and pinned again",
-    )  # fmt: skip
-    inspect.add_argument(
-        "--job", type=arguments.existing, metavar="DIR|run.json",
-        help="with --write-policy: allow this job's method, rounds, batch size and local epochs",
-    )  # fmt: skip
+    arguments.add_path(inspect, "--against", "DIR", text, arguments.existing)
+    arguments.add_path(
+        inspect,
+        "--write-policy",
+        "FILE",
+        "if the bundle is accepted, write a policy that pins every file and keeps the other entries "
+        "of --policy; files that differ from their pins are listed and pinned again",
+    )
+    arguments.add_path(
+        inspect,
+        "--job",
+        "DIR|run.json",
+        "with --write-policy: allow this job's method, rounds, batch size and local epochs",
+        arguments.existing,
+    )
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
     check.add_argument(
         "--server", metavar="HOST:PORT", help="check that this server can be reached"
     )
-    check.add_argument(
+    arguments.add_path(
+        check,
         "--kit",
-        type=arguments.existing,
-        metavar="DIR",
-        help=("check that this startup kit is valid for the server and the site"),
+        "DIR",
+        "check that this startup kit is valid for the server and the site",
+        arguments.existing,
     )
     check.add_argument(
         "--device",
         default="cpu",
         metavar="auto|cpu|cuda[:i]",
-        help=("device for training; default: cpu"),
+        help="device for training; default: cpu",
     )
     add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
-    check.add_argument(
-        "--folder", type=Path, default=Path("."), metavar="DIR", help="folder for the site's state"
-    )
+    arguments.add_path(check, "--folder", "DIR", "folder for the site's state", default=Path("."))
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
@@ -105,7 +109,7 @@ def add(verbs: Any) -> None:
     stats.add_argument(
         "--range",
         metavar="LOW,HIGH",
-        help=("value range of the histograms; default: value_range of metadata.json"),
+        help="value range of the histograms; default: value_range of metadata.json",
     )
     add_number(
         stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
@@ -117,27 +121,25 @@ def add(verbs: Any) -> None:
         "differential privacy: add noise to each count and histogram; a smaller epsilon adds more",
         float,
     )
-    stats.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=("write the statistics to this file; with --collect: the plot"),
+    arguments.add_path(
+        stats, "--out", "FILE", "write the statistics to this file; with --collect: the plot"
     )
-    stats.add_argument(
+    arguments.add_path(
+        stats,
         "--collect",
+        "FILE",
+        "plot the statistics that several sites have written",
+        arguments.existing,
         nargs="+",
-        type=arguments.existing,
-        metavar="FILE",
-        help=("plot the statistics that several sites have written"),
     )
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
-    audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
+    arguments.add_path(audit, "file", "FILE", "the log", arguments.existing)
     audit.add_argument(
         "--noted",
         metavar="SHA256",
-        help=("hash of a log line that was noted elsewhere; fail if the log does not have it"),
+        help="hash of a log line that was noted elsewhere; fail if the log does not have it",
     )
     serve.add(actions, add_verb, show)
 
@@ -149,7 +151,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
         "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
     )
     text = "the site has no labels: use unlabelled images for training"
-    parser.add_argument("--unlabelled", action="store_true", help=text)
+    arguments.add_switch(parser, "--unlabelled", text)
     _add_policy(parser)
     arguments.add_config(
         parser,
@@ -160,7 +162,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 def _add_policy(parser: Any) -> None:
     arguments.add_walls(parser)
     text = "the site's policy; default: none"
-    parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
+    arguments.add_path(parser, "--policy", "FILE", text, arguments.existing)
 
 
 def _inspect(args: Any) -> int:

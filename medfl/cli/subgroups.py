@@ -80,7 +80,7 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
 
-    spare = [title(name) for name in reversed(names[2:])]
+    spare = list(map(title, reversed(names[2:])))
     lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
     for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note, width)

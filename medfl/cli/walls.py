@@ -71,13 +71,14 @@ def hold(args: Any, use: Use) -> None:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    bundles: list[str | Path] = [*use.bundles, *(run.bundle_path for run in records)]
-    foreign: list[str | Path] = []
+    foreign = []
     reasons = []
-    for bundle in bundles:
-        if bundle and not is_shipped(bundle):
+    for bundle in (*use.bundles, *(run.bundle_path for run in records)):
+        from medfl.bundle.files import ships_unchanged  # imports NumPy, which refusals need not
+
+        if bundle and not ships_unchanged(bundle):
             foreign.append(bundle)
-            reasons.append(f"bundle {bundle}, which is not shipped,")
+            reasons.append(f"bundle {bundle}, which is not shipped, or changed since,")
 
     for run in filter(_brings_code, records):
         reasons.append(f"the record of run {run.run_hash}")
@@ -116,19 +117,7 @@ def hold(args: Any, use: Use) -> None:
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, foreign), *_named(args, records)], is_foreign=bool(reasons))
-
-
-def is_shipped(bundle: str | Path) -> bool:
-    """Tell whether a name or folder is that of a shipped bundle."""
-    from medfl.bundle.files import shipped_folders  # imports NumPy, which a plain refusal needs not
-
-    folders = shipped_folders()
-    if str(bundle) in folders:
-        return True
-
-    path = Path(bundle).expanduser().resolve()
-    return any(path == folder.resolve() for folder in folders.values())
+    _divide(args, use, [*map(Path, foreign), *_named(args, records)])
 
 
 def _brings_code(run: Run) -> bool:
@@ -138,7 +127,7 @@ def _brings_code(run: Run) -> bool:
     return any(text.startswith("$") and text not in shipped for text in _texts(run.config))
 
 
-def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) -> None:
+def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
     """Return in the worker; the keeper stays in here until it ends."""
     folder = use.folder
     scratch = None
@@ -155,19 +144,14 @@ def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) 
         inside = (scratch or folder) / target.name
         setattr(args, use.file, inside)
 
-    key = hashlib.sha256(os.fsencode("\n".join(map(str, readable[:1])))).hexdigest()[:16]
+    named = [os.fsencode(path.resolve()) for path in readable[:1]]
+    key = hashlib.sha256(b"".join(named)).hexdigest()[:16]
     private = cache_folder("sandbox") / key
     variables = private_folders(private)
-    written = [folder, private, *devices()]
-    if not is_foreign:
-        phantoms = cache_folder("phantom")  # drawn by medfl, for all runs of its own bundles
-        phantoms.mkdir(parents=True, exist_ok=True)
-        written.append(phantoms)
-
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
     allowed = Allowed(
         read=(*python_and_system(), *readable, cache_folder(""), _hub()),
-        write=tuple(written),
+        write=(folder, private, *devices()),
         programs=tuple(map(Path, programs)),
         connect=tuple(use.ports),
     )
@@ -187,7 +171,6 @@ def _divide(args: Any, use: Use, readable: Sequence[Path], *, is_foreign: bool) 
             log(f"sandbox: {sandbox.line(folder)}")
         return
 
-    sandbox.close()
     code = _kept(worker)
     try:
         if target is not None and code == 0:

@@ -40,7 +40,7 @@ def require_same(
 ) -> None:
     """Raise an InputError that names the first kind in which the runs differ."""
     for kind, read in kinds.items():
-        values = sorted({read(run) for run in runs})
+        values = sorted(set(map(read, runs)))
         if len(values) > 1:
             raise InputError(f"runs of different {kind}: {' and '.join(values)}", allowed, advice)
 
@@ -146,7 +146,7 @@ def differing_settings(first: Mapping[str, object], second: Mapping[str, object]
 
 def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
-    flat: dict[str, object] = {}
+    flat = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
         for name, value in _leaves(field.name, document.get(field.name, default)).items():

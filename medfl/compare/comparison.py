@@ -82,14 +82,14 @@ class Column:
         title: heading.
         read: run -> value, None where it has none.
         higher: whether more is better; None where neither is.
-        scale: "metric", "bytes" or "seconds".
+        scale: "share" (0 to 1), "number" (of a metric with a unit of its own), "bytes" or "seconds".
     """
 
     name: str
     title: str
     read: Callable[[RunFiles], float | None]
     higher: bool | None
-    scale: str = "metric"
+    scale: str = "share"
 
 
 @dataclass(frozen=True)
@@ -225,17 +225,23 @@ class Comparison:
             for when in ("last", "best"):
                 heading = f"{metrics.title(name)}, one model, {when} round"
                 column = Column(
-                    f"global_{when}_{name}", heading, _entry("global", when, name), higher
+                    f"global_{when}_{name}",
+                    heading,
+                    _entry("global", when, name),
+                    higher,
+                    scale_of(name),
                 )
                 columns.append(column)
 
         title = metrics.title(self.key)
         site_models = _entry("site_models", "mean", self.key)
+        personal = _entry("personal", "last", self.key)
+        scale = scale_of(self.key)
         columns += [
-            Column("site_models", f"{title}, each site's model on all", site_models, self.higher),
-            Column("personal_last", f"{title}, personal, own", _entry("personal", "last", self.key), self.higher),
-            Column("sites_mean", "mean of the sites", _entry("sites", "mean"), self.higher),
-            Column("sites_worst", "worst site", _entry("sites", "worst"), self.higher),
+            Column("site_models", f"{title}, each site's model on all", site_models, self.higher, scale),
+            Column("personal_last", f"{title}, personal, own", personal, self.higher, scale),
+            Column("sites_mean", "mean of the sites", _entry("sites", "mean"), self.higher, scale),
+            Column("sites_worst", "worst site", _entry("sites", "worst"), self.higher, scale),
             Column("bytes", "sent", _total("bytes_up", "bytes_down"), False, "bytes"),
             Column("seconds", "time", _total("seconds"), False, "seconds"),
         ]  # fmt: skip
@@ -261,12 +267,12 @@ class Comparison:
 
     @property
     def undefined(self) -> list[str]:
-        """What the runs say of a metric that is undefined somewhere, each with the runs that say it."""
+        """What the runs say of a metric that is undefined or no mean over all classes, each with those that say it."""
         undefined = []
         for row in self.rows:
             on = f" on {row.partition}" if len(self.partitions) > 1 else ""
             for seed, run in sorted(row.runs.items()):
-                undefined.append((f"{row.method}{on}, seed {seed}", run.undefined))
+                undefined.append((f"{row.method}{on}, seed {seed}", run.said))
 
         return told_by(undefined)
 
@@ -329,7 +335,7 @@ class Comparison:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = self.judged_by
         sign = -1 if column.higher else 1
-        places = defaultdict[str, list[float]](list)
+        places = defaultdict(list)
         for partition in self.partitions:
             rows = self.on(partition)
             # a mean rank is fair only over partitions that every method was run on
@@ -444,13 +450,18 @@ def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[fl
     return mean - half, mean + half
 
 
+def scale_of(metric: str) -> str:
+    """Return the scale of a metric's column."""
+    return "share" if metrics.is_share(metric) else "number"
+
+
 def read(folders: Sequence[Path]) -> Comparison:
     """Return the comparison of the finished runs among these folders.
 
     Raises:
         InputError: as `Comparison`, or a folder is not a run's.
     """
-    runs = [RunFiles(folder) for folder in folders]
+    runs = list(map(RunFiles, folders))
     return Comparison([run for run in runs if run.summary is not None])
 
 

@@ -48,7 +48,10 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path | None:
     """
     require_png(file, "--curves")
     runs = [RunFiles(Path(folder)) for folder in folders]
-    return write_png(cost_curves(runs), file) if any(run.progress() for run in runs) else None
+    if not any(map(RunFiles.progress, runs)):
+        return None
+
+    return write_png(cost_curves(runs), file)
 
 
 def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:

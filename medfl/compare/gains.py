@@ -127,14 +127,14 @@ def gains(folders: Sequence[Path]) -> Gains:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
             same, two could be the reference of a third, or no run has a reference.
     """
-    by_path: dict[Path, RunFiles] = {}
+    by_path = {}
     for folder in folders:
         by_path[Path(folder).resolve()] = RunFiles(Path(folder))
 
     # the runs' own Local references come after the runs, and are runs of Local like any
     runs = [*by_path.values()]
     count = len(runs)
-    local: dict[Path, RunFiles] = {}
+    local = {}
     for run in by_path.values():
         if (run.path / "local/run.json").is_file():
             local[run.path] = RunFiles(run.path / "local")
@@ -163,7 +163,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     differences: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
-    undefined: list[tuple[str, Sequence[str]]] = []
+    undefined = []
 
     has_reference = False
     for label, by_pairing in by_label.items():
@@ -173,7 +173,7 @@ def gains(folders: Sequence[Path]) -> Gains:
         words[label] = {name: {} for name in differences[label]}
         for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
-            undefined.append((f"{label}, seed {run.seed}", run.undefined))
+            undefined.append((f"{label}, seed {run.seed}", run.said))
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
 

@@ -38,7 +38,7 @@ from medfl.core.names import trust_module
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
@@ -217,7 +217,7 @@ def run_missing(
         checks.check_places(out, (cell.folder, _log_file(cell)))
 
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
+    write_json(out / checks.GRID, grid.settings())
     launch.say(f"{len(cells)} runs, {len(done)} of them there already")
     if launch.jobs is None:
         launch = dataclasses.replace(launch, jobs=(os.cpu_count() or 1) if device == "cpu" else 1)
@@ -260,7 +260,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     say = launch.say
     left = deque(cells)
     busy: dict[int, tuple[BaseProcess, Cell, float]] = {}
-    failed: dict[str, str] = {}
+    failed = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
 
     with terminal.bar(

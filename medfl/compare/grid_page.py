@@ -75,6 +75,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, object]:
         "run": runs[0].record,
         "key": comparison.key,
         "higher": comparison.higher,
+        "share": metrics.is_share(comparison.key),
         "phantom": comparison.phantom,
         "methods": methods,
         "finished": len(runs),
@@ -96,7 +97,7 @@ def _learning(comparison: Comparison, partition: str) -> Chart:
     personal = []
     # the page has no more colours
     for i, row in enumerate(rows[: charts.TONES]):
-        by_round = defaultdict[int, list[float]](list)
+        by_round = defaultdict(list)
         for run in row.runs.values():
             for number, _, _, value in run.progress():
                 by_round[number].append(value)

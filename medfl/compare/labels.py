@@ -21,7 +21,7 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
 
 def labels_with_settings(runs: Sequence[RunFiles]) -> list[str]:
     """Return each run's method with the options and settings in which runs of that method differ."""
-    return _with_differing(labels(runs), runs, [settings(run) for run in runs], setting)
+    return _with_differing(labels(runs), runs, list(map(settings, runs)), setting)
 
 
 def unique_labels(runs: Sequence[RunFiles]) -> list[str]:

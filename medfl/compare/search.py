@@ -31,7 +31,7 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     Raises:
         InputError: a text of another form, a name twice, or a value twice.
     """
-    candidates: dict[str, tuple[str, ...]] = {}
+    candidates = {}
     for text in texts:
         name, _, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
@@ -84,8 +84,8 @@ def entry(method: str, point: Config) -> Entry:
     """
     check_method_name(method)
     label = method
-    settings: dict[str, int | float] = {}
-    options: dict[str, str] = {}
+    settings = {}
+    options = {}
     for name, value in point.items():
         label += f" {name}={value}"
         if name in _RUN:
@@ -118,7 +118,7 @@ def tuned_entries(folder: Path) -> dict[str, Entry]:
     else:
         files = sorted(folder.glob(f"*/{BEST}"))
 
-    entries: dict[str, Entry] = {}
+    entries = {}
     for file in files:
         chosen = _read(file)
         if chosen.method in entries:

@@ -11,7 +11,7 @@ from medfl.compare.checks import MUST_AGREE, require_same
 from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
-from medfl.evaluation import bootstrap, metrics, roc
+from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
@@ -65,7 +65,7 @@ def over_rounds(
     numbers = sorted({number for curve in curves.values() for number in curve})
     lines = {}
     for tone, curve in curves.items():
-        lines[tone] = [curve.get(number) for number in numbers]
+        lines[tone] = list(map(curve.get, numbers))
 
     # no band of sites: the lines of several runs would hide under theirs
     svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
@@ -131,7 +131,9 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
             silent.append(entry.name)
             continue
 
-        confusions.append((entry.name, entry.analysis.confusion()))
+        if confusion := entry.analysis.confusion():
+            confusions.append((entry.name, confusion))
+
         calibration = entry.analysis.calibration()
         if calibration is not None:
             calibrations.append((entry.name, entry.tone, calibration))
@@ -155,7 +157,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
         "roc": _roc(entries),
         "calibrations": calibrations,
         "silent": silent,
-        "undefined": told_by((entry.name, entry.run.undefined) for entry in entries),
+        "undefined": told_by((entry.name, entry.run.said) for entry in entries),
     }
 
 
@@ -178,7 +180,6 @@ def _row(
     if analysis and run.finished:
         ends = analysis.intervals.get(run.key)
 
-    site_values = run.site_values(run.judged, run.key)
     return {
         "name": name,
         "tone": tone,
@@ -190,7 +191,7 @@ def _row(
         "last": (scores.get("last") or {}).get(run.key),
         "best": (scores.get("best") or {}).get(run.key),
         "ends": ends,
-        "spread": metrics.spread(site_values, metrics.higher_is_better(run.key)),
+        "spread": run.spread(run.judged, run.key),
         "bytes": sent,
         "seconds": seconds,
         "weights": summary.get("weights_sha256"),
@@ -199,8 +200,8 @@ def _row(
 
 def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
-    by_run: list[dict[str, str]] = []
-    defaults: dict[str, str] = {}
+    by_run = []
+    defaults = {}
     for run in runs:
         values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
         values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
@@ -236,8 +237,8 @@ def _learning(entries: Sequence[_Entry]) -> list[Chart]:
     """Draw the runs' key metric and loss over the rounds."""
     key = entries[0].run.key
     legend = []
-    scores: dict[str, ByRound] = {}
-    losses: dict[str, ByRound] = {}
+    scores = {}
+    losses = {}
     for entry in entries:
         legend.append((entry.tone, entry.name))
         rounds = entry.run.rounds
@@ -280,6 +281,7 @@ def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
         "rows": rows,
         "scale": scale,
         "local": any(tone == "local" for tone, _ in columns),
+        "classes_of": {site: entries[0].run.classes_of(site) for site in entries[0].run.site_names},
         "same": all(sizes_of_run == sizes[0] for sizes_of_run in sizes),
     }
 
@@ -326,8 +328,9 @@ def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
 
         area = drawn["mean"]
         if area:
-            by_tone[entry.tone] = roc.macro(analysis.curves)
-            title = title or "Mean ROC curve over the classes"
+            by_tone[entry.tone] = area["curve"]
+            noun = "classes" if analysis.is_classification else "findings"
+            title = title or f"Mean ROC curve over the {noun}"
         else:
             area = drawn["rows"][0]
             by_tone[entry.tone] = (analysis.curves[0].fpr, analysis.curves[0].tpr)

@@ -7,8 +7,9 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row
+from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row, scale_of
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.names import as_cell
 from medfl.core.tables import formatted_table, latex_text, markdown_text
@@ -24,7 +25,33 @@ _HEADERS: dict[str, tuple[str, ...]] = {
 }
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
-_UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "metric": (0.01, "%")}
+
+
+class _Scale(NamedTuple):
+    """How numbers are written: what one is divided by, its unit, and decimals."""
+
+    factor: float
+    unit: str
+    digits: int
+
+    def text(self, value: float, sign: str = "") -> str:
+        """Return a number; `sign` is "+" for one that always has a sign."""
+        return f"{value / self.factor:{sign}.{self.digits}f}"
+
+    def interval(self, low: float, high: float) -> str:
+        """Return an interval of a difference; a dash where it has no ends."""
+        if math.isnan(low):
+            return "–"
+
+        return f"{self.text(low, '+')} to {self.text(high, '+')}"
+
+
+_SCALES = {
+    "bytes": _Scale(1e6, "MB", 1),
+    "seconds": _Scale(1.0, "s", 1),
+    "share": _Scale(0.01, "%", 1),
+    "number": _Scale(1.0, "", 3),
+}
 
 
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
@@ -36,9 +63,10 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
     heads = ["method", "seeds"]
     best = {}
     for column in comparison.columns:
-        heads.append(f"{column.title}, {_UNITS[column.scale][1]}")
+        unit = _SCALES[column.scale].unit
+        heads.append(f"{column.title}, {unit}" if unit else column.title)
         # costs are no scores: fewer bytes make no method better
-        if column.scale == "metric":
+        if column.scale in ("share", "number"):
             best[column.name] = comparison.clearly_best(partition, column)
 
     lines = []
@@ -47,7 +75,7 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
             spread = MeanSd.of(list(row.values(column).values()))
-            text = _spread(spread, _UNITS[column.scale][0], 1)
+            text = _spread(spread, _SCALES[column.scale])
             if spread and spread.count < len(row.runs):
                 text += f" ({spread.count} of {len(row.runs)})"
 
@@ -61,8 +89,9 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
     return formatted_table(heads, lines, format_)
 
 
-def test_table(tests: Sequence[PairedTest], format_: str) -> str:
-    """Return the table of paired tests."""
+def test_table(tests: Sequence[PairedTest], format_: str, scale_name: str) -> str:
+    """Return the table of paired tests of a metric of this scale."""
+    scale = _SCALES[scale_name]
     heads = [
         "method",
         "against",
@@ -83,8 +112,8 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
                 test.against.method,
                 test.row.partition,
                 str(test.count),
-                f"{100 * test.difference:+.1f}",
-                _interval(test.low, test.high),
+                scale.text(test.difference, "+"),
+                scale.interval(test.low, test.high),
                 "–" if math.isnan(test.p) else f"{test.p:.3f}",
                 "–" if math.isnan(test.effect) else f"{test.effect:+.2f}",
                 test.word,
@@ -94,8 +123,9 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
     return formatted_table(heads, lines, format_)
 
 
-def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> str:
-    """Return the table of differences over the test cases of one seed."""
+def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str, scale_name: str) -> str:
+    """Return the table of differences over the test cases of one seed, of a metric of this scale."""
+    scale = _SCALES[scale_name]
     heads = ["method", "against", "partition", "test cases", "difference", "95 % interval", ""]
     lines = []
     for row, against, test in tests:
@@ -105,8 +135,8 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> st
                 against.method,
                 row.partition,
                 str(test.cases),
-                f"{100 * test.value:+.1f}",
-                _interval(*(test.ends or (math.nan, math.nan))),
+                scale.text(test.value, "+"),
+                scale.interval(*(test.ends or (math.nan, math.nan))),
                 test.word,
             ]
         )
@@ -121,9 +151,9 @@ def target_table(comparison: Comparison, partition: str, value: float | None, fo
     for row in comparison.on(partition):
         target = comparison.to_reach(row, value)
         cells = [
-            _spread(target.rounds, 1.0, 1),
-            _spread(target.bytes, 1e6, 1),
-            _spread(target.seconds, 1.0, 0),
+            _spread(target.rounds, _Scale(1.0, "rounds", 1)),
+            _spread(target.bytes, _SCALES["bytes"]),
+            _spread(target.seconds, _Scale(1.0, "s", 0)),
         ]
         reached = "–" if value is None else f"{target.reached} of {target.count}"
         lines.append([row.method, reached, *cells])
@@ -206,7 +236,7 @@ def all_tables(
     comparison: Comparison, against: str, target: str, format_: str
 ) -> list[tuple[str, str]]:
     """Return title and text of each table; arguments as of `write_tables`."""
-    parts: list[tuple[str, str]] = []
+    parts = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
         title = f"Partition {partition}"
@@ -215,18 +245,22 @@ def all_tables(
 
         parts.append((title, table))
         value = comparison.target_value(target, partition)
-        reached = "–" if value is None else f"{100 * value:.1f}"
+        scale = scale_of(comparison.key)
+        reached = "–" if value is None else _SCALES[scale].text(value)
         title = f"To reach {reached} on the validation set ({target}), partition {partition}"
         parts.append((title, target_table(comparison, partition, value, format_)))
 
     if tests := comparison.tests(against):
         parts.append(
-            (f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_))
+            (
+                f"Paired over the seeds: {comparison.judged_by.title}",
+                test_table(tests, format_, comparison.judged_by.scale),
+            )
         )
 
     if cases := comparison.case_tests(against):
         title = f"Paired over the test cases of the judged models, one seed: {metrics.title(comparison.key)}"
-        parts.append((title, case_table(cases, format_)))
+        parts.append((title, case_table(cases, format_, scale_of(comparison.key))))
 
     if ranks := comparison.ranks():
         parts.append(("Mean ranks over partitions and seeds", rank_table(ranks, format_)))
@@ -248,21 +282,13 @@ def titled(title: str, table: str, format_: str) -> str:
     return "\n".join([*lines, table, "\\end{table}"])
 
 
-def _interval(low: float, high: float) -> str:
-    """Return an interval in percentage points; a dash where it has no ends."""
-    if math.isnan(low):
-        return "–"
-
-    return f"{100 * low:+.1f} to {100 * high:+.1f}"
-
-
-def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:
+def _spread(spread: MeanSd | None, scale: _Scale) -> str:
     """Return mean ± sd in a unit, the mean alone of one run."""
     if spread is None:
         return "–"
 
-    mean = f"{spread.mean / unit:.{digits}f}"
+    mean = scale.text(spread.mean)
     if spread.count > 1:
-        return f"{mean} ± {spread.sd / unit:.{digits}f}"
+        return f"{mean} ± {scale.text(spread.sd)}"
 
     return mean

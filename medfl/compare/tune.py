@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.run_documents import read_run
 
 TESTED = "best"
@@ -86,7 +85,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[
         "settings": _settings(grid.options, winner),
         "tested": TESTED,
     }
-    write_atomic(launch.folder / BEST, (json.dumps(document, indent=1) + "\n").encode())
+    write_json(launch.folder / BEST, document)
     launch.say(
         f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
     )

@@ -82,7 +82,7 @@ class Message:
     def from_flat(cls, named: Weights) -> Message:
         """Invert `flat`."""
         tensors: dict[str, Tensors] = {}
-        scalars: dict[str, float] = {}
+        scalars = {}
         for key, value in named.items():
             group, _, name = key.partition("/")
             if group == _SCALARS:

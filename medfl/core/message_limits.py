@@ -193,7 +193,7 @@ def _size(name: str, value: Any) -> int:
 
 def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
-        tensor: Tensor = value.detach()
+        tensor = value.detach()
     else:
         # A tensor cannot have some types of NumPy's, nor the other order of bytes.
         try:
@@ -221,7 +221,7 @@ def _require(holds: bool, problem: str) -> None:
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     """Return the mapping of a JSON object, refusing a name that comes twice."""
-    mapping: dict[str, object] = {}
+    mapping = {}
     for name, value in pairs:
         _require(name not in mapping, f"{name[:80]!r} comes twice")
         mapping[name] = value

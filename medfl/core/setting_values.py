@@ -92,7 +92,7 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
     """
 
     def read(text: str) -> dict[str, tuple[str, ...]]:
-        sites: dict[str, tuple[str, ...]] = {}
+        sites = {}
         for part in text.split(";") if text.strip() else []:
             site, _, rest = (piece.strip() for piece in part.partition("="))
             names = tuple(name.strip() for name in rest.split(","))

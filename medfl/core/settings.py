@@ -209,7 +209,7 @@ class ProtocolSettings:
         maximum=1,
     )
     rounds: int = setting(
-        "number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+        "number of communication rounds", "R", group=TRAINING, minimum=0, maximum=_MAX_VALUE
     )
     local_epochs: int = setting(
         "local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE

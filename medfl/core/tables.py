@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
@@ -25,7 +26,7 @@ def text_table(
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
         widths = [max(map(len, column)) for column in columns]
-        floors = [_longest_word(column) for column in columns]
+        floors = list(map(_longest_word, columns))
         gaps = 2 * (len(columns) - 1)
         if sum(floors) + gaps <= width:
             break
@@ -57,10 +58,9 @@ def _longest_word(column: Sequence[str]) -> int:
 def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
     wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
     lines = []
-    for i in range(max(map(len, wrapped))):
+    for parts in zip_longest(*wrapped, fillvalue=""):
         cells = []
-        for parts, size, right in zip(wrapped, widths, numeric, strict=True):
-            part = parts[i] if i < len(parts) else ""
+        for part, size, right in zip(parts, widths, numeric, strict=True):
             cells.append(part.rjust(size) if right else part.ljust(size))
 
         lines.append("  ".join(cells).rstrip())

@@ -114,7 +114,7 @@ def beside_bars() -> AbstractContextManager[None]:
 def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
-    lines: list[str] = []
+    lines = []
     for name, text in named.items():
         lines += hanging_indent(name.ljust(indent), text, width)
     return lines
@@ -132,7 +132,7 @@ def hanging_indent(label: str, text: str, width: int = WIDTH) -> list[str]:
 
 def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
     """Return a docstring's lines; wide paragraphs are wrapped, aligned ones (equations) line by line."""
-    lines: list[str] = []
+    lines = []
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         originals = paragraph.split("\n")
         lines.append("")

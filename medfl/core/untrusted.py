@@ -152,7 +152,7 @@ def read_table(
     Raises:
         Refused: it is no such file, has more than `TABLE_BYTES`, or rows so short that they would take far more memory.
     """
-    rows: list[tuple[int, dict[str, str]]] = []
+    rows = []
     try:
         text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
         if is_composed:
@@ -237,7 +237,7 @@ def override_value(value: Any) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    mapping: dict[str, Plain] = {}
+    mapping = {}
     for key, value in pairs:
         if key in mapping:
             raise Refused(f"key {printable(key)!r} twice")

@@ -119,7 +119,7 @@ class Crop:
         if isinstance(rows, Coded):
             return rows.rearranged(lambda codes: self._cut(codes, draws))
 
-        patches: list[Column] = []
+        patches = []
         for row, drawn in zip(rows, draws, strict=True):
             # A coded item is a batch of one already.
             if isinstance(row, Coded):

@@ -69,7 +69,7 @@ class BatchRecipe:
             targets: class indices (B,), or masks as the images.
             draws: (B, num_draws) float64, uniform in [0, 1).
         """
-        rows: dict[str, Any] = {"image": inputs, "label": targets}
+        rows = {"image": inputs, "label": targets}
         drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
@@ -129,11 +129,11 @@ def recipe(
     plain_chain = compose.map_items is True and not (
         compose.unpack_items or compose.log_stats or compose.overrides
     )
-    if not plain_chain or compose.lazy or len({len(shape) for shape in shapes}) != 1:
+    if not plain_chain or compose.lazy or len(set(map(len, shapes))) != 1:
         return None
 
     arriving: _Arriving | None = _Arriving(shapes, channels, dtype, _KEYS if masks else _KEYS[:1])
-    steps: list[Step] = []
+    steps = []
     for transform in compose.transforms[first:]:
         if arriving is None or getattr(transform, "lazy", False):
             return None

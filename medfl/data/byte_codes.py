@@ -144,12 +144,12 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     """
     coded = [part for part in parts if isinstance(part, Coded)]
     if len(coded) < len(parts) or len({part.values.dtype for part in coded}) > 1:
-        return torch.stack([decoded(part) for part in parts])
+        return torch.stack(list(map(decoded, parts)))
 
     dtype = coded[0].values.dtype
     tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
     # Each channel's values in any of the tables, sorted.
-    common: list[NDArray[np.signedinteger]] = []
+    common = []
     for channel_tables in zip(*tables, strict=True) if share else ():
         common.append(np.unique(np.concatenate(channel_tables)))
 

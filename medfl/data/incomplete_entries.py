@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, MapTransform, RandomizableTrait
-from monai.transforms import Transform as MonaiTransform
+from monai.transforms import Compose, MapTransform, RandomizableTrait, Transform as MonaiTransform
 from torch import Tensor
 
 from medfl.data.prepared import Item, Sample, Transform
@@ -98,7 +97,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
     first = first_random(steps)
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Transform] = []
+    fixed = []
     for step in steps[:first]:
         fixed += [step, *zero]
 

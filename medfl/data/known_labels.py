@@ -1,4 +1,4 @@
-"""Masks of a site that annotates only some structures: the others are part of its background."""
+"""Labels of a site that annotates only some structures or findings: the others are background, or unknown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AnnotatedClasses:
             InputError: the output has another number of channels.
         """
         if isinstance(output, list | tuple):
-            return [self.marginal_logits(part) for part in output]
+            return list(map(self.marginal_logits, output))
         if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
             raise InputError(
                 f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",
@@ -74,6 +74,13 @@ class AnnotatedClasses:
             shown = [target[:, c] for c in self.classes]
             return torch.stack([self._rest(target), *shown] if self.exclusive else shown, 1)
         return self._numbered(target, range(1, len(self.classes) + 1))
+
+    def others_unknown(self, target: Tensor) -> Tensor:
+        """Return findings (B, K) in floating point, NaN in those that are not annotated."""
+        findings = torch.full_like(target, torch.nan, dtype=torch.get_default_dtype())
+        annotated = list(self.classes)
+        findings[:, annotated] = target[:, annotated].to(findings.dtype)
+        return findings
 
     def others_as_background(self, target: Tensor) -> Tensor:
         """Return the masks with structures that are not annotated turned into background; numbers stay as they are."""
@@ -102,7 +109,7 @@ class AnnotatedClasses:
 
 @dataclass(frozen=True)
 class PartialLoss:
-    """A bundle's loss over the structures that a site annotates; `naive` treats all others as background."""
+    """A bundle's loss over the structures or findings that a site annotates; `naive` treats all others as absent."""
 
     loss: Callable[..., Tensor]
     known: AnnotatedClasses
@@ -110,6 +117,11 @@ class PartialLoss:
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """Return the loss of a batch."""
+        if target.ndim == 2:  # findings
+            if self.naive:
+                return self.loss(output, self.known.others_unknown(target).nan_to_num(0.0))
+            return self.loss(output, self.known.others_unknown(target))
+
         if self.naive:
             return self.loss(output, self.known.others_as_background(target))
         return self.loss(self.known.marginal_logits(output), self.known.renumbered(target))

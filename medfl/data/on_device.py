@@ -43,7 +43,7 @@ def hold(
     memory = free(device)
     # The other half is for networks, their gradients and activations.
     left = memory // 2
-    moved: dict[int, Prepared] = {}
+    moved = {}
     held = []
     large = []
     single = []

@@ -72,7 +72,7 @@ def prepare(
     if not samples.has_steps_left:
         cached = samples.cached or []
         # Of samples in memory without their pixels, which would else be kept twice.
-        light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached
+        light = list(map(extras, cached)) if isinstance(cached, list) else cached
         prepared.extras_of = lambda index: collate([extras(light[index])])
         geometries = []
         for sample in cached:
@@ -92,7 +92,7 @@ def _prepared(
     prepare_batch: Callable[..., Any],
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
-    cached: Sequence[Sample] = [] if samples.cached is None else samples.cached
+    cached = [] if samples.cached is None else samples.cached
     usual = (
         bool(cached)
         and collate in (list_data_collate, default_collate)
@@ -136,7 +136,7 @@ def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
     if not isinstance(image, MetaTensor) or "spatial_shape" not in image.meta:
         return None
 
-    shape = tuple(int(side) for side in np.asarray(image.meta["spatial_shape"]).reshape(-1))
+    shape = tuple(map(int, np.asarray(image.meta["spatial_shape"]).reshape(-1)))
     file = str(image.meta.get("filename_or_obj", ""))
     original = image.meta.get("original_affine")
     if original is None:
@@ -208,7 +208,7 @@ _SAMPLES: SampleMaker
 def _make_chunk(indices: Sequence[int]) -> bytes:
     """Return packed samples, or the text of what is wrong with one of them."""
     try:
-        chunk: Any = [_SAMPLES.compact(index) for index in indices]
+        chunk: Any = list(map(_SAMPLES.compact, indices))
     except InputError as error:
         chunk = str(error)
     return dump_shared(chunk)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import default_collate
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
@@ -54,8 +54,8 @@ class Geometry:
         file: the image's file.
     """
 
-    affine: NDArray[np.float64]
-    original_affine: NDArray[np.float64]
+    affine: Floats
+    original_affine: Floats
     original_shape: tuple[int, ...]
     file: str
 
@@ -63,7 +63,7 @@ class Geometry:
     def spacing(self) -> tuple[float, ...]:
         """Distance between neighbours along each axis of the prepared image."""
         sides = np.linalg.norm(self.affine[:3, : len(self.original_shape)], axis=0)
-        return tuple(float(side) for side in sides)
+        return tuple(map(float, sides))
 
     def part_in_file(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the part of a grid of this shape that lies in the file, without what transforms padded.
@@ -71,7 +71,7 @@ class Geometry:
         A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
         """
         axes = len(self.original_shape)
-        parts = list[slice]()
+        parts = []
         # Index in the grid -> index in the file.
         to_file = np.linalg.inv(self.original_affine) @ self.affine
         steps = np.rint(to_file[:axes, :axes])
@@ -456,7 +456,7 @@ def stack(
     values = [
         target if isinstance(target, Coded) else torch.as_tensor(target) for target in targets
     ]
-    if any(len({shape_of(value) for value in column}) > 1 for column in (inputs, values)):
+    if any(len(set(map(shape_of, column))) > 1 for column in (inputs, values)):
         return None
     masks = any(isinstance(value, Coded) for value in values)
     return Stacked(

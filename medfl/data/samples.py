@@ -312,7 +312,7 @@ def _inner_transforms(dataset: object) -> list[Any]:
         return []
 
     inner = [getattr(dataset, name, None) for name in ("dataset", "data")]
-    transforms: list[Any] = []
+    transforms = []
     for part in (*inner, *getattr(dataset, "datasets", [])):
         transforms += _inner_transforms(part)
 
@@ -333,7 +333,7 @@ def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]
         transforms: MONAI's or anybody's; their probabilities are changed in place.
         uncropped: leave random crops out instead.
     """
-    without: list[Any] = []
+    without = []
     for transform in transforms:
         if isinstance(transform, mt.RandomizableTrait):
             crop = _middle(transform)

@@ -64,7 +64,7 @@ def take_apart(dataset: Any) -> Source:
         return replace(inner, entries=Subset(inner.entries, dataset.indices))
 
     if isinstance(dataset, ConcatDataset):
-        parts = [take_apart(part) for part in dataset.datasets]
+        parts = list(map(take_apart, dataset.datasets))
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
 

@@ -1,7 +1,5 @@
 """CIFAR-100: small colour pictures of a hundred kinds of thing, in the batches that torchvision keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

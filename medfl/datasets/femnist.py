@@ -37,7 +37,7 @@ def _files(folder: Path) -> list[Path]:
 def _numbered(folder: Path) -> list[Path]:
     """Return the files `all_data_<number>….json`, 2 before 10."""
     files = [path for path in folder.glob("all_data_*.json") if _SPLIT.fullmatch(path.name)]
-    return sorted(files, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    return sorted(files, key=lambda path: list(map(int, re.findall(r"\d+", path.name))))
 
 
 def skim(text: bytes) -> Any:
@@ -48,7 +48,7 @@ def skim(text: bytes) -> Any:
     Raises:
         ValueError: the text is cut off, or is not JSON.
     """
-    spans: list[slice] = []  # of the lists, in the place of which JSON's reader is given NaN
+    spans = []  # of the lists, in the place of which JSON's reader is given NaN
 
     def stand_in(token: re.Match[bytes]) -> bytes:
         if token[0][:1] == b'"':

@@ -1,7 +1,5 @@
 """Fashion-MNIST: grey pictures of garments, in idx files as those of MNIST."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from medfl.datasets import mnist

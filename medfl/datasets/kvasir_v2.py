@@ -1,7 +1,5 @@
 """Kvasir v2: eight kinds of finding in gastrointestinal endoscopy."""
 
-from __future__ import annotations
-
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import even

@@ -82,7 +82,7 @@ def _has_sets(folder: Path) -> bool:
 
         return any("CXR_png/" in name for name in archive(root).namelist())
 
-    return any(has_images(root) for root in _roots(folder))
+    return any(map(has_images, _roots(folder)))
 
 
 def _read_sets(folder: Path) -> Table:

@@ -1,7 +1,5 @@
 """MedNIST: six kinds of radiological picture, an easy first task."""
 
-from __future__ import annotations
-
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published

@@ -1,7 +1,5 @@
 """Retinal OCT-C8: eight kinds of retinal disease in OCT scans."""
 
-from __future__ import annotations
-
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import even

@@ -1,4 +1,4 @@
-"""A user's own folder: pictures in one folder per class, pictures with a table of their classes, or images with masks.
+"""A user's own folder: pictures in one folder per class, pictures with a table of their labels, or images with masks.
 
 An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name
 where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
@@ -30,8 +30,17 @@ from medfl.datasets.readers import (
     pairs,
     tables,
 )
+from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.reading import JOINED, by_name, files_of, split_uri
-from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
+from medfl.datasets.readers.splitting import (
+    Record,
+    Rule,
+    by_group,
+    filled,
+    fold_of,
+    published,
+    stratified,
+)
 from medfl.datasets.readers.volumes import bare, is_volume, volume_files, volume_paths
 
 UNLABELLED = "unlabelled"
@@ -49,7 +58,9 @@ class OwnImages:
         rows: what a table says of them: id -> patient, centre, section.
         notes: one line each: what is left out.
         columns: which columns of a table were taken, in words.
-        classes: of labelled images, in label order.
+        classes: of labelled images, in label order; names of findings or numbers.
+        task: classification, multilabel or regression, where a table names the labels.
+        column: of the table, that has all findings, or of the classes where the user named it.
         unlabelled: images without a label or mask.
     """
 
@@ -60,6 +71,8 @@ class OwnImages:
     columns: str = ""
     classes: tuple[str, ...] = ()
     unlabelled: tuple[Record, ...] = ()
+    task: str = ""
+    column: str = ""
 
 
 def labelled(
@@ -93,16 +106,35 @@ def listed(
     section: str,
     group_by: str | None = None,
     split: str | None = None,
+    labels_are: str = "classification",
+    label_column: str | None = None,
+    uncertain: str = "ignore",
+    blank: str = "ignore",
 ) -> list[Item]:
-    """Return the items of a section of the pictures below `<folder>/<images>` with a class in `<folder>/<labels>`.
+    """Return the items of a section of the pictures below `<folder>/<images>` with a label in `<folder>/<labels>`.
 
     The table is read as `medfl.datasets.readers.label_table.read` does; the other arguments are those of `labelled`.
+
+    Args:
+        folder: of images and table.
+        images: place of the images in it.
+        labels: place of the table in it.
+        classes: names in label order; of findings or numbers those of the columns.
+        section: train, validate or test.
+        group_by: expression whose group in a file's name is the patient.
+        split: None, or `fold:NUMBER/COUNT` of a cross-validation.
+        labels_are: classification (a class each), multilabel (findings, 1 and 0) or regression (numbers).
+        label_column: of the table: that of the classes, or of all findings with | between them; None: by their names.
+        uncertain: ignore, zeros or ones: what a finding -1, ?, u or uncertain is; ignored ones are NaN.
+        blank: ignore or zeros: what a finding is of which a cell says nothing.
 
     Raises:
         InputError: no images, a class that is none, a wrong table or expression.
     """
     root = _root(folder)
-    return _items(root, in_table(root, images, labels, classes), section, group_by, split)
+    columns = (label_column,) if label_column else ()
+    wanted = Wanted(labels_are, columns, tuple(classes), uncertain, blank)
+    return _items(root, in_table(root, images, labels, wanted), section, group_by, split)
 
 
 def paired(
@@ -168,10 +200,8 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     return OwnImages(records, names, rows, tuple(notes), "", tuple(classes), bare)
 
 
-def in_table(
-    root: Path, images: str, labels: str, classes: Sequence[str] | None = None
-) -> OwnImages:
-    """Return the images of a folder that a table names, their labels those of the classes; None: of the classes sorted.
+def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
+    """Return the images of a folder that a table names; without wanted names the classes are those of it, sorted.
 
     Raises:
         InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
@@ -180,33 +210,46 @@ def in_table(
     files = tables.image_files(path_below(root, images))
     if not table.is_file():
         raise InputError(
-            f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}"
+            f"{table} is not there", "the table of the images' labels", f"restore it{_ALONE}"
         )
 
-    labelling = label_table.read(table, [path for path, _ in files], classes or ())
-    names = sorted(set(labelling.classes.values())) if classes is None else classes
+    labelling = label_table.read(table, [path for path, _ in files], wanted)
+    names = list(labelling.names or wanted.names) or sorted(set(labelling.classes.values()))
     if unknown := sorted(set(labelling.classes.values()) - set(names)):
         problem = (
             f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
         )
         raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
 
-    used = [(path, uri) for path, uri in files if path in labelling.classes]
-    records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
-    bare = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
-    rows = cases.read(root, records, bare) or {
+    used = []
+    records = []
+    bare = []
+    for path, uri in files:
+        if path in labelling.classes:
+            records.append(_record(uri, names.index(labelling.classes[path]), path))
+        elif path in labelling.targets:
+            records.append(replace(_record(uri, 0, path), target=labelling.targets[path]))
+        else:
+            bare.append((path, uri))
+            continue
+
+        used.append(path)
+
+    if not records and labelling.task != "classification":
+        raise InputError(
+            f"{table}: nothing is known of any image, {labelling.columns}",
+            "an image at least with a known label",
+            "check the column",
+        )
+
+    unlabelled_records = unlabelled(bare)
+    rows = cases.read(root, records, unlabelled_records) or {
         path: row for path, row in labelling.rows.items() if row
     }
-
     return OwnImages(
-        records,
-        [path for path, _ in used],
-        rows,
-        labelling.notes,
-        labelling.columns,
-        tuple(names),
-        bare,
-    )
+        records, used, rows, labelling.notes, labelling.columns, tuple(names), unlabelled_records,
+        labelling.task, labelling.column,
+    )  # fmt: skip
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
@@ -263,8 +306,8 @@ def notes(
 
     left_out = dataset.notes if used_images == images else ()
     are_unknown = all(item.get("group") == item["id"] for item in items)
-    found = (*own_folder.odd(root), *cases.notes(dataset.rows))
-    return (*left_out, *found, *((UNKNOWN_PATIENTS,) if are_unknown else ()))
+    lines = [*left_out, *own_folder.odd(root), *cases.notes(dataset.rows)]
+    return (*lines, UNKNOWN_PATIENTS) if are_unknown else tuple(lines)
 
 
 NO_PATIENTS = (
@@ -281,8 +324,20 @@ def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Ow
     if ids.get("masks"):
         return with_masks(root, str(ids["images"]), str(ids["masks"]), lacking=lacking)
     if ids.get("labels"):
-        return in_table(root, str(ids["images"]), str(ids["labels"]), ids["classes"])
+        return in_table(root, str(ids["images"]), str(ids["labels"]), wanted_by(ids))
     return in_folders(root, ids["classes"])
+
+
+def wanted_by(ids: Mapping[str, Any]) -> Wanted:
+    """Return how a bundle of `medfl new` with these ids has its table of labels read."""
+    column = ids.get("label_column")
+    return Wanted(
+        ids.get("labels_are") or "classification",
+        (str(column),) if column else (),
+        tuple(ids["classes"]),
+        ids.get("uncertain") or "ignore",
+        ids.get("blank") or "ignore",
+    )
 
 
 def above(items: Iterable[Mapping[str, object]]) -> str:
@@ -482,7 +537,8 @@ def sections_of(
     else:
         rule = filled(_BY_GROUP)
 
-    sections = rule(records)
+    has_targets = any(record.target for record in records)
+    sections = rule(stratified(records) if has_targets else records)
     if empty := next((section for section in SECTIONS if section not in sections), None):
         of_patients = ""
         if any(record.group != record.id for record in records):

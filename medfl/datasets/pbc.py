@@ -1,7 +1,5 @@
 """PBC: eight kinds of normal peripheral blood cell, as BloodMNIST or as the folders that it was made from."""
 
-from __future__ import annotations
-
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published

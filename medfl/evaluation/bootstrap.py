@@ -74,26 +74,6 @@ def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     return ends_of
 
 
-def classification(
-    label: Integers, predicted: Integers, probabilities: Floats | None, classes: int, draws: Draws
-) -> dict[str, Interval]:
-    """Return the intervals of accuracy, balanced accuracy, macro F1 and, with probabilities (N, K), AUROC.
-
-    The metrics are those of `medfl.evaluation.metrics`. AUROC has an interval where every draw has all classes of the
-    data, as draws stratified by `label` have.
-    """
-    if len(label) < LEAST:
-        return {}
-
-    values = classified(label, predicted, classes, draws)
-    if probabilities is not None:
-        area = mean_area(areas(label, probabilities, draws))
-        if area is not None:
-            values["auroc"] = area
-
-    return intervals(values)
-
-
 def classified(
     label: Integers, predicted: Integers, classes: int, draws: Draws
 ) -> dict[str, Floats]:
@@ -116,16 +96,6 @@ def _mean_share(part: Array, total: Array) -> Floats:
     return shares
 
 
-def means(values: Mapping[str, Floats], draws: Draws) -> dict[str, Interval]:
-    """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
-    averages: dict[str, Floats] = {}
-    for name, column in values.items():
-        if np.count_nonzero(~np.isnan(column)) >= LEAST:
-            averages[name] = mean(column, draws)
-
-    return intervals(averages)
-
-
 def mean(values: Floats, draws: Draws) -> Floats:
     """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
     scored = ~np.isnan(values)
@@ -141,26 +111,41 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     former has the higher probability and 1/2 where they are equal. Of two classes only the second has areas, as in
     `medfl.evaluation.metrics`; a class without a case, or without any other case, has NaN.
     """
-    classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
-    # A class that every case has, or none, has no pair to compare.
-    ranked: dict[int, _Ranked] = {}
-    for c in classes:
-        if 0 < np.count_nonzero(label == c) < len(label):
-            ranked[c] = _Ranked.of(label == c, probabilities[:, c])
-
     by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
-    for start in range(0, len(draws), _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        for c, scores in ranked.items():
-            by_class[rows, c] = scores.areas(draws[rows])
+    for c in [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1]):
+        # A class that every case has, or none, has no pair to compare.
+        if 0 < np.count_nonzero(label == c) < len(label):
+            by_class[:, c] = area(label == c, probabilities[:, c], draws)
 
     return by_class
 
 
-def mean_area(by_class: Floats) -> Floats | None:
-    """Return the mean (draws,) of areas (draws, K) over the classes that have one, None where none has."""
-    usable = by_class[:, ~np.isnan(by_class).all(0)]
-    return usable.mean(1) if usable.size else None
+def area(positive: NDArray[np.bool_], score: Floats, draws: Draws) -> Floats:
+    """Return the area under the ROC curve (draws,) of N cases with a yes or no and a score."""
+    ranked = _Ranked.of(positive, score)
+    starts = range(0, len(draws), _BLOCK)
+    return np.concatenate([ranked.areas(draws[i : i + _BLOCK]) for i in starts])
+
+
+def average_precision(positive: NDArray[np.bool_], score: Floats, draws: Draws) -> Floats:
+    """Return the average precision (draws,): over the positives, the precision at each one's score."""
+    order = np.argsort(-score, kind="stable")
+    positives = order[positive[order]]
+    # how many cases have a score of at least that of each positive
+    reach = len(score) - np.searchsorted(np.sort(score), score[positives], "left")
+    precision_sums = []
+    for start in range(0, len(draws), _BLOCK):
+        rows = draws[start : start + _BLOCK].take(order, 1)
+        called = rows.cumsum(1).take(reach - 1, 1)
+        hits = (rows * positive[order]).cumsum(1).take(reach - 1, 1)
+        with np.errstate(invalid="ignore"):
+            precision = np.where(hits > 0, hits / called, 0.0)
+        precision_sums.append((precision * draws[start : start + _BLOCK].take(positives, 1)).sum(1))
+
+    with np.errstate(invalid="ignore"):
+        mean: Floats = np.concatenate(precision_sums) / draws[:, positive].sum(1)
+
+    return mean
 
 
 class _Ranked(NamedTuple):

@@ -6,12 +6,15 @@ are compared by the same findings. An unknown finding (-1) of a case counts nowh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
+
+from medfl.evaluation import bootstrap
+from medfl.evaluation.bootstrap import Draws, Floats
 
 LEAST = 10
 """Cases with a finding, and cases without it, from which it is among those of a macro mean."""
@@ -116,6 +119,46 @@ def summary(
     means.pop("positives", None)
     means.pop("cases", None)
     return means
+
+
+def redrawn(
+    probabilities: Array,
+    findings: Array,
+    decisions: Array | None,
+    draws: Draws,
+    wanted: Collection[str] | None = None,
+) -> dict[str, Floats]:
+    """Return the metrics of `of_one` in each draw (draws, K), NaN for findings that are not scored.
+
+    `wanted` are the metrics to be computed, None for all; the other arguments are as of `summary`.
+    """
+    values: dict[str, Floats] = {}
+
+    def put(name: str, k: int, column: Floats) -> None:
+        values.setdefault(name, np.full((len(draws), findings.shape[1]), np.nan))[:, k] = column
+
+    for k in np.flatnonzero(scored(findings)).tolist():
+        known = findings[:, k] >= 0
+        times = draws[:, known]
+        positive = findings[known, k] == 1
+        score = probabilities[known, k].astype(np.float64)
+        if wanted is None or "auroc" in wanted:
+            put("auroc", k, bootstrap.area(positive, score, times))
+        if wanted is None or "average_precision" in wanted:
+            put("average_precision", k, bootstrap.average_precision(positive, score, times))
+        if decisions is None:
+            continue
+
+        called = decisions[known, k] == 1
+        positives = times @ positive.astype(float)
+        hits = times @ (positive & called).astype(float)
+        with np.errstate(invalid="ignore"):
+            put("sensitivity", k, hits / positives)
+            put("f1", k, 2 * hits / (positives + times @ called.astype(float)))
+            negatives = times @ (~positive).astype(float)
+            put("specificity", k, (times @ (~positive & ~called).astype(float)) / negatives)
+
+    return values
 
 
 def thresholds(probabilities: Array, findings: Array) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ compare them), but are computed from one confusion matrix and one ranking: every
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -24,11 +24,17 @@ from medfl.evaluation import findings, numbers
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's title in reports, its definition in one line and its direction."""
+    """A metric's title in reports, its definition in one line, its direction, and whether it may be below 0."""
 
     title: str
     definition: str
     higher_is_better: bool = True
+    signed: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1."""
+        return self.higher_is_better and not self.signed
 
 
 IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
@@ -65,8 +71,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "mae": Metric("MAE", "mean absolute error, in the target's unit", higher_is_better=False),
         "rmse": Metric("RMSE", "root of the mean squared error", higher_is_better=False),
-        "r2": Metric("R²", "1 - squared error / squared deviation of the targets from their mean"),
-        "pearson": Metric("Pearson r", "correlation of predicted and true numbers"),
+        "r2": Metric(
+            "R²",
+            "1 - squared error / squared deviation of the targets from their mean",
+            signed=True,
+        ),
+        "pearson": Metric("Pearson r", "correlation of predicted and true numbers", signed=True),
         "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
         "dice": Metric(
             "Dice",
@@ -91,9 +101,23 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 
 OF_CASES = (
-    "probabilities", "label", "findings", "decisions", "prediction", "target", "own_pred", "own_label",
+    "probabilities", "label", "predicted", "findings", "decisions", "thresholds", "prediction", "target", "own_pred",
+    "own_label",
 )  # fmt: skip
 """What is no metric of a case."""
+OVER_CLASSES = frozenset(
+    {
+        "balanced_accuracy",
+        "f1_macro",
+        "auroc",
+        "average_precision",
+        "f1",
+        "sensitivity",
+        "specificity",
+    }
+)
+"""Means over classes or findings, which two sets of cases share only where they have the same ones."""
+_REFERENCES = ("label", "findings", "target")
 _LOWER_IS_BETTER = frozenset(
     {"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"}
 )
@@ -108,6 +132,11 @@ def higher_is_better(name: str) -> bool:
     if name in METRICS:
         return METRICS[name].higher_is_better
     return _LOWER_IS_BETTER.isdisjoint(name.lower().replace("-", "_").split("_"))
+
+
+def is_share(name: str) -> bool:
+    """Return whether the metric lies between 0 and 1; a bundle's own is taken so where more of it is better."""
+    return METRICS[name].is_share if name in METRICS else higher_is_better(name)
 
 
 def title(name: str) -> str:
@@ -134,8 +163,9 @@ class Cases:
     Attributes:
         ids: the items' ids, without repeats.
         values: tensors whose first dimension is the case. Classification: "probabilities" (N, K) float32, "label" (N,)
-            int64, "loss" (N,) float32. Findings: "probabilities" (N, K), "findings" (N, K) int8 of 1, 0 and -1
-            (unknown), of test images "decisions" (N, K) int8. Numbers: "prediction" and "target" (N, D) float64. Other
+            int64, "loss" (N,) float32; read from a table also "predicted" (N,) int64. Findings: "probabilities" (N, K),
+            "findings" (N, K) int8 of 1, 0 and -1 (unknown), of test images "decisions" (N, K) int8 by "thresholds"
+            (N, K). Numbers: "prediction" and "target" (N, D) float64. Other
             tasks, and metrics of a user's own: one (N,) float tensor per metric, NaN where a case has none.
 
     Raises:
@@ -159,6 +189,11 @@ class Cases:
     def is_classification(self) -> bool:
         """Whether the cases carry class probabilities, of which one class is right."""
         return "label" in self.values
+
+    @property
+    def reference(self) -> torch.Tensor | None:
+        """What is true of the cases, None where a value is a score already."""
+        return next((self.values[name] for name in _REFERENCES if name in self.values), None)
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -245,7 +280,7 @@ def summarise(cases: Cases) -> dict[str, float]:
         if name in arrays:
             _check_finite(cases.ids, name, arrays[name])
 
-    if "label" in arrays:
+    if "label" in arrays and "probabilities" in arrays:
         probabilities = arrays["probabilities"]
         label = arrays["label"]
         _check_labels(cases.ids, label, probabilities.shape[1])
@@ -296,10 +331,15 @@ class Spread(TypedDict, total=False):
     count: int
 
 
-def spread(values: Mapping[str, float | None], higher_is_better: bool = True) -> Spread:
+def spread(
+    values: Mapping[str, float | None],
+    higher_is_better: bool = True,
+    ranked: Collection[str] | None = None,
+) -> Spread:
     """Return mean, standard deviation and worst site (the first of equals) over the sites that have the metric.
 
-    A site without the metric has no entry, None or NaN. No site at all gives an empty result.
+    A site without the metric has no entry, None or NaN. No site at all gives an empty result. The worst is one of
+    `ranked`, None for all; without any there is none.
     """
     by_site: dict[str, float] = {}
     for site, value in values.items():
@@ -310,14 +350,28 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
         return {}
 
     numbers = np.array(list(by_site.values()))
-    worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
-    return {
-        "mean": float(numbers.mean()),
-        "sd": float(numbers.std()),
-        "worst": by_site[worst_site],
-        "worst_site": worst_site,
-        "count": len(by_site),
-    }
+    result: Spread = {"mean": float(numbers.mean()), "sd": float(numbers.std())}
+    candidates = [site for site in by_site if ranked is None or site in ranked]
+    if candidates:
+        worst_site = (min if higher_is_better else max)(candidates, key=by_site.__getitem__)
+        result["worst"] = by_site[worst_site]
+        result["worst_site"] = worst_site
+
+    result["count"] = len(by_site)
+    return result
+
+
+def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:
+    """Return how many classes each site's mean over classes is of, and of how many: {} where that is all at each.
+
+    `averaged` are the classes or findings of each site; "of_classes" is how many there are at any.
+    """
+    everywhere = set[int]().union(*averaged.values())
+    counts = {site: len(classes) for site, classes in averaged.items()}
+    if all(count == len(everywhere) for count in counts.values()):
+        return {}
+
+    return {"of_classes": len(everywhere), "classes_at": counts}
 
 
 def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.evaluation.bootstrap import Draws, Floats
+
 Array = NDArray[Any]
 
 
@@ -49,6 +51,35 @@ def summary(prediction: Array, target: Array) -> dict[str, float]:
             means[name] = float(np.mean([row[name] for row in rows]))
 
     return means
+
+
+def redrawn(prediction: Array, target: Array, draws: Draws) -> dict[str, Floats]:
+    """Return the metrics of `of_one` of each number in each draw (draws, D), NaN where a draw lacks one."""
+    names = ("mae", "rmse", "r2", "pearson")
+    values = {name: np.full((len(draws), target.shape[1]), np.nan) for name in names}
+    for d in range(target.shape[1]):
+        known = ~np.isnan(target[:, d])
+        if not known.any():
+            continue
+
+        times = draws[:, known].astype(np.float64)
+        error = prediction[known, d] - target[known, d]
+        # around the mean of all cases, so that squares lose no digits
+        x = target[known, d] - target[known, d].mean()
+        y = prediction[known, d] - prediction[known, d].mean()
+        with np.errstate(invalid="ignore", divide="ignore"):
+            cases = times.sum(1)
+            squared = times @ error**2
+            spread_x = times @ x**2 - (times @ x) ** 2 / cases
+            spread_y = times @ y**2 - (times @ y) ** 2 / cases
+            together = times @ (x * y) - (times @ x) * (times @ y) / cases
+            values["mae"][:, d] = times @ np.abs(error) / cases
+            values["rmse"][:, d] = np.sqrt(squared / cases)
+            values["r2"][:, d] = np.where(spread_x > 0, 1 - squared / spread_x, np.nan)
+            product = np.maximum(spread_x * spread_y, 0)
+            values["pearson"][:, d] = np.where(product > 0, together / np.sqrt(product), np.nan)
+
+    return values
 
 
 def agreement(prediction: Array, target: Array) -> tuple[float, float, float]:

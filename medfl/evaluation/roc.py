@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from medfl.evaluation.bootstrap import Floats, Integers
 
@@ -20,6 +21,7 @@ class Curve:
         fpr, tpr: (P,) rates of false and true positives, rising.
         area: under the whole curve.
         positives: cases of the class.
+        cases: all.
     """
 
     index: int
@@ -27,6 +29,7 @@ class Curve:
     tpr: Floats
     area: float
     positives: int
+    cases: int
 
 
 def curves(label: Integers, probabilities: Floats) -> list[Curve]:
@@ -34,26 +37,28 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
 
     Of N cases, the class indices (N,) and the probabilities (N, K).
     """
+    found = []
+    classes = probabilities.shape[1]
+    for c in [1] if classes == 2 else range(classes):
+        found += curve(c, label == c, probabilities[:, c])
+
+    return found
+
+
+def curve(index: int, positive: NDArray[np.bool_], score: Floats) -> list[Curve]:
+    """Return the curve of one class or finding of cases (N,), [] where all have it or none."""
     # Here, because it takes a second to import.
     from sklearn.metrics import roc_auc_score, roc_curve
 
-    curves = []
-    classes = probabilities.shape[1]
-    for c in [1] if classes == 2 else range(classes):
-        positive = label == c
-        if not positive.any() or positive.all():
-            continue
+    if not positive.any() or positive.all():
+        return []
 
-        score = probabilities[:, c]
-        fpr, tpr, _ = roc_curve(positive, score)
-        if len(fpr) > _POINTS + 1:
-            fpr, tpr = _at_grid(fpr, tpr)
+    fpr, tpr, _ = roc_curve(positive, score)
+    if len(fpr) > _POINTS + 1:
+        fpr, tpr = _at_grid(fpr, tpr)
 
-        curves.append(
-            Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum()))
-        )
-
-    return curves
+    area = float(roc_auc_score(positive, score))
+    return [Curve(index, fpr, tpr, area, int(positive.sum()), len(positive))]
 
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:

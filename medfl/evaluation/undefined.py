@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from medfl.evaluation.findings import LEAST
 from medfl.evaluation.metrics import Cases
 
 _NAMED = 6  # rounds, sites, seeds or folds of a line
@@ -19,6 +20,11 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
         return ""
     if name == "auroc" and cases.is_classification:
         return "all of them are of one class"
+    if "findings" in cases.values:
+        least = LEAST if "decisions" in cases.values else 1
+        return f"no finding is known to be there in {least} of them and absent in {least}"
+    if "target" in cases.values and cases.values["target"].isnan().all():
+        return "the number of none is known"
     if name not in cases.values:
         names = metrics.keys() - {"round", "classes"}
         return f"it is none of {', '.join(sorted(names))}"

@@ -36,8 +36,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
-from medfl.export import configs, descriptions
-from medfl.export import network as exported
+from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.formats import (
     FILES,
@@ -266,7 +265,7 @@ class _BundleWriter:
     def _arguments(self) -> Document:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
         run = self.trained.run
-        shapes = list[list[int]]()
+        shapes = []
 
         def embeddings(plm: str) -> Tensor:
             values = self.task.embeddings(plm)

@@ -193,7 +193,7 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
             "has id, prediction and the probability of each class."
         )
     else:
-        steps = [_at_source(step) for step in steps]
+        steps = list(map(_at_source, steps))
         file.head(
             "Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/."
         )

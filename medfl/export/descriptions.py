@@ -186,7 +186,7 @@ def _without_paths(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: _without_paths(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_without_paths(value) for value in node]
+        return list(map(_without_paths, node))
     if isinstance(node, str):
         return _PATH_TO_REMOVE.sub("DIR", node)
 
@@ -345,7 +345,7 @@ def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
 
 def weight_files(folder: Path) -> dict[str, Document]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    files: dict[str, Document] = {}
+    files = {}
     for path in sorted((folder / "models").iterdir()):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}

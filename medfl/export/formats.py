@@ -142,7 +142,7 @@ class ShapeRecorder(nn.Module):
     def spatial(self, which: int) -> list[int | str]:
         """Return the spatial shape of inputs (0) or outputs (1), "*" along axes on which they differ."""
         shapes = [pair[which][2:] for pair in self.shapes]
-        spatial: list[int | str] = []
+        spatial = []
         for sizes in zip(*shapes, strict=True):
             spatial.append(sizes[0] if len(set(sizes)) == 1 else "*")
 

@@ -13,7 +13,7 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
-from medfl.runtimes.federation import POOLED
+from medfl.runtimes import federation
 from medfl.storage import run_documents
 from medfl.storage.files import write_atomic
 
@@ -32,10 +32,7 @@ OWN_IMAGES = "own"
 
 def participants(run: Run) -> list[str]:
     """Return the participants of a run, as `Federation.participants`."""
-    if methods.load(run.method, run.options).pools_data:
-        return [POOLED]
-
-    return list(run.partition.sites)
+    return federation.participants(run, methods.load(run.method, run.options).pools_data)
 
 
 def read_run(app: str) -> Run:

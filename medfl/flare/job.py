@@ -211,7 +211,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
     import psutil  # type: ignore[import-untyped]  # comes with FLARE and has no types
 
-    descendants: list[Any] = []
+    descendants = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         descendants = psutil.Process(process.pid).children(recursive=True)
 

@@ -252,10 +252,7 @@ class MedflController(_Controller):
         os.chdir(self.start)
         torch.set_num_threads(run.threads)
         plan = repeat(run, say=say, folder=path)
-        public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(
-            plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public
-        )
+        federation = replace(plan, run=replace(plan.run, rounds=run.rounds)).federation(say)
         folder = RunFolder.existing(path)
         settings = {"save_predictions": self.save_predictions, "track": self.track or None}
         self._run_rounds(federation, folder, say, None, **settings)
@@ -381,8 +378,7 @@ class MedflExecutor(_Executor):
             raise InputError(f"site {flare_name!r}", allowed, "use these names")
 
         def federation() -> Federation:
-            public = plan.public.prepare() if plan.public else None
-            federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+            federation = plan.federation()
             federation.hold()
             return federation
 

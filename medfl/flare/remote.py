@@ -98,7 +98,7 @@ class ReportedRunFolder(RunFolder):
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
     """Return the means of the sites' metrics, weighted by their numbers of cases, and the sums of these."""
-    means: dict[str, float] = {}
+    means = {}
     for key in dict.fromkeys(chain.from_iterable(reported.values())):
         section, _, metric = key.partition("/")
         values = {name: metrics[key] for name, metrics in reported.items() if key in metrics}

@@ -109,7 +109,7 @@ def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbo
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
     if reason and not (args.no_sandbox or config.is_shipped):
         raise InputError(
-            f"bundle {config.bundle}, which is not shipped: {reason}",
+            f"bundle {config.bundle}, which is not shipped, or changed since: {reason}",
             "a Linux kernel of at least 5.13 with Landlock",
             "serve there, or add --no-sandbox: it then runs with your rights",
         )
@@ -330,7 +330,7 @@ def _permissions(path: Path, kind: str) -> Document:
     """Return a site's policy, or a server kit's own without the rights that nobody has."""
     if kind == "site":
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
-        return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
+        return {"format_version": "1.0", "permissions": dict.fromkeys(_ROLES, rights)}
 
     default = path.with_name(f"{path.name}.default")
     if default.is_file():

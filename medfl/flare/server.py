@@ -163,7 +163,7 @@ class FlareWorkers(Workers):
         self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
     ) -> Iterator[tuple[int, Any]]:
         """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
-        questions: list[_Question] = []
+        questions = []
         for index, make in enumerate(tasks):
             task = make()
             if not isinstance(task, SiteTask):
@@ -192,8 +192,8 @@ class FlareWorkers(Workers):
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
         sections: Sequence[str] = ()
-        save: dict[str, float] = {}
-        extra: dict[str, torch.Tensor] = {}
+        save = {}
+        extra = {}
         match task:
             case Train(sections=sections):
                 kind = wire.TRAIN
@@ -215,7 +215,7 @@ class FlareWorkers(Workers):
                 kind = wire.SEGMENT
                 read = partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
-                positions = [ids.index(ident) for ident in task.ids]
+                positions = list(map(ids.index, task.ids))
                 extra = {"positions/test": torch.tensor(positions, dtype=torch.int64)}
             case _:
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
@@ -229,7 +229,7 @@ class FlareWorkers(Workers):
     def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
         """Send the questions, equal ones to several sites at once, and yield results as they arrive."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        waiting: dict[tuple[int, str], _Question] = {}
+        waiting = {}
         for group in _grouped(questions):
             first = group[0]
             sites = {question.site: question for question in group}

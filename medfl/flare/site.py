@@ -104,7 +104,7 @@ class FlareSite:
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)
         sections = payload.sections
-        metrics: dict[str, float] = {}
+        metrics = {}
         if sections and not self._simulation:  # of what was received, before it is trained on
             metrics = _metrics_of(self.algo.visit(score_site, data, sections))
 

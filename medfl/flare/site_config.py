@@ -33,7 +33,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from medfl import methods
-from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders
+from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, ships_unchanged
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
@@ -167,8 +167,8 @@ class SiteConfig:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether the bundle is one that ships with medfl."""
-        return self.bundle in shipped_folders()
+        """Whether the bundle is one that ships with medfl, unchanged."""
+        return ships_unchanged(self.bundle)
 
     def files(self) -> tuple[Path, Config, str]:
         """Return the bundle's folder, its federated.yaml and its hash; nothing of it is evaluated."""
@@ -264,7 +264,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     document = json.loads(json.dumps(run.to_dict()))
     error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
-        where = ".".join(str(part) for part in error.absolute_path) or "the run"
+        where = ".".join(map(str, error.absolute_path)) or "the run"
         problem = f"{printable(where, 60)} is {printable(error.instance, 60)}"
         raise refuse(problem, "numbers and names as medfl writes them")
 

@@ -80,7 +80,7 @@ def by_kind(
     facts: Mapping[str, Facts], summary: Config, bundle: Problem
 ) -> dict[str, dict[str, list[str]]]:
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
-    names_by_kind: dict[str, dict[str, list[str]]] = {}
+    names_by_kind = {}
     for kind in _DESCRIPTIONS:
         names_by_site = dict(summary.get(kind) or {})
         for site in sorted(facts):

@@ -12,8 +12,7 @@ from typing import Any, TypeVar, cast
 from medfl.core.declared import Declared, read_options
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
-from medfl.core.names import check_method_name
-from medfl.core.names import method_names as names
+from medfl.core.names import check_method_name, method_names as names
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,
@@ -99,7 +98,7 @@ def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
     """
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
-    shared_fields: dict[str, dataclasses.Field[Any]] = {}
+    shared_fields = {}
     if cls.takes_prototypes:
         shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
 
@@ -217,11 +216,11 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
         )
 
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
-    owners: dict[str, type[Any]] = {}
+    owners = {}
     for kind in kinds:
         owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
 
-    remedies: dict[str, str] = {}
+    remedies = {}
     for hook, kind in owners.items():
         if hasattr(cls, hook) and not issubclass(cls, kind):
             remedies[hook] = f"derive from medfl.methods.{kind.__name__} too"

@@ -201,7 +201,7 @@ def sample_shares(replies: Messages) -> dict[str, float]:
     Raises:
         RunError: a reply lacks its n_k.
     """
-    samples: dict[str, float] = {}
+    samples = {}
     for name in sorted(replies):
         scalars = replies[name].scalars
         if "samples" not in scalars:

@@ -59,7 +59,7 @@ class CCVR(Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Describe the features under the received model where it is time to, then train as FedAvg does."""
-        groups: dict[str, Weights] = {}
+        groups = {}
         if site.round % self.calibrate_every == 0:
             groups["statistics"] = self._statistics(site, down)
         # The statistics are of the model as received: training, which comes next, changes it.

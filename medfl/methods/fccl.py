@@ -113,7 +113,7 @@ class FCCL(ScoreExchange):
     def _hold_on(self, site: Site, state: State) -> Objective:
         """Return the loss of the private phase (3); the model of the previous round is the one in the State."""
         weights = {"frozen": self.frozen_weight, "weights": self.previous_weight}
-        references: list[tuple[float, nn.Module]] = []
+        references = []
         for name, weight in weights.items():
             if weight:
                 references.append((weight, frozen(site.model(state[name]))))
@@ -122,7 +122,7 @@ class FCCL(ScoreExchange):
             z = network(x)
             with torch.no_grad():
                 teachers = [(weight, reference(x)) for weight, reference in references]
-            loss: Tensor = site.loss(z, y)
+            loss = site.loss(z, y)
             for weight, teacher in teachers:
                 loss = loss + weight * divergence(z, teacher)  # (3)
 

@@ -3,8 +3,6 @@
 w^{t+1} = sum_{k in S_t} p_k w_k^t, p_k = n_k / sum_{j in S_t} n_j. Floating BatchNorm buffers are averaged too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from medfl.methods.base import Method

@@ -67,7 +67,7 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items where alpha depends on it."""
-        scalars: dict[str, float] = {}
+        scalars = {}
         if "mean_samples" in server:
             scalars["mean_samples"] = server["mean_samples"]
 

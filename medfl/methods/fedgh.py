@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
@@ -89,8 +89,8 @@ class FedGH(PrototypeExchange):
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
         lengths = {"the server": feature_size(network)}
-        means: list[Tensor] = []
-        classes: list[int] = []
+        means = []
+        classes = []
         for name in sorted(replies):
             prototypes = prototypes_in(replies[name])
             for c in sorted(prototypes, key=int):  # the wire has its own order

@@ -38,8 +38,7 @@ class CosineHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        logits: Tensor = self.scale * super().forward(normalize(x, dim=1))
-        return logits
+        return self.scale * super().forward(normalize(x, dim=1))
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _excess(replies: Messages, shares: Mapping[str, float], site_name: str) -> f
 
     # tau_eff is the mean of K_k where a reply has them, else of a_k. As the p_k sum to 1, tau_eff - a_k
     # is the mean of the differences, which is exactly 0 for equal ones.
-    differences: list[float] = []
+    differences = []
     for name, share in shares.items():
         steps = scalars[name].get("steps", scalars[name]["effective_steps"])
         differences.append(share * (steps - effective))

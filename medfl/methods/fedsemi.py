@@ -70,7 +70,7 @@ class FedSemi(Method, WithoutLabels):
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average, with unlabelled sites weighted by `weight`; if all weights are 0, change nothing."""
-        counted: dict[str, Message] = {}
+        counted = {}
         for name, reply in replies.items():
             counted[name] = Message({}, {"samples": self._counted(reply, host.round)})
 
@@ -94,7 +94,7 @@ class FedSemi(Method, WithoutLabels):
 
     def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the mean share of pseudo-labelled items at the unlabelled sites."""
-        sure: list[float] = []
+        sure = []
         for name in sorted(replies):
             if "sure" in replies[name].scalars:
                 sure.append(replies[name].scalars["sure"])

@@ -107,7 +107,7 @@ class FedType(PrivateModels):
             lam = grown(self.lam_proxy, before - accuracy)
 
         train_in_turns(site, turns)
-        after: State = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
+        after = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
         return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
 
     def _large_objective(
@@ -160,7 +160,7 @@ class FedType(PrivateModels):
     def _sets(self, site: Site, network: nn.Module, lam: float, draws: torch.Generator) -> Sets:
         """Calibrate a network's uncertainty sets on the site's training items."""
         rate = partial(scores, k_reg=self.k_reg, lam=lam)
-        label_scores: list[Tensor] = []
+        label_scores = []
         with evaluating(network), torch.no_grad():
             for x, y in site.still.batches(site.settings.batch_size):
                 labels = class_indices(y).to(site.device)

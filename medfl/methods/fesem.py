@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
@@ -84,7 +84,7 @@ class FeSEM(Method):
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Make the first centres and give each site one."""
         names = sorted(introductions)
-        drawn: list[Tensors] = []
+        drawn = []
         for k in range(1, self.clusters):
             if self.start == "random":
                 drawn.append(snapshot(host.networks.fresh("centre", k)))
@@ -198,7 +198,7 @@ def _least_square(weights: Weights, centres: Sequence[Weights], names: Sequence[
 
 
 def _square(weights: Weights, centre: Weights, names: Sequence[str]) -> float:
-    squares: list[float] = []
+    squares = []
     for name in names:
         # After a resume the centres may be on another device than the sites' weights.
         difference = weights[name].double() - centre[name].to(weights[name]).double()

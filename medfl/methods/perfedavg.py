@@ -115,8 +115,7 @@ class PerFedAvg(Method):
             with randomness():
                 inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
 
-            loss: Tensor = site.loss(network(x), y)
-            return loss
+            return site.loss(network(x), y)
 
         def back(parameters: Sequence[nn.Parameter]) -> None:
             with torch.no_grad():

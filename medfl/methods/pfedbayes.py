@@ -159,7 +159,7 @@ class PFedBayes(Method):
                     follow()
 
                 taken += 1
-                loss: Tensor = site.loss(model(x), y)
+                loss = site.loss(model(x), y)
                 if scale:
                     return loss + scale * divergence(q.moments(), fixed(w))  # (1)
 
@@ -229,7 +229,7 @@ class Gaussian(nn.Module):
 
     def moments(self) -> Moments:
         """Return mu and sigma."""
-        return self.mu, [softplus(rho) for rho in self.rho]
+        return self.mu, list(map(softplus, self.rho))
 
     def rhos(self) -> Tensors:
         """Return a copy of rho by name."""
@@ -298,7 +298,7 @@ def fixed(distribution: Gaussian) -> Moments:
 
 def divergence(q: Moments, w: Moments) -> Tensor:
     """Return KL(q || w) = sum of log(sigma_w / sigma_q) + (sigma_q^2 + (mu_q - mu_w)^2) / (2 sigma_w^2) - 1/2."""
-    parts: list[Tensor] = []
+    parts = []
     for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True):
         square = (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2)
         parts.append(((sigma_w / sigma_q).log() + square - 0.5).sum())

@@ -76,7 +76,7 @@ class Scaffold(Method):
         site_control = state["control"]  # c_i
         server_control = down["control"]  # c
         correction = [server_control[name] - site_control[name] for name in trainable]
-        gradient_sums = [torch.zeros_like(parameter) for parameter in trainable.values()]
+        gradient_sums = list(map(torch.zeros_like, trainable.values()))
         by_gradient = self.control == "gradient" or (
             self.control == "auto" and not _plain_sgd(site, model)
         )

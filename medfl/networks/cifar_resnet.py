@@ -58,7 +58,7 @@ class CifarResNet(nn.Module):
         channels = 16
 
         for width in (16, 32, 64):
-            blocks: list[nn.Module] = []
+            blocks = []
             for _ in range((depth - 2) // 6):  # n: a block has two of the 6n + 2 layers
                 blocks.append(_Block(channels, width, spatial_dims))
                 channels = width  # the first block of a stage alone changes the width

@@ -107,7 +107,7 @@ def normalisation(text: str) -> Constants:
         return NORMALISATIONS[text]
 
     try:
-        mean, sd = (tuple(float(number) for number in part.split(",")) for part in text.split("/"))
+        mean, sd = (tuple(map(float, part.split(","))) for part in text.split("/"))
     except ValueError:
         mean = ()
         sd = ()
@@ -274,7 +274,7 @@ def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
     ||m - running mean||_2 + ||v - running variance||_2, with mean and biased variance of the layer's input over
     (N, H, W); L_dis is the sum. The list is filled by forward passes inside the block.
     """
-    gaps: list[Tensor] = []
+    gaps = []
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, nn.BatchNorm2d)

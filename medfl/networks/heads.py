@@ -83,7 +83,7 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 @contextmanager
 def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
     """Collect what enters the head in the forward passes inside the block, one tensor a pass."""
-    inputs_of_head: list[Tensor] = []
+    inputs_of_head = []
     # A hook, since no method of a foreign network gives its features.
     handle = head(network).register_forward_pre_hook(
         lambda _, inputs: inputs_of_head.append(inputs[0])

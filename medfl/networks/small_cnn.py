@@ -20,7 +20,7 @@ class SmallCNN(nn.Module):
         super().__init__()
         conv = Conv[Conv.CONV, spatial_dims]
         pool = Pool[Pool.MAX, spatial_dims]
-        layers: list[nn.Module] = []
+        layers = []
         widths = (in_channels, 32, 64, 72)
 
         for narrow, wide in pairwise(widths):

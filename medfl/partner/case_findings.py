@@ -9,15 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Floats
 from medfl.core.names import listed
 from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
+from medfl.datasets.readers.checking import targets_told
 from medfl.datasets.readers.volumes import changes_told
 from medfl.partner.scanning import ScannedItem, sections
+from medfl.problem.described import tensor_described
 from medfl.problem.problem import Problem
+from medfl.problem.tasks.regression import scale_of
 from medfl.runtimes.site_channels import names
 
 
@@ -144,6 +147,7 @@ class Findings:
             )
 
         yield from self._classes()
+        yield from self._targets()
         yield from self._structures()
         yield from self._sizes()
         for change in changes_told([image.changes for image in self._images]):
@@ -174,6 +178,52 @@ class Findings:
                 f"no image of {named(absent)}",
                 "nothing, if this is so at your site",
             )
+
+    def _targets(self) -> Iterator[Finding]:
+        """Say of each finding how many items have it, and of each number how it is spread."""
+        bundle = self._bundle
+        if bundle.task not in ("multilabel", "regression"):
+            return
+
+        items = [item for section in sections(bundle) for item in bundle.items(section)]
+        items = [item for item in items if "target" in item]
+        names = bundle.classes
+        odd = [str(item["id"]) for item in items if len(item["target"]) != len(names)]
+        if odd:
+            text = f"labels that are not one for each of {named(names)}: {named(odd)}"
+            yield Finding("labels", "FAILED", text, "correct them, or take another bundle")
+        elif items:
+            table = np.array([item["target"] for item in items], np.float64)
+            for line in targets_told(bundle.task, [*map(printable, names)], table.tolist()):
+                yield Finding("labels", "ok", line)
+
+            findings = self._lacking_outcome if bundle.task == "multilabel" else self._odd_numbers
+            yield from findings(table, [str(item["id"]) for item in items])
+
+    def _lacking_outcome(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
+        """Name the findings that no item has, or none is known to lack, among (N, K)."""
+        advice = "nothing, if this is so at your site"
+        for outcome, text in ((1, "no image has"), (0, "no image is known to lack")):
+            if absent := [*compress(self._bundle.classes, ~(table == outcome).any(0))]:
+                yield Finding("labels", "warning", f"{text} {named(absent)}", advice)
+
+    def _odd_numbers(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
+        """Name numbers (N, K) that are unlike the others of the site, or unlike those that the bundle knows."""
+        means, sds = scale_of(self._bundle.metadata, table.shape[1])
+        is_scaled = "sd" in tensor_described(self._bundle.metadata, "outputs", "pred")
+        for k, name in enumerate(self._bundle.classes):
+            known = ~np.isnan(table[:, k])
+            column = table[known, k]
+            mean = float(means[k])
+            middle = float(np.median(column)) if len(column) else mean
+            sd = float(sds[k])
+            if is_scaled and abs(middle - mean) > _FAR * sd:
+                text = f"the median of {printable(name)} is {middle:.4g}, in the bundle it is {mean:.4g} ± {sd:.4g}"
+                yield Finding("labels", "warning", text, "see whether it has the same unit")
+
+            if len(column) and (far := _far(compress(ids, known), column[:, None])):
+                text = f"{printable(name)} unlike the others: {named(far)}"
+                yield Finding("labels", "warning", text, "look at them")
 
     def _structures(self) -> Iterator[Finding]:
         if not self._masked:
@@ -381,7 +431,7 @@ def named(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
     return listed([printable(name, 160) for name in names], limit)
 
 
-def _span(column: NDArray[np.float64]) -> str:
+def _span(column: Floats) -> str:
     low = f"{np.min(column):.4g}"
     middle = f"{np.median(column):.4g}"
     high = f"{np.max(column):.4g}"
@@ -391,7 +441,7 @@ def _span(column: NDArray[np.float64]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def _far(names: Iterable[str], rows: NDArray[np.float64]) -> list[str]:
+def _far(names: Iterable[str], rows: Floats) -> list[str]:
     """Return the names of rows (N, K) with a number that is far from the others of its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
     # where most items are equal, a fifth of the median stands in for the quartiles' distance

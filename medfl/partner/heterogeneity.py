@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.spatial.distance import jensenshannon
 
 from medfl.core import tables, terminal
+from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
@@ -50,10 +50,10 @@ class SiteStatistics:
     classes: Mapping[str, int | None]
     low: float
     high: float
-    shares: NDArray[np.float64] | None
+    shares: Floats | None
 
     @property
-    def estimated(self) -> NDArray[np.float64]:
+    def estimated(self) -> Floats:
         """Training images of each class; hidden counts share the remaining images equally. NaN without a total."""
         total = self.images.get("train")
         if total is None or not self.classes:
@@ -135,7 +135,7 @@ class FederationStatistics:
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
     """Read the files that sites have written; InputError if one is another file, or they are of different bundles."""
-    documents = [_document(path) for path in paths]
+    documents = list(map(_document, paths))
     sites = tuple(map(_site, documents, paths))
     # a site with too few images tells no histograms, which is no difference
     histograms = next((site for site in sites if site.shares is not None), sites[0])
@@ -214,7 +214,7 @@ def _count(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
+def _distances(rows: Sequence[Floats]) -> list[float]:
     """Return each row's distance from the sum of all, NaN for rows that are empty or have NaN."""
     pooled = sum(row for row in rows if row.sum() > 0)
     distances = []

@@ -15,14 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.core import terminal
-from medfl.core.errors import MedflError
 from medfl.core.task import SECTIONS
 from medfl.data.disk_cache import content_hash
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
-    UNREADABLE,
     archive,
     orientation,
     split_uri,
@@ -75,7 +73,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
         entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
-        except (MedflError, *UNREADABLE) as error:  # reported like any finding; the scan goes on
+        except Exception as error:  # reported like any finding; the scan goes on
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
 
@@ -129,7 +127,7 @@ def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, .
         return shape, tuple(round(side, 4) for side in spacing)
 
     uri = entry.get("image") if isinstance(entry, Mapping) else None
-    with suppress(*UNREADABLE, MedflError):
+    with suppress(Exception):
         if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
             return picture_shape, ()
 

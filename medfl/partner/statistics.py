@@ -20,21 +20,23 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle import case_metadata
 from medfl.core import terminal
+from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
 from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
 from medfl.problem.problem import Problem
+from medfl.problem.tasks.regression import scale_of
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
 DOCUMENT_FORM = "medfl site statistics 1"
@@ -51,6 +53,7 @@ _SEXES = {
 # Ends of bands, in pixels and in millimetres.
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
+_OUTCOMES = ("present", "absent", "unknown")
 _UNIT = 1000  # a share is counted in thousandths: noise is added to whole numbers
 
 
@@ -93,12 +96,13 @@ def gather(
     Raises:
         InputError: an item cannot be read; names it.
     """
-    summaries: dict[str, Document] = {}
+    summaries = {}
     for section in sections(bundle):
         metadata = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
+        targets = {str(item["id"]): item.get("target", ()) for item in bundle.items(section)}
         for item in scan(bundle, section, progress=progress):
-            counts.add(item, metadata.get(item.id, {}))
+            counts.add(item, metadata.get(item.id, {}), targets[item.id])
 
         summaries[section] = counts.released(options)
 
@@ -139,10 +143,30 @@ class _Counts:
         if bundle.task == "classification":
             self._preset["class"] = Counter(dict.fromkeys(bundle.classes, 0))
 
+        self._bands: dict[str, Sequence[float]] = {}
+        self._numbers: dict[str, list[float]] = {}
+        if bundle.task == "multilabel":
+            for name in bundle.classes:
+                self._preset[f"finding {name}"] = Counter(dict.fromkeys(_OUTCOMES, 0))
+        elif bundle.task == "regression":
+            # the bundle's scale, not the site's: which bands there are tells nothing of the data
+            means, sds = scale_of(bundle.metadata, len(bundle.classes))
+            for name, mean, sd in zip(bundle.classes, means.tolist(), sds.tolist(), strict=True):
+                ends = [float(f"{mean + sd * step:.4g}") for step in (-2, -1, 0, 1, 2)]
+                cells = (*_bands(ends, ""), UNRECORDED)
+                self._bands[name] = ends
+                self._numbers[name] = []
+                self._preset[f"number {name}"] = Counter(dict.fromkeys(cells, 0))
+
         self._named_by_data: dict[str, Counter[str]] = {}
         self._sums: Sums | None = None
 
-    def add(self, item: ScannedItem, metadata: Config) -> None:
+    def add(
+        self,
+        item: ScannedItem,
+        metadata: Config,
+        target: Sequence[float | None] = (),
+    ) -> None:
         if item.image is None:
             raise InputError(
                 f"{item.section} {item.id}: {item.problem}",
@@ -153,6 +177,8 @@ class _Counts:
         self._images += 1
         if "class" in self._preset and item.label is not None:
             self._preset["class"][self._bundle.classes[int(item.label)]] += 1
+        elif self._bundle.task in ("multilabel", "regression"):
+            self._targets(target)
         elif isinstance(item.label, Tensor):
             self._structures(item.label)
 
@@ -171,6 +197,20 @@ class _Counts:
 
         item_sums = sums(item.image[None].float(), self._bins)
         self._sums = item_sums if self._sums is None else self._sums.add(item_sums)
+
+    def _targets(self, target: Sequence[float | None]) -> None:
+        """Count what is known of findings, or of numbers; an image is in one cell of each table."""
+        names = self._bundle.classes
+        values = target if len(target) == len(names) else (None,) * len(names)
+        for name, value in zip(names, values, strict=True):
+            if name not in self._bands:
+                outcome = "unknown" if value is None else "present" if value == 1 else "absent"
+                self._preset[f"finding {name}"][outcome] += 1
+            elif value is None:
+                self._preset[f"number {name}"][UNRECORDED] += 1
+            else:
+                self._preset[f"number {name}"][_band(value, self._bands[name], "")] += 1
+                self._numbers[name].append(value)
 
     def _structures(self, mask: Tensor) -> None:
         """Count a structure as present or absent: a case may have several."""
@@ -200,6 +240,13 @@ class _Counts:
         if images < options.min_count:
             return {"images": None, "tables": {}, "intensity": None}
 
+        numbers = {}
+        for name, values in self._numbers.items():
+            # with noise the bands tell it: mean and deviation of the numbers have none
+            if options.epsilon is None and len(values) >= max(1, options.min_count):
+                moments = {"mean": _rounded(np.mean(values)), "sd": _rounded(np.std(values))}
+                numbers[name] = moments
+
         tables = {}
         if options.epsilon is not None:
             for name, counts in self._preset_tables().items():
@@ -212,7 +259,9 @@ class _Counts:
 
                 tables[name] = cells
 
-        return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
+        intensity = self._intensity(options, images)
+        released = {"images": images, "tables": tables, "intensity": intensity}
+        return released | ({"numbers": numbers} if numbers else {})
 
     def _with_unrecorded(self, counts: Mapping[str, int]) -> Counter[str]:
         """Return a table with all images: how many are not recorded would follow from the other counts."""
@@ -228,6 +277,10 @@ class _Counts:
         tables = {}
         if "class" in self._preset:
             tables["class"] = self._preset["class"]
+
+        for name, cells in self._preset.items():
+            if name.startswith(("finding ", "number ")):
+                tables[name] = cells
 
         for name in self._bundle.structures:
             if name != "background":
@@ -262,7 +315,7 @@ class _Counts:
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)  # which bins are small must not show
 
-            histogram: list[float | None] = []
+            histogram = []
             for is_hidden, share in zip(hidden, shares, strict=True):
                 histogram.append(None if is_hidden else round(float(share), 5))
 
@@ -291,7 +344,7 @@ def _released_counts(
     if options.epsilon is None:
         return suppress_counts(counts, options.min_count)[0]
 
-    cells: dict[str, int | None] = {}
+    cells = {}
     for name, count in add_noise(counts, options.epsilon, options.entropy).items():
         cells[name] = int(count) if count >= options.min_count else None
 
@@ -308,7 +361,7 @@ def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | No
     return shown
 
 
-def _moments(shares: NDArray[np.float64], bins: Bins) -> tuple[float, float]:
+def _moments(shares: Floats, bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
     total = float(shares.sum())
@@ -318,7 +371,7 @@ def _moments(shares: NDArray[np.float64], bins: Bins) -> tuple[float, float]:
     return mean, float(np.sqrt((shares * (middles - mean) ** 2).sum() / total))
 
 
-def _rounded(value: float) -> float | None:
+def _rounded(value: float | np.floating[Any]) -> float | None:
     if math.isfinite(value):
         return float(f"{value:.4g}")
 
@@ -326,8 +379,9 @@ def _rounded(value: float) -> float | None:
 
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
-    middle = [f"{low:g} to {high:g} {unit}" for low, high in zip(ends, ends[1:], strict=False)]
-    return [f"below {ends[0]:g} {unit}", *middle, f"{ends[-1]:g} {unit} and more"]
+    unit = f" {unit}" if unit else ""
+    middle = [f"{low:g} to {high:g}{unit}" for low, high in pairwise(ends)]
+    return [f"below {ends[0]:g}{unit}", *middle, f"{ends[-1]:g}{unit} and more"]
 
 
 def _band(value: float, ends: Sequence[float], unit: str) -> str:
@@ -377,6 +431,9 @@ def text(document: Config, width: int) -> list[str]:
         rows = {f"  {name}": _cells_text(cells) for name, cells in part["tables"].items()}
         if rows:
             lines += terminal.definitions(rows, width)
+
+        for name, moments in part.get("numbers", {}).items():
+            lines.append(f"  {printable(name)}  mean {moments['mean']}, sd {moments['sd']}")
 
         for index, channel in enumerate(_channels(part)):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])

@@ -117,8 +117,8 @@ class Audit:
 
 def _encoded(line: Mapping[str, object]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
-    cut: dict[str, object] = {}
-    short: dict[str, object] = {}
+    cut = {}
+    short = {}
     for key, value in line.items():
         cut[key] = value[:_TEXT_LENGTH] if isinstance(value, str) else value
         if value is None or isinstance(value, str | int | float):
@@ -139,7 +139,7 @@ def describe_message(message: Message, *, norms: bool = False) -> Document:
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
-        about: dict[str, object] = {
+        about = {
             "tensors": len(tensors),
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
             "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
@@ -266,9 +266,9 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "give those",
         )
 
-    entries: list[Mapping[str, object]] = []
-    problems: list[str] = []
-    notes: list[str] = []
+    entries = []
+    problems = []
+    notes = []
     hashes: list[str] = []
     torn = False
 

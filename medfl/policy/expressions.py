@@ -252,7 +252,7 @@ class ExpressionFilter:
     def _call(self, node: ast.Call, uses: Uses) -> Iterator[ast.AST]:
         """Check a call; yield the name that is called where it is one that may only be called."""
         called = node.func
-        keywords: dict[str, object] = {}
+        keywords = {}
         for keyword in node.keywords:
             name = keyword.arg or ""
             keywords[name] = _literal(keyword.value)
@@ -319,7 +319,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 def _module_path(node: ast.AST, names: Mapping[str, str]) -> tuple[str, str]:
     """Return the import's name that a name or a chain of attributes begins with, and the path that it spells."""
-    attributes: list[str] = []
+    attributes = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
         node = node.value

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors, Weights
@@ -221,7 +221,7 @@ def _norm(changes: Weights) -> float:
     return math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
 
 
-def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
+def normal(count: int, entropy: Entropy = os.urandom) -> Floats:
     """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
     from scipy.special import ndtri
 

@@ -35,8 +35,7 @@ from medfl.core.untrusted import (
 )
 from medfl.policy.components import check_arguments, component, name_set, replace_removed
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
-from medfl.policy.findings import READ, UNREADABLE, File
-from medfl.policy.findings import Inspection as Inspection
+from medfl.policy.findings import READ, UNREADABLE, File, Inspection as Inspection
 from medfl.policy.paths import check_path
 from medfl.policy.policy import Policy
 
@@ -372,7 +371,7 @@ class BundleFiles:
                 self.inspection.refuse(name, "", error)
 
     def _paths(self) -> list[Path]:
-        paths: list[Path] = []
+        paths = []
 
         def unreadable(error: OSError) -> None:
             self.inspection.refuse(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import math
 import os
 from collections import Counter
@@ -28,7 +27,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.names import listed
 from medfl.core.release import pip_install
 from medfl.core.untrusted import Refused, json_values, printable
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 
 _NAMED = 4
 
@@ -192,7 +191,7 @@ class Account:
 
     def _write(self) -> None:
         if self.path is not None:
-            write_atomic(self.path, (json.dumps(self.as_dict(), indent=1) + "\n").encode())
+            write_json(self.path, self.as_dict())
 
     def words(self) -> str:
         """Return the account in plain words."""
@@ -204,7 +203,7 @@ class Account:
     def _of_training(self) -> str:
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
-            names = listed([printable(name) for name in sorted(self.uncovered)], _NAMED)
+            names = listed(list(map(printable, sorted(self.uncovered))), _NAMED)
             return f"{count}: no formal privacy, for these left without noise: {names}"
 
         if self.plain:

@@ -20,7 +20,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from medfl.core.arrays import Floats
 
 Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""
@@ -97,7 +98,7 @@ def geometric(count: int, epsilon: float, entropy: Entropy = os.urandom) -> list
     return list(map(int, first - second))
 
 
-def uniform(count: int, entropy: Entropy) -> NDArray[np.float64]:
+def uniform(count: int, entropy: Entropy) -> Floats:
     """Return so many numbers between 0 and 1, of 52 random bits each."""
     # The middle of each of 2^52 steps: never 0 or 1, whose logarithm or quantile is infinite.
     bits = np.frombuffer(entropy(8 * count), np.uint64) >> np.uint64(12)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from markupsafe import Markup, escape
-from numpy.typing import NDArray
+
+from medfl.core.arrays import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +32,6 @@ _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 _DOTTED: dict[str, Any] = {"color": _COLOUR["muted"], "linewidth": 0.8, "linestyle": (0, (2, 3))}
 _SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
-Floats = NDArray[np.float64]
 
 
 class Chart(NamedTuple):
@@ -113,7 +113,7 @@ def stacked(
     label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0
 ) -> Markup | None:
     """Draw one stacked bar a round, each part in its colour and divided by `unit`; None if all are zero or absent."""
-    if not any(any(values) for values in parts.values()):
+    if not any(map(any, parts.values())):
         return None
 
     edges = [*(number - 0.5 for number in rounds), rounds[-1] + 0.5]
@@ -153,7 +153,12 @@ def roc(
 
 
 def reliability(
-    label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats
+    label: str,
+    confidence: Floats,
+    accuracy: Floats,
+    count: Sequence[int],
+    ends: Floats,
+    axis_labels: tuple[str, str],
 ) -> Markup:
     """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
 
@@ -180,7 +185,26 @@ def reliability(
             zorder=3,
         )
 
-    return _svg(draw, label, ("confidence", "share of right predictions"), _SQUARE)
+    return _svg(draw, label, axis_labels, _SQUARE)
+
+
+def agreement(
+    label: str, x: Floats, y: Floats, axis_labels: tuple[str, str], levels: Values
+) -> Markup:
+    """Draw a point a case; a line at each of the levels of y, the first one thick, or without levels where x = y."""
+
+    def draw(axes: Axes) -> None:
+        axes.scatter(x, y, s=9, color=_COLOUR["received"], alpha=0.55, linewidths=0)
+        if not levels:
+            ends = [float(min(x.min(), y.min())), float(max(x.max(), y.max()))]
+            axes.plot(ends, ends, **_DOTTED)
+            return
+
+        axes.axhline(0, **_DOTTED)
+        for place, level in enumerate(filter(_is_finite, levels)):
+            axes.axhline(level, color=_COLOUR["ink"], linewidth=0.8 if place else 1.6)
+
+    return _svg(draw, label, axis_labels, _SQUARE)
 
 
 def _square(axes: Axes) -> None:

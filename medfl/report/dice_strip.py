@@ -24,7 +24,7 @@ _DPI = 150
 
 def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
     """Draw the Dice of each site's test cases (NaN: none) as points and their median as a line; 20 sites a picture."""
-    by_site: dict[str, Floats] = {}
+    by_site = {}
     for site, values in dice.items():
         cases = np.sort(np.asarray(values, np.float64))
         cases = cases[~np.isnan(cases)]

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Integers
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
+from medfl.evaluation.metrics import Cases
 from medfl.report.formatting import number, signed
-from medfl.report.run_files import RunFiles
-from medfl.storage.run_reader import Predictions
+from medfl.report.run_files import Predictions, RunFiles
 
 BETTER = "better"
 WORSE = "worse"
@@ -30,12 +30,11 @@ UNCLEAR = "no clear difference"
 FEW = "too few cases"
 LEAST_OF_CLASS = 5
 """Cases of each class; from fewer there is no interval of a metric that is a mean over classes."""
-_OVER_CLASSES = {"auroc", "balanced_accuracy", "f1_macro"}
 _ROUNDING = 1e-9  # below it an end is zero
 _SITES = 100
 _COMPARED = 24
 """Of more sites no differences from Local, and from each other, are computed."""
-Rows = NDArray[np.int64]
+Rows = Integers
 
 
 def word(ends: Interval | None, higher_is_better: bool) -> str:
@@ -97,22 +96,26 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
         return None
 
     rows, their_rows = _pairs(first, second, site)
-    scored = _has_key_metric(ours, first, rows) & _has_key_metric(ours, second, their_rows)
-    rows = rows[scored]
-    their_rows = their_rows[scored]
+    first = first.select(rows)
+    second = second.select(their_rows)
+    scored = np.flatnonzero(
+        first.kind.has(first.cases, ours.key) & second.kind.has(second.cases, ours.key)
+    )
+    first = first.select(scored)
+    second = second.select(scored)
     # runs on other versions of the data must not be compared
-    if not len(rows) or not np.array_equal(_labels(first, rows), _labels(second, their_rows)):
+    if not len(first) or not _same_reference(first.cases, second.cases):
         return None
 
-    draws = _draws(ours, first, rows, "models")
-    our_metric = _key_metric(ours, first, rows, draws)
-    their_metric = _key_metric(ours, second, their_rows, draws)
+    draws = _draws(ours, first, "models")
+    our_metric = first.redrawn(draws, [ours.key]).metrics.get(ours.key)
+    their_metric = second.redrawn(draws, [ours.key]).metrics.get(ours.key)
     if our_metric is None or their_metric is None:
         return None
 
     higher = metrics.higher_is_better(ours.key)
-    enough = _are_enough(ours, first, rows)
-    return Difference.of(our_metric, their_metric, len(rows), higher, enough)
+    enough = _are_enough(ours, first)
+    return Difference.of(our_metric, their_metric, len(first), higher, enough)
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:
@@ -122,27 +125,40 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
         return None
 
     of_site = np.array(predictions.sites) == site
+    parts = []
+    for members in (of_site, ~of_site):
+        part = predictions.select(np.flatnonzero(members))
+        parts.append(part.select(np.flatnonzero(part.kind.has(part.cases, run.key))))
+
+    parts = _comparable(run.key, parts)
     metric_draws = list[Floats]()
-    cases = list[int]()
-    enough = True
+    for name, part in zip(("site", "others"), parts, strict=True):
+        values = None
+        if len(part):
+            values = part.redrawn(_draws(run, part, name), [run.key]).metrics.get(run.key)
 
-    for name, members in (("site", of_site), ("others", ~of_site)):
-        rows = np.flatnonzero(members)
-        rows = rows[_has_key_metric(run, predictions, rows)]
-        if not len(rows):
-            return None
-
-        values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name))
         if values is None:
             return None
 
         metric_draws.append(values)
-        cases.append(len(rows))
-        enough &= _are_enough(run, predictions, rows)
 
-    return Difference.of(
-        metric_draws[0], metric_draws[1], min(cases), metrics.higher_is_better(run.key), enough
-    )
+    cases = min(map(len, parts))
+    enough = all(_are_enough(run, part) for part in parts)
+    higher = metrics.higher_is_better(run.key)
+    return Difference.of(metric_draws[0], metric_draws[1], cases, higher, enough)
+
+
+def _comparable(key: str, parts: Sequence[Predictions]) -> list[Predictions]:
+    """Return sets of cases so that a mean over classes is of the same ones in each, [] cases where it cannot be."""
+    kind = parts[0].kind
+    cases_of = kind.comparable({str(i): part.cases for i, part in enumerate(parts)})
+    compared = [
+        Predictions(cases_of[str(i)], part.sites, part.kind) for i, part in enumerate(parts)
+    ]
+    if key in metrics.OVER_CLASSES and len({kind.averaged(part.cases) for part in compared}) > 1:
+        return [part.select(np.zeros(0, np.int64)) for part in compared]
+
+    return compared
 
 
 class Differences:
@@ -253,50 +269,25 @@ def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Ro
     return first, second
 
 
-def _has_key_metric(run: RunFiles, predictions: Predictions, rows: Rows) -> NDArray[np.bool_]:
-    """Return which of these cases have the key metric, where it is one of single cases; of others all."""
-    if run.key in predictions.scores:
-        return ~np.isnan(predictions.scores[run.key][rows])
+def _same_reference(ours: Cases, theirs: Cases) -> bool:
+    first = ours.reference
+    second = theirs.reference
+    if first is None or second is None:
+        return first is second
 
-    return np.ones(len(rows), bool)
-
-
-def _labels(predictions: Predictions, rows: Rows) -> Rows:
-    """Return the labels of some cases, nothing without classes."""
-    if len(predictions.label):
-        return predictions.label[rows]
-
-    return rows[:0]
+    return np.array_equal(first.numpy(), second.numpy(), equal_nan=first.is_floating_point())
 
 
-def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
+def _are_enough(run: RunFiles, predictions: Predictions) -> bool:
     """Return whether an interval of the key metric may be made from these cases."""
-    if len(rows) < LEAST:
+    if len(predictions) < LEAST:
         return False
-    if run.key not in _OVER_CLASSES or not len(predictions.label):
-        return True
 
-    return bool(np.unique(predictions.label[rows], return_counts=True)[1].min() >= LEAST_OF_CLASS)
+    least = predictions.kind.least(predictions.cases)
+    return run.key not in metrics.OVER_CLASSES or least is None or least >= LEAST_OF_CLASS
 
 
-def _draws(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Draws:
+def _draws(run: RunFiles, predictions: Predictions, name: str) -> Draws:
     """Return how often each draw takes each of these cases, (1 + draws, cases); the first takes all once."""
-    drawn = bootstrap.draw(
-        predictions.strata[rows], derive(run.seed, "report", "differences", name)
-    )
-    return np.concatenate([np.ones((1, len(rows)), np.int32), drawn])
-
-
-def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, draws: Draws) -> Floats | None:
-    """Return the key metric (draws,) of some cases, None where the predictions do not give it."""
-    if run.key in predictions.scores:
-        return bootstrap.mean(predictions.scores[run.key][rows], draws)
-    if not len(predictions.label):
-        return None
-
-    label = predictions.label[rows]
-    if run.key == "auroc" and predictions.probabilities is not None:
-        return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], draws))
-
-    values = bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws)
-    return values.get(run.key)
+    drawn = bootstrap.draw(predictions.strata, derive(run.seed, "report", "differences", name))
+    return np.concatenate([np.ones((1, len(predictions)), np.int32), drawn])

@@ -5,14 +5,11 @@ It has `folds.json`, what was asked for, and a run folder `fold-<number>` for ea
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import torch
 
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document
@@ -20,18 +17,16 @@ from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
-from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.undefined import told_by
 from medfl.report import formatting
-from medfl.report.run_files import RunFiles
+from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import rendered
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_atomic, write_json
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import read_document
 from medfl.storage.run_folder import RunFolder
-from medfl.storage.run_reader import Predictions
 
 FORM: Config = {
     "folds": Count, "bundle": str, "options": Document, "config": Document, "requested": Document,
@@ -136,20 +131,26 @@ class Folds:
 
     @cached_property
     def rows(self) -> dict[int, dict[str, float]]:
-        """Fold -> the metrics of its test cases."""
-        return {number: metrics.summarise(_cases(run)) for number, run in self.runs.items()}
+        """Fold -> the metrics of its test cases, whose means are over the same findings in all."""
+        cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
+        compared = self.first.kind.comparable(cases_of)
+        return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
 
     @cached_property
     def pooled(self) -> dict[str, float]:
         """The metrics of all test cases."""
-        return metrics.summarise(Cases.concat([_cases(run) for run in self.runs.values()]))
+        return metrics.summarise(self.cases)
 
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
-        """Structure -> its metrics over all test cases whose reference has it, and their number."""
-        return by_structure(
-            self.pooled, _predictions(self.first).scores, [*self.first.structures], len(self.ids)
-        )
+        """Structure, finding or number -> its metrics over all test cases that have it, and their number."""
+        names = [*self.first.structures] or self.first.classes
+        return self.first.kind.by_name(self.pooled, self.cases, names)
+
+    @cached_property
+    def cases(self) -> Cases:
+        """All test cases."""
+        return Cases.concat([_cases(run) for run in self.runs.values()])
 
     @property
     def names(self) -> list[str]:
@@ -212,7 +213,7 @@ class Folds:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
         names = self.names[:_COLUMNS]
-        spreads = [self.spread(name) for name in names]
+        spreads = list(map(self.spread, names))
 
         def numbers(values: Mapping[str, float]) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
@@ -225,7 +226,7 @@ class Folds:
 
         # a metric that no fold has has no spread
         means = [formatting.number(spread.get("mean")) for spread in spreads]
-        deviations = [formatting.sd(spread) for spread in spreads]
+        deviations = list(map(formatting.sd, spreads))
         counts = [spread.get("count", 0) for spread in spreads]
         rows.append(["mean", "", "", *means])
         rows.append(["sd", "", "", *deviations])
@@ -268,7 +269,7 @@ def write(folder: Path) -> Folds:
     """
     cross_validation = Folds.read(folder)
     summary = cross_validation.summary()
-    write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    write_json(folder / "summary.json", summary)
     _write_predictions(cross_validation)
     head, rows = cross_validation.cells()
     values = {
@@ -309,13 +310,7 @@ def _form(run: RunFiles) -> tuple[object, ...]:
 
 
 def _cases(run: RunFiles) -> Cases:
-    predictions = _predictions(run)
-    columns: Document = dict(predictions.scores)
-    if predictions.probabilities is not None:
-        columns = {"probabilities": predictions.probabilities, "label": predictions.label}
-
-    values = {name: torch.as_tensor(column) for name, column in columns.items()}
-    return Cases(tuple(predictions.ids), values)
+    return _predictions(run).cases
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

@@ -237,7 +237,7 @@ def spectrum(
 
     # values that are zero up to rounding have no place on a logarithmic axis
     lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in by_class.items()}
-    lengths = [len(values) for values in lines.values()]  # at most n - 1 for a class of n items
+    lengths = list(map(len, lines.values()))  # at most n - 1 for a class of n items
     if min(lengths) == max(lengths):
         most = f"The {max(lengths)}"
     else:

@@ -17,7 +17,7 @@ from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import analyse_predictions
+from medfl.report.prediction_analysis import analyse_predictions, numbers_of
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
@@ -36,6 +36,7 @@ _SHOWN = (
     "rounds",
     "summary",
     "undefined",
+    "unequal_classes",
 )
 """What the page is given of `RunFiles` by the same name."""
 
@@ -73,7 +74,7 @@ def context(run: RunFiles) -> Document:
     for kind, title in MODEL_KINDS:
         if by_site := run.site_values(kind, run.key):
             kinds.append((kind, title, by_site))
-            spreads.append((kind, title, metrics.spread(by_site, higher)))
+            spreads.append((kind, title, run.spread(kind, run.key)))
             scale = max(scale, *by_site.values())
 
     gains = {}
@@ -91,6 +92,7 @@ def context(run: RunFiles) -> Document:
         "higher": higher,
         **{name: getattr(run, name) for name in _SHOWN},
         "sites": sizes,
+        "classes_of": {site: run.classes_of(site) for site in run.site_names},
         **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
@@ -149,19 +151,20 @@ def _predicted(run: RunFiles) -> Document:
         if kind == run.judged and values.get("round") == last:
             exact.append(when)
 
-    entries: Document = {
+    entries = {
         "classified": bool(run.classes) and run.record["task"] == "classification",
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "least": bootstrap.LEAST,
         "least_of_class": LEAST_OF_CLASS,
         "exact": exact,
-        **_structures(run),
+        "noun": run.kind.noun,
     }
     analysis = analyse_predictions(run)
     if analysis is None:
-        absent = ("confusion", "roc", "calibration", "few_cases")
+        absent = ("confusion", "roc", "calibration", "few_cases", "worst")
         empty = {"predictions": False, "intervals": {}, "intervals_method": "", "each": {}}
-        return {**entries, **empty, "confusions": [], "worst": [], **dict.fromkeys(absent)}
+        none = {"confusions": [], "numbers": [], **_structures(run, {})}
+        return {**entries, **empty, **none, **dict.fromkeys(absent)}
 
     return {
         **entries,
@@ -173,31 +176,44 @@ def _predicted(run: RunFiles) -> Document:
         "roc": analysis.roc(),
         "calibration": analysis.calibration(),
         "worst": analysis.worst(),
+        "numbers": numbers_of(analysis),
+        **_structures(run, analysis.intervals),
         "each": analysis.each,
         "few_cases": analysis.cases(),
     }
 
 
-def _structures(run: RunFiles) -> Document:
-    """Return what the page shows of single structures: on all test cases, and their Dice at each site."""
+def _structures(run: RunFiles, intervals: Config) -> Document:
+    """Return what the page shows of single structures, findings or numbers: on all test cases, and at each site."""
     kinds = run.structure_metrics
+    at_sites = next((kind for kind in (run.key, *kinds) if kind in kinds), "")
     structures = []
     columns = []
     for name, scores in run.structures.items():
         structure = slug(name)
-        values = [(scores.get(kind), f"{kind}_{structure}") for kind in kinds]
-        structures.append((name, scores.get("cases"), values))
-        dice = run.site_values(run.judged, f"dice_{structure}")
-        columns.append((dice, run.site_values(run.judged, f"cases_{structure}")))
+        values = []
+        for kind in kinds:
+            own = f"{kind} of {name}"
+            values.append((scores.get(kind), own if own in intervals else f"{kind}_{structure}"))
+
+        structures.append((name, scores, values))
+        of_site = run.site_values(run.judged, f"{at_sites}_{structure}")
+        columns.append((of_site, run.site_values(run.judged, f"cases_{structure}")))
 
     sites = []
     for site in run.site_names:
         if any(site in cases for _, cases in columns):
-            cells = [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns]
+            cells = [(values.get(site), int(cases.get(site, 0))) for values, cases in columns]
             sites.append((site, cells))
 
     titles = [run.title(kind) for kind in kinds]
-    return {"structure_titles": titles, "structures": structures, "structure_sites": sites}
+    return {
+        "structure_titles": titles,
+        "structures": structures,
+        "structure_sites": sites,
+        "structure_metric": run.title(at_sites),
+        "structure_counts": any("positives" in scores for scores in run.structures.values()),
+    }
 
 
 def _traffic(run: RunFiles) -> Document | None:
@@ -346,7 +362,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     if key == "balanced_accuracy" and run.classes:
         chance = 1 / len(run.classes)
 
-    bounded = key in metrics.METRICS and metrics.higher_is_better(key)
+    bounded = key in metrics.METRICS and metrics.is_share(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(
         title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance
@@ -377,7 +393,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
 def costs(run: RunFiles) -> list[Chart]:
     """Return the charts of seconds and megabytes of each round, where the rounds have them."""
     rounds = run.rounds
-    drawn = list[Chart]()
+    drawn = []
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
         parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}

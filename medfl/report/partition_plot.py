@@ -200,7 +200,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
 
 def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
     """Draw each class's images at all sites as bars above the class names."""
-    totals = [sum(column) for column in zip(*matrix, strict=True)]
+    totals = list(map(sum, zip(*matrix, strict=True)))
     axes.bar(range(len(totals)), totals, width=0.55, color=TINTS["train"])
     axes.set(xlim=(-0.5, len(totals) - 0.5), ylim=(0, max(totals) * 1.25))
     for x, total in enumerate(totals):

@@ -1,21 +1,26 @@
-"""The test predictions of a run analysed: confusion, ROC, calibration, intervals, and the worst cases."""
+"""The test predictions of a run analysed: intervals, confusion, ROC, calibration, and the worst cases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.arrays import Array, Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
 from medfl.evaluation.roc import Curve
-from medfl.report import charts, formatting
+from medfl.report import charts, formatting, number_plots
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
+
+if TYPE_CHECKING:
+    from medfl.problem.tasks.kind import Redrawn
 
 # Of the single sites' confusion matrices: more cannot be read.
 _MAX_SITES = 12
@@ -35,33 +40,44 @@ class PredictionAnalysis:
     @property
     def is_classification(self) -> bool:
         """Whether the cases have classes."""
-        return bool(len(self.predictions.label))
+        return self.predictions.cases.is_classification
+
+    def _values(self, name: str) -> Array | None:
+        """Return a value of the cases, None where they have none of this name."""
+        values = self.predictions.cases.values.get(name)
+        return None if values is None else values.numpy(force=True)
 
     @cached_property
     def _draws(self) -> NDArray[np.int32]:
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
-    def _areas(self) -> NDArray[np.float64]:
-        assert self.predictions.probabilities is not None
-        return bootstrap.areas(self.predictions.label, self.predictions.probabilities, self._draws)
+    def _redrawn(self) -> Redrawn:
+        return self.predictions.redrawn(self._draws)
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
-        """Metric -> its interval over draws of the test cases."""
-        cases = self.predictions
-        if not self.is_classification:
-            return bootstrap.means(cases.scores, self._draws)
-
-        ends = bootstrap.classification(
-            cases.label, cases.predicted, None, len(self.classes), self._draws
-        )
-        if cases.probabilities is not None:
-            area = bootstrap.mean_area(self._areas) if self._enough else None
-            if area is not None:
-                ends |= bootstrap.intervals({"auroc": area})
+        """Metric -> its interval over draws of the test cases; `<metric> of <name>` of a single finding or number."""
+        kind = self.predictions.kind
+        ends = kind.intervals(self.predictions.cases, self._redrawn)
+        if ends and not self.is_classification:
+            for name, columns in self._redrawn.by_name.items():
+                titles = (f"{name} of {title}" for title in self.names)
+                ends |= bootstrap.intervals(dict(zip(titles, columns.T, strict=True)))
 
         return ends
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the findings or numbers of a case, or of its classes."""
+        for value in ("findings", "target"):
+            values = self._values(value)
+            if values is not None and len(self.classes) == values.shape[1]:
+                return list(self.classes)
+            if values is not None:
+                return list(map(str, range(values.shape[1])))
+
+        return list(self.classes)
 
     @property
     def _enough(self) -> bool:
@@ -71,12 +87,20 @@ class PredictionAnalysis:
     def each(self) -> dict[str, list[float]]:
         """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
         few = {}
-        for name, scores in self.predictions.scores.items():
+        for name, scores in self._scores.items():
             values = np.sort(scores[~np.isnan(scores)])
             if 0 < len(values) < bootstrap.LEAST:
                 few[name] = values.tolist()
 
         return few
+
+    @property
+    def _scores(self) -> dict[str, Floats]:
+        """Metric -> its value of each case, of tasks whose cases have such."""
+        if self.predictions.cases.reference is not None:
+            return {}
+
+        return {name: values.numpy() for name, values in self.predictions.cases.values.items()}
 
     def cases(self) -> Document | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
@@ -84,31 +108,55 @@ class PredictionAnalysis:
             return None
 
         cases = self.predictions
-        if self.is_classification:
+        label = self._values("label")
+        if label is not None:
             heads = ["Reference", "Predicted", "Confidence"]
             confidences: Iterable[float | None] = [None] * len(cases.ids)
             if self._confidence is not None:
                 confidences = self._confidence[0]
 
             columns = [
-                [self.classes[label] for label in cases.label],
-                [self.classes[label] for label in cases.predicted],
+                [self.classes[index] for index in label],
+                [self.classes[index] for index in self._predicted],
                 _numbers(confidences),
             ]
+        elif cases.cases.reference is not None:
+            heads = []
+            columns = []
+            reference = cases.cases.reference.numpy().astype(float)
+            truth = (
+                np.where(reference == -1, np.nan, reference)
+                if self._values("findings") is not None
+                else reference
+            )
+            output = self._values("probabilities")
+            if output is None:
+                output = cases.cases.values["prediction"].numpy()
+
+            for index, name in enumerate(self.names):
+                heads += [name, "Predicted"]
+                columns += [_numbers(truth[:, index]), _numbers(output[:, index])]
         else:
-            heads = [self.run.title(name) for name in cases.scores]
-            columns = [_numbers(values) for values in cases.scores.values()]
+            heads = [self.run.title(name) for name in self._scores]
+            columns = [_numbers(values) for values in self._scores.values()]
 
         rows = zip(cases.ids, cases.sites, zip(*columns, strict=True), strict=True)
         return {"heads": heads, "rows": list(rows)}
+
+    @cached_property
+    def _predicted(self) -> Integers:
+        predicted = self._values("predicted")
+        assert predicted is not None
+        return predicted
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
         draws = f"the {len(self.predictions.ids)} test cases drawn again with replacement"
         few = []
-        if self.is_classification:
+        label = self._values("label")
+        if label is not None:
             draws += " within each reference class, so that every draw has each"
-            sizes = np.bincount(self.predictions.label, minlength=len(self.classes))
+            sizes = np.bincount(label, minlength=len(self.classes))
             for name, size in zip(self.classes, sizes, strict=True):
                 if 0 < size < bootstrap.LEAST:
                     few.append(name)
@@ -136,7 +184,7 @@ class PredictionAnalysis:
     def confusion(self) -> Document | None:
         """Return the pooled confusion matrix."""
         if self.is_classification:
-            return self._matrix(np.ones(len(self.predictions.label), bool))
+            return self._matrix(np.ones(len(self.predictions), bool))
 
         return None
 
@@ -151,10 +199,9 @@ class PredictionAnalysis:
         return [(site, self._matrix(site_of == site)) for site in sites]
 
     def _matrix(self, members: NDArray[np.bool_]) -> Document:
-        cases = self.predictions
-        counts = metrics.confusion(
-            cases.label[members], cases.predicted[members], len(self.classes)
-        )
+        label = self._values("label")
+        assert label is not None
+        counts = metrics.confusion(label[members], self._predicted[members], len(self.classes))
         rows = counts.sum(1)
         columns = counts.sum(0)
         hits = np.diag(counts)
@@ -170,12 +217,23 @@ class PredictionAnalysis:
 
     @cached_property
     def curves(self) -> list[Curve]:
-        """The ROC curves, one against the rest."""
-        cases = self.predictions
-        if cases.probabilities is not None:
-            return roc.curves(cases.label, cases.probabilities)
+        """The ROC curves: of each class against the rest, or of each finding among the cases where it is known."""
+        probabilities = self._values("probabilities")
+        if probabilities is None:
+            return []
 
-        return []
+        label = self._values("label")
+        if label is not None:
+            return roc.curves(label, probabilities)
+
+        curves = []
+        truth = self._values("findings")
+        assert truth is not None
+        for k in range(truth.shape[1]):
+            known = truth[:, k] >= 0
+            curves += roc.curve(k, truth[known, k] == 1, probabilities[known, k])
+
+        return curves
 
     def roc(self) -> Document | None:
         """Return the ROC chart and a row for each class with its area, None without probabilities."""
@@ -186,7 +244,7 @@ class PredictionAnalysis:
         tones = ["local" if many else f"tone-{i}" for i in range(len(self.curves))]
         rows = []
         for tone, curve in zip(tones, self.curves, strict=True):
-            row = {"tone": tone, "name": self.classes[curve.index], "area": curve.area}
+            row = {"tone": tone, "name": self.names[curve.index], "area": curve.area}
             interval = self._area_interval(curve)
             rows.append({**row, "ends": interval, "positives": curve.positives})
 
@@ -196,9 +254,16 @@ class PredictionAnalysis:
         title = f"ROC curve of {rows[0]['name']}"
         if len(self.curves) > 1:
             title = "ROC curves, one class against the others"
-            mean_curve = roc.macro(self.curves)
-            area = float(np.mean([curve.area for curve in self.curves]))
-            mean = {"area": area, "ends": self.intervals.get("auroc")}
+            averaged = self.curves
+            if not self.is_classification:
+                title = "ROC curves of the findings"
+                scored = self.predictions.kind.averaged(self.predictions.cases)
+                averaged = [curve for curve in self.curves if curve.index in scored]
+
+            if averaged:
+                mean_curve = roc.macro(averaged)
+                area = float(np.mean([curve.area for curve in averaged]))
+                mean = {"area": area, "ends": self.intervals.get("auroc"), "curve": mean_curve}
 
         if many:  # more curves than colours: thin and grey, with the mean on top
             svg = charts.roc(title, {}, rates, mean_curve)
@@ -209,37 +274,54 @@ class PredictionAnalysis:
 
     def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
-        enough = bootstrap.LEAST <= curve.positives <= len(self.predictions.ids) - bootstrap.LEAST
+        enough = bootstrap.LEAST <= curve.positives <= curve.cases - bootstrap.LEAST
         if enough:
-            return bootstrap.interval(self._areas[:, curve.index])
+            return bootstrap.interval(self._redrawn.by_name["auroc"][:, curve.index])
 
         return None
 
     @cached_property
-    def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
-        """Confidence of each case, and whether its predicted class is right."""
-        cases = self.predictions
-        if cases.probabilities is None:
+    def _confidence(
+        self,
+    ) -> tuple[Floats, NDArray[np.bool_], Integers] | None:
+        """Confidence of each prediction, whether it is right, and of which case it is.
+
+        Of findings the probability of each one that is known, and whether the case has it.
+        """
+        probabilities = self._values("probabilities")
+        if probabilities is None:
             return None
 
-        return (cases.probabilities.max(1), cases.predicted == cases.label)
+        label = self._values("label")
+        if label is not None:
+            return probabilities.max(1), self._predicted == label, np.arange(len(label))
+
+        truth = self._values("findings")
+        assert truth is not None
+        case, finding = np.nonzero(truth >= 0)
+        return probabilities[case, finding], truth[case, finding] == 1, case
 
     def calibration(self) -> Document | None:
         """Return the reliability chart and its numbers, None without probabilities."""
-        if self._confidence is None:
+        if self._confidence is None or not len(self._confidence[0]):
             return None
 
-        confidence, right = self._confidence
+        confidence, right, case = self._confidence
         curve = calibration.reliability(confidence, right)
-        eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws)
+        eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws[:, case])
         ends = []
         for draws, value, count in zip(accuracy.T, curve.accuracy, curve.count, strict=True):
             interval = bootstrap.interval(draws) if count >= bootstrap.LEAST else None
             ends.append(interval or (value, value))  # a bin of few cases has no interval
 
         title = "Reliability of the predicted class"
+        axes = ("confidence", "share of right predictions")
+        if not self.is_classification:
+            title = "Reliability of the findings' probabilities"
+            axes = ("probability", "share with the finding")
+
         svg = charts.reliability(
-            title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T
+            title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T, axes
         )
 
         return {
@@ -252,38 +334,73 @@ class PredictionAnalysis:
             "confidence": float(confidence.mean()),
             "accuracy": float(right.mean()),
             "cases": len(right),
+            "classes": self.is_classification,
         }
 
-    def worst(self) -> list[Document]:
-        """Return the cases with the least probability for their reference class, the worst first."""
-        cases = self.predictions
-        if cases.probabilities is None:
-            return []
+    def worst(self) -> Document | None:
+        """Return a table of the worst cases, the worst first: None where no case has a probability or a number.
 
-        of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
-        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))
+        That is the least probability of the reference class, or of what is true of a finding; or the largest error.
+        """
+        cases = self.predictions
+        columns = self._of_reference()
+        if columns is None:
+            return None
+
+        heads, badness, of_case, cells = columns
+        ids = [cases.ids[case] for case in of_case.tolist()]
+        order = sorted(range(len(ids)), key=lambda i: (-badness[i], ids[i]))
         rows = []
         for i in order[:WORST]:
-            row = {
-                "id": cases.ids[i],
-                "site": cases.sites[i],
-                "label": self.classes[cases.label[i]],
-                "predicted": self.classes[cases.predicted[i]],
-                "confidence": float(cases.probabilities[i, cases.predicted[i]]),
-                "own": float(of_reference[i]),
-            }
-            rows.append(row)
+            site = cases.sites[int(of_case[i])]
+            rows.append((ids[i], site, [column[i] for column in cells]))
 
-        return rows
+        return {"heads": heads, "rows": rows}
+
+    def _of_reference(
+        self,
+    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
+        """Return heads, badness, case, and cells of each candidate for the worst cases."""
+        probabilities = self._values("probabilities")
+        label = self._values("label")
+        if label is not None and probabilities is not None:
+            own = probabilities[np.arange(len(label)), label]
+            predicted = probabilities[np.arange(len(label)), self._predicted]
+            cells: list[Sequence[str]] = [
+                [self.classes[index] for index in label.tolist()],
+                [self.classes[index] for index in self._predicted.tolist()],
+                _numbers(predicted),
+                _numbers(own),
+            ]
+            heads = ["Reference", "Predicted", "Confidence", "In the reference"]
+            return heads, -own, np.arange(len(label)), cells
+
+        if probabilities is not None and not self.is_classification and self._confidence:
+            probability, has, case = self._confidence
+            finding = np.nonzero(cast("Array", self._values("findings")) >= 0)[1].tolist()
+            cells = [
+                [self.names[k] for k in finding],
+                ["present" if value else "absent" for value in has],
+                _numbers(probability),
+            ]
+            badness = np.where(has, 1 - probability, probability)
+            return ["Finding", "Reference", "Probability"], badness, case, cells
+
+        return number_plots.errors(self.predictions, self.names)
 
 
 def _numbers(values: Iterable[float | None]) -> list[str]:
-    return [formatting.number(value) for value in values]
+    return list(map(formatting.number, values))
 
 
-def _shares(hits: NDArray[np.int64], totals: NDArray[np.int64]) -> list[float | None]:
+def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
     return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
+
+
+def numbers_of(analysis: PredictionAnalysis) -> list[Document]:
+    """Return the charts and figures of each number of a case, [] for other tasks."""
+    return number_plots.numbers(analysis.predictions, analysis.names)
 
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:

@@ -74,7 +74,7 @@ def worst_images(folder: Path) -> list[Picture]:
 
 
 def _read_all(folder: Path, pattern: str) -> list[Picture]:
-    return [Picture.read(path) for path in sorted((folder / "pictures").glob(pattern))]
+    return list(map(Picture.read, sorted((folder / "pictures").glob(pattern))))
 
 
 def _spaced(entries: Sequence[T], count: int) -> Sequence[T]:

@@ -1,7 +1,5 @@
 """Colours and sizes that all pictures share."""
 
-from __future__ import annotations
-
 INK = "#1f2937"  # texts
 SOFT = "#6b7280"  # secondary texts and frames
 BAND = "#f3f5f8"  # every other row, and grids

@@ -11,6 +11,7 @@ from medfl.core import terminal
 from medfl.core.documents import Config
 from medfl.core.tables import label_row
 from medfl.evaluation import metrics
+from medfl.evaluation.bootstrap import LEAST
 from medfl.report import formatting
 from medfl.report.differences import Differences
 from medfl.report.run_files import MODEL_KINDS, RunFiles
@@ -86,10 +87,13 @@ def _site_lines(
     """Return two heading lines, the sites, then mean, sd and worst of each column."""
     shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:
-        # the worst first, sites without a value last; the line about the others needs space too
+        # the worst first, sites with fewer classes and those without a value last; the line about the others needs
+        # space too
         sign = 1 if metrics.higher_is_better(run.key) else -1
         judged = run.site_values(run.judged, run.key)
-        shown.sort(key=lambda site: sign * judged.get(site, math.inf * sign))
+        shown.sort(
+            key=lambda site: (bool(run.classes_of(site)), sign * judged.get(site, math.inf * sign))
+        )
         shown = shown[: _TABLE_SITES - 4]
 
     widths = [24, 8, 8]
@@ -112,7 +116,8 @@ def _site_lines(
         lines.append(label_row([formatting.plain(site), *sizes, *cells], widths))
 
     if len(shown) < len(run.site_names):
-        lines.append(f"… {len(run.site_names) - len(shown)} better sites are in sites.csv")
+        others = "more" if run.unequal_classes else "better"
+        lines.append(f"… {len(run.site_names) - len(shown)} {others} sites are in sites.csv")
 
     if not columns:
         return [text.rstrip() for text in lines]
@@ -121,14 +126,15 @@ def _site_lines(
     if any(len(values) < len(run.site_names) for _, _, values in columns):
         summary["sites with it"] = [str(len(values)) for _, _, values in columns]
 
-    for name, _, values in columns:
-        spread = metrics.spread(values, metrics.higher_is_better(name))
+    for name, kind, _ in columns:
+        spread = run.spread(kind, name)
         summary["mean"].append(formatting.number(spread.get("mean")))
         summary["sd"].append(formatting.sd(spread))
         summary["worst"].append(formatting.number(spread.get("worst")))
 
     rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
-    return [*lines, rule, *rows]
+    said = textwrap.wrap(run.unequal_classes, terminal.width()) if run.unequal_classes else []
+    return [*lines, rule, *rows, *said]
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:
@@ -158,35 +164,52 @@ def _pooled_lines(run: RunFiles) -> list[str]:
 
 
 def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str) -> list[str]:
-    """Return a line for each structure (name -> metrics and cases), of more than 12 for those with the lowest Dice.
+    """Return a line for each structure, finding or number (name -> metrics and cases), of more than 12 the worst.
 
     The run gives titles and units; `model` is whose metrics they are, as the heading says it.
     """
     kinds = run.structure_metrics
+    if not structures or not kinds:
+        return []
+
+    first = run.key if run.key in kinds else kinds[0]
+    sign = 1 if metrics.higher_is_better(first) else -1
     shown = dict(structures)
     if len(shown) > _TABLE_STRUCTURES:
 
-        def dice(name: str) -> float:
-            value = structures[name].get("dice")
-            return math.inf if value is None else value
+        def place(name: str) -> float:
+            value = structures[name].get(first)
+            return math.inf if value is None else sign * value
 
-        shown = {name: structures[name] for name in sorted(shown, key=dice)[:_TABLE_STRUCTURES]}
+        shown = {name: structures[name] for name in sorted(shown, key=place)[:_TABLE_STRUCTURES]}
 
-    widths = [24, 8, *[_WIDE] * len(kinds)]
-    lines = [label_row([f"structure, {model}", "with it", *map(run.title, kinds)], widths)]
+    noun = run.kind.noun
+    titles = [run.title(kind) for kind in kinds]
+    width = _WIDE if noun == "structure" else max(map(len, titles)) + 2
+    count = max(1, (terminal.width() - 32) // width)
+    counted = "with it" if noun == "structure" else "cases"
+    widths = [24, 8, *[width] * len(kinds[:count])]
+    lines = [label_row([f"{noun}, {model}", counted, *titles[:count]], widths)]
+    left_out = False
     for name, scores in shown.items():
-        label = [formatting.plain(name), str(scores.get("cases", "–"))]
+        out = scores.get("scored") == 0
+        left_out |= out
+        label = [formatting.plain(name, 23) + "*" * out, f"{scores.get('cases', 0):.0f}"]
         if scores.get("cases"):
-            cells = [formatting.number(scores.get(kind)) for kind in kinds]
+            cells = [formatting.number(scores.get(kind)) for kind in kinds[:count]]
             lines.append(label_row([*label, *cells], widths))
         else:
             lines.append(label_row(label, widths[:2]) + "  no test case has it")
 
     if len(shown) < len(structures):
-        lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
+        lines.append(f"… {len(structures) - len(shown)} more {noun}s are in summary.json")
+    if left_out:
+        lines.append(f"* left out of the means: fewer than {LEAST} test cases have it, or lack it")
 
-    lines.append("each structure's figures are of the cases whose reference has it")
-    return [*lines, ""] if shown else []
+    if noun == "structure":
+        lines.append("each structure's figures are of the cases whose reference has it")
+
+    return [*lines, ""]
 
 
 def _data_line(run: RunFiles) -> str:

@@ -7,7 +7,6 @@ from medfl.core.importing import lazy_names
 if TYPE_CHECKING:
     from medfl.runs.folds import cross_validate as cross_validate
     from medfl.runs.launch import site_algo as site_algo
-    from medfl.runs.plan import Request as Request
-    from medfl.runs.plan import make_plan as make_plan
+    from medfl.runs.plan import Request as Request, make_plan as make_plan
 else:
     __all__, __getattr__ = lazy_names(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.places import FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.storage.run_documents import require_plain
 
@@ -77,7 +76,7 @@ def cross_validate(
     require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record["images"] = [plan.run.data.checksum for plan in plans]
-    write_atomic(folder / FOLDS, (json.dumps(record, indent=1) + "\n").encode())
+    write_json(folder / FOLDS, record)
 
     return _run(folder, record, {}, launch)
 

@@ -22,7 +22,7 @@ from medfl.core.message import Tensors, Weights
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
-from medfl.core.untrusted import Plain, json_values
+from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
@@ -68,15 +68,15 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             parts = _parts(path)
 
         ranks = {}
-        for place, tensors_there in parts.items():
-            for prefix in _prefixes(tensors_there, names):
-                ranks[place, prefix] = _shared(tensors_there, prefix, names)
+        for place, part in parts.items():
+            for prefix in _prefixes(part, names):
+                ranks[place, prefix] = _shared(part, prefix, names)
 
-        place, prefix = max(ranks, key=lambda found: ranks[found])
+        place, prefix = max(ranks, key=lambda key: ranks[key])
         shared = ranks.pop((place, prefix))[0]
-        others = [repr("".join(found)) for found, rank in ranks.items() if rank[0] == shared > 0]
-        if others:
-            say(f"--init: {path.name} has such names after {' and '.join(others)} too, left out")
+        rivals = [repr("".join(key)) for key, rank in ranks.items() if rank[0] == shared > 0]
+        if rivals:
+            say(f"--init: {path.name} has such names after {' and '.join(rivals)} too, left out")
 
         weights = {}
         for name, tensor in parts[place].items():
@@ -120,9 +120,9 @@ def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say
     """Return weights in the number types of a network, where both are floating point: a file may have halves."""
     changed = {}
     for name, tensor in weights.items():
-        own = drawn.get(name, tensor)
-        if own.dtype != tensor.dtype and own.is_floating_point() and tensor.is_floating_point():
-            changed[name] = tensor.to(own.dtype)
+        dtype = drawn.get(name, tensor).dtype
+        if tensor.dtype != dtype and dtype.is_floating_point and tensor.is_floating_point():
+            changed[name] = tensor.to(dtype)
 
     if changed:
         types = sorted({str(weights[name].dtype).removeprefix("torch.") for name in changed})
@@ -140,7 +140,7 @@ def _parts(path: Path) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo: list[tuple[str, Plain]] = [("", load_pickled(path))]
+        todo = [("", load_pickled(path))]
 
     if not isinstance(todo[0][1], Mapping):
         raise ValueError("it holds no tensors by name")

@@ -30,8 +30,8 @@ from medfl.report import RunFiles, write_report
 from medfl.runs import request_checks
 from medfl.runs.pace import steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
-from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import (
+    LISTED as _LISTED,
     discarding,
     has_local,
     is_due,
@@ -311,18 +311,19 @@ def _execute_in(
 
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
-    """If the validation metric was still rising at the end, say how to train on."""
+    """If the validation metric was still getting better at the end, say how to train on."""
     files = RunFiles(path)
     rise = files.rise
-    if rise is None or not higher_is_better(files.key):
+    if rise is None:
         return
 
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
 
+    way = "rising" if higher_is_better(files.key) else "falling"
     say(
-        f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
+        f"note: validation was still {way} at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
     )
 
 
@@ -372,8 +373,7 @@ def site_algo(
 
     # The host calls it when it initializes the site: preparing images takes long
     def make_federation() -> Federation:
-        public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+        federation = plan.federation(say)
         if plan.run.device != "cpu":
             say(federation.hold(free_gpu_memory))
 

@@ -273,8 +273,7 @@ class _States:
         self.manifest = result.manifest
         self.folder = RunFolder(result.path)
         plan = repeat(result.run, data, say, result.path)
-        public = plan.public.prepare(say=say) if plan.public else None
-        self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
+        self.federation = plan.federation(say)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""

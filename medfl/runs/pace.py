@@ -35,7 +35,7 @@ def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -
         task: its kind.
     """
     values = dict(chosen)
-    smallest = max(min(sizes), 1)
+    smallest = min(filter(None, sizes), default=1)
     if values["batch_size"] == AUTO:
         quarter = 2 ** int(math.log2(max(smallest // 4, 1)))
         values["batch_size"] = min(most, max(quarter, _LEAST_BATCH))
@@ -58,7 +58,7 @@ def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
     """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
     if chosen["rounds"] != AUTO:
         return ()
-    least = min(len(ids["train"]) for ids in run.partition.sites.values())
+    least = min(_trained(run).values(), default=1)
     count = run.rounds * run.local_epochs * math.ceil(least / run.batch_size)
     return (
         f"{run.rounds} rounds, fitted to the smallest site, whose {least} training images then make {count} steps in "
@@ -66,9 +66,18 @@ def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
     )
 
 
+def _trained(run: Run) -> dict[str, int]:
+    """Return site -> training images, of the sites that have some."""
+    counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
 def steps_note(run: Run) -> str:
     """Say how many steps a site has in a round, and what to do where they are few."""
-    counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
+    counts = _trained(run)
+    if not run.rounds or not counts:
+        return "nothing is trained"
+
     steps = {
         name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()
     }

@@ -43,6 +43,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import incomplete_data, site_channels, site_labels
+from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
@@ -118,9 +119,14 @@ class Plan:
             record.sites, self.sections, spec=record.spec, seed=record.seed, notes=record.notes
         )
 
+    def federation(self, say: Print = str) -> Federation:
+        """Return the run's federation, with its public images prepared."""
+        public = self.public.prepare(say=say) if self.public else None
+        return Federation(self.bundle, self.method, self.run, public=public)
+
     def extra(self, command: str) -> Document:
         """Return what run.json tells a reader beyond the run itself."""
-        counts: dict[str, list[int]] = {}
+        counts = {}
         if self.counted:
             counts = self.partition.counts(self.sections, len(self.counted))
 
@@ -202,6 +208,13 @@ def make_plan(
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
+    if not settings["rounds"] and not request.init:
+        raise InputError(
+            "0 rounds, without weights to examine",
+            "--init FILE|run:DIR|bundle:DIR with --rounds 0, or 1 round and more",
+            "see medfl evaluate",
+        )
+
     method, option_notes = _settled_method(
         request.method, requested_options, int(settings["rounds"]), sizes
     )
@@ -299,7 +312,7 @@ def request_of(
     **requested: Any,
 ) -> Request:
     """Return a request for a recorded run's settings, overridden by those given here."""
-    recorded: Document = {name: getattr(run, name) for name in ("method", *SETTINGS)}
+    recorded = {name: getattr(run, name) for name in ("method", *SETTINGS)}
     recorded |= {"data": _recorded_data(run), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)

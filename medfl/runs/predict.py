@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from medfl.bundle import new_images
-from medfl.bundle.new_images import Images
+from medfl.bundle.new_images import Images, Reference
 from medfl.core import terminal
+from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
@@ -27,14 +27,14 @@ from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_volume, read_volume
 from medfl.evaluation import save_masks, undefined
-from medfl.evaluation.evaluators import ClassEvaluator, Masks
-from medfl.evaluation.mask_metrics import by_structure
+from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, is_distance, summarise
 from medfl.evaluation.slices import unit
 from medfl.problem.described import mask_values
+from medfl.problem.tasks.regression import scale_of
 from medfl.runs import references
-from medfl.runs.predictor import Predictor, open_predictor
-from medfl.runs.result_tables import Record
+from medfl.runs.predictor import Predictor, VectorEvaluator, open_predictor
+from medfl.runs.result_tables import Record, parse_row
 from medfl.storage.places import require_unused
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, threads
@@ -48,6 +48,7 @@ _LONGEST = 1000  # characters of a path below the folder
 # the dot of a folder that is named like a file which is written, as "a.png/1.png"
 _OUTPUT = re.compile(r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE)
 _CUBIC_MM = 1000.0  # in a millilitre
+_TRUE = ("label_", "target_")
 
 
 @dataclass
@@ -82,7 +83,9 @@ def predict(
 ) -> Document:
     """Write a trained network's predictions for images into a new folder.
 
-    Classification: predictions.csv with id, prediction and the probability of each class. Segmentation: a mask for each
+    Classification: predictions.csv with id, prediction and the probability of each class. Findings: id, and of each
+    finding whether it is called present, by the run's thresholds, and its probability. Numbers: id and each number, in
+    its unit. Segmentation: a mask for each
     image on the grid of its file, NIfTI of volumes and DICOM series, PNG of pictures, and predictions.csv with id, mask
     and each structure's millilitres, or share of a picture. With a reference: scores.csv and scores_by_case.csv, by the
     evaluators of a run. predictions.csv is written last: a folder without it was not finished.
@@ -91,7 +94,8 @@ def predict(
         model: folder of a run, or of a MONAI bundle with weights.
         images: a folder, a file, or a list of these; `Result.predict` says which.
         out: new or empty folder.
-        reference: folder of masks or of class folders, or table of classes; `medfl.runs.references` finds them.
+        reference: folder of masks or of class folders, or table of classes, findings or numbers;
+            `medfl.runs.references` finds them.
         which: weights of a run's "last" or "best" round.
         site: whose model, where the run's method has one for each site.
         device: auto, cpu or cuda[:i].
@@ -118,7 +122,7 @@ def predict(
 
     with new_images.as_files(images, predictor.metadata) as files:
         if reference is None:
-            targets: Mapping[str, int | str] = {}
+            targets: Mapping[str, Reference] = {}
         else:
             targets = _references(Path(reference).expanduser(), predictor, files)
 
@@ -138,10 +142,22 @@ def predict(
 
 def _references(
     path: Path, predictor: Predictor, files: Mapping[str, str]
-) -> Mapping[str, int | str]:
+) -> Mapping[str, Reference]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
-    return references.labels_of(path, files, predictor.classes)
+    if predictor.task == "classification":
+        return references.labels_of(path, files, predictor.classes)
+
+    vectors = references.vectors_of(path, files, predictor.classes, predictor.kind.decides)
+    if predictor.kind.decides:
+        return vectors
+
+    # as the network's outputs are, by which numbers are in their unit
+    mean, sd = scale_of(predictor.metadata, len(predictor.classes))
+    return {
+        ident: tuple(((torch.tensor(vector) - mean) / sd).tolist())
+        for ident, vector in vectors.items()
+    }
 
 
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
@@ -154,7 +170,7 @@ class _Writer:
         self,
         predictor: Predictor,
         files: Mapping[str, str],
-        targets: Mapping[str, int | str],
+        targets: Mapping[str, Reference],
         folder: Path,
     ) -> None:
         self.predictor = predictor
@@ -184,7 +200,7 @@ class _Writer:
     def _groups(self) -> Iterator[Sequence[str]]:
         """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
-        if isinstance(evaluator, ClassEvaluator):
+        if isinstance(evaluator, VectorEvaluator):
             # whole batches, so that all but the last are those of a run
             size = evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size)
             yield from _batched([*self.files], size)
@@ -200,7 +216,7 @@ class _Writer:
         yield from _batched(pictures, _PICTURES)
 
     def _outcomes(
-        self, files: Mapping[str, str], targets: Mapping[str, int | str]
+        self, files: Mapping[str, str], targets: Mapping[str, Reference]
     ) -> Iterator[_Outcome]:
         """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
@@ -213,7 +229,7 @@ class _Writer:
         yield outcome
 
     def _apart(
-        self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception
+        self, files: Mapping[str, str], labels: Mapping[str, Reference], error: Exception
     ) -> Iterator[_Outcome]:
         """Retry a failed batch: the readable images together, the rest one by one."""
         if len(files) > 1:
@@ -255,25 +271,31 @@ class _Writer:
         allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"
         return InputError(f"{ident} is one channel", allowed, "give the others too")
 
-    def _is_read(self, ident: str, uri: str, labels: Mapping[str, int | str]) -> bool:
+    def _is_read(self, ident: str, uri: str, labels: Mapping[str, Reference]) -> bool:
         try:
-            new_images.of_files(
-                self.predictor.transforms, self.predictor.task, {ident: uri}, labels
-            )
+            self._read({ident: uri}, labels)
         except Exception:  # reported when the image is predicted alone
             return False
         return True
 
-    def _judged(self, files: Mapping[str, str], labels: Mapping[str, int | str]) -> _Outcome:
+    def _read(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> Prepared:
         predictor = self.predictor
-        prepared = new_images.of_files(predictor.transforms, predictor.task, files, labels)
+        return new_images.of_files(
+            predictor.transforms, predictor.task, files, labels, len(predictor.classes)
+        )
+
+    def _judged(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> _Outcome:
+        predictor = self.predictor
+        prepared = self._read(files, labels)
         shard = Shard.of(prepared, range(len(prepared)))
         evaluator = predictor.evaluator
         labelled = [index for index, ident in enumerate(files) if ident in labels]
 
-        if isinstance(evaluator, ClassEvaluator):
+        if isinstance(evaluator, VectorEvaluator):
             cases = evaluator(predictor.network, shard, predictor.device)
-            if not cases.values["probabilities"].isfinite().all():
+            cases = predictor.kind.decided_by(cases, predictor.thresholds)
+            outputs = cases.values.get("probabilities", cases.values.get("prediction"))
+            if outputs is None or not outputs.isfinite().all():
                 raise InputError(
                     "the network's outputs are no numbers",
                     "finite outputs",
@@ -315,8 +337,8 @@ class _Writer:
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
         idents = prepared.ids(range(len(prepared)))
         if isinstance(outcome, Cases):
-            for ident, row in zip(idents, outcome.values["probabilities"].tolist(), strict=True):
-                self.predictions.rows[ident] = _class_row(ident, row, self.predictor.classes)
+            for index, ident in enumerate(idents):
+                self.predictions.rows[ident] = self._row(outcome, index, ident)
 
             return
 
@@ -334,6 +356,18 @@ class _Writer:
                 "mask": written.relative_to(self.folder).as_posix(),
                 **amounts,
             }
+
+    def _row(self, cases: Cases, index: int, ident: str) -> Record:
+        """Return the row of predictions.csv of a case without a mask, and without what is true of it."""
+        predictor = self.predictor
+        if predictor.task == "classification":
+            return _class_row(
+                ident, cases.values["probabilities"][index].tolist(), predictor.classes
+            )
+
+        row = predictor.kind.row(cases, index, predictor.classes, "")
+        said = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
+        return {"id": ident, **parse_row(said)}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -359,7 +393,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
 
 
 def _amounts(
-    mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]
+    mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]
 ) -> dict[str, float]:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
@@ -381,8 +415,8 @@ def _amounts(
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
-    taken = set[str]()
-    paths = dict[str, Path]()
+    taken = set()
+    paths = {}
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
@@ -434,7 +468,7 @@ def _document(
     files: Mapping[str, str],
     predictions: Predictions,
     folder: Path,
-    targets: Mapping[str, int | str],
+    targets: Mapping[str, Reference],
 ) -> Document:
     """Write the tables, the predictions last, and return everything for JSON."""
     table = RunFolder(folder)
@@ -449,16 +483,19 @@ def _document(
         cases = Cases.concat(predictions.cases)
         scores = summarise(cases)
         scored = len(cases)
-        for name in ("auroc",) if cases.is_classification else cases.values:
+        names = list(cases.values)
+        if cases.reference is not None:
+            names = ["auroc" if "probabilities" in cases.values else "mae"]
+
+        for name in names:
             if why := undefined.reason(name, scores, cases):
                 without[name] = why
 
-        if predictor.task == "segmentation":
-            structures = by_structure(scores, cases.values, predictor.classes, scored)
+        structures = predictor.kind.by_name(scores, cases, predictor.classes) or None
 
         lines = [{"metric": name, "value": value} for name, value in scores.items()]
         table.write_table(SCORES, lines)
-        table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
+        table.write_table(BY_CASE, _by_case(cases, predictions, predictor))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
 
     table.write_table(PREDICTIONS, [*predictions.rows.values()])
@@ -490,14 +527,18 @@ def _document(
     }
 
 
-def _by_case(cases: Cases, predictions: Predictions, classes: tuple[str, ...]) -> list[Record]:
+def _by_case(cases: Cases, predictions: Predictions, predictor: Predictor) -> list[Record]:
     rows = []
     for index, ident in enumerate(cases.ids):
         row: Record = {"id": ident}
         rows.append(row)
         if cases.is_classification:
-            row["label"] = classes[int(cases.values["label"][index])]
+            row["label"] = predictor.classes[int(cases.values["label"][index])]
             row["prediction"] = predictions.rows[ident]["prediction"]
+            continue
+
+        if cases.reference is not None:
+            row |= predictor.kind.row(cases, index, predictor.classes, "")
             continue
 
         for name, numbers in cases.values.items():

@@ -17,15 +17,22 @@ from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text
 from medfl.core.setting_values import SURFACE_METRICS
+from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.evaluation.mask_metrics import surface_metrics_of
+from medfl.evaluation.mask_metrics import slug, surface_metrics_of
 from medfl.policy import admission
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Kind
+from medfl.problem.tasks.multilabel import FindingEvaluator
+from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
 from medfl.storage.places import check_which, is_run
+
+VectorEvaluator = ClassEvaluator | FindingEvaluator | NumberEvaluator
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +41,8 @@ class Predictor:
 
     Attributes:
         title: what it is, for the user.
-        task: classification or segmentation.
-        classes: names in label order; in segmentation of a mask's values or channels.
+        task: its kind.
+        classes: names in label order, of findings or of numbers; in segmentation of a mask's values or channels.
         network: on its device, in evaluation mode.
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}; entries may lack a label.
         open_places: lets the transforms read files that a user named.
@@ -45,6 +52,7 @@ class Predictor:
         surface_metrics: the metrics of surfaces that masks are scored by.
         threads: that it computes with, None for as many as PyTorch takes.
         tf32: as the run had it.
+        thresholds: of each finding, () for other tasks.
     """
 
     title: str
@@ -53,13 +61,19 @@ class Predictor:
     network: nn.Module
     transforms: Transform
     open_places: Callable[[Iterable[str]], None]
-    evaluator: ClassEvaluator | MaskEvaluator | CaseEvaluator
+    evaluator: VectorEvaluator | MaskEvaluator | CaseEvaluator
     device: torch.device
     metadata: Config
     data_source: str
     surface_metrics: tuple[str, ...] = SURFACE_METRICS
     threads: int | None = None
     tf32: bool = False
+    thresholds: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its task."""
+        return KINDS[self.task]
 
 
 def open_predictor(
@@ -124,9 +138,13 @@ def _of_run(
             f"name one of {', '.join(networks.sites)}",
         )
 
-    if task.kind not in ("classification", "segmentation"):
+    if task.kind not in (*OF_VECTORS, "segmentation"):
         given = f"the model of {path}, a {task.kind} task"
-        raise InputError(given, "classes or masks are predicted", "run its own inference by MONAI")
+        raise InputError(
+            given,
+            "classes, findings, numbers or masks are predicted",
+            "run its own inference by MONAI",
+        )
 
     (model,) = networks.models(site, None, say)
     if not networks.finished:
@@ -135,9 +153,11 @@ def _of_run(
         )
 
     evaluator = bundle.evaluator
-    assert isinstance(evaluator, ClassEvaluator | MaskEvaluator | CaseEvaluator)
-    if isinstance(evaluator, MaskEvaluator):
+    assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
+    if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
         evaluator = replace(evaluator, loss=_no_loss)
+    if isinstance(evaluator, FindingEvaluator | NumberEvaluator):
+        evaluator = replace(evaluator, metric_inputs=None)
 
     structures = bundle.structures if task.kind == "segmentation" else None
     whose = f"the model of site {site}" if site else "the global model"
@@ -155,7 +175,34 @@ def _of_run(
         surface_metrics_of(run.metrics, structures),
         run.threads,
         run.tf32,
+        thresholds_of(networks, site, say),
     )
+
+
+def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:
+    """Return the threshold of each finding that the run chose on its validation images, () for other tasks.
+
+    Where it has none, it is 0.5, which is said: of an interrupted run, or of a site's model of the best round.
+    """
+    task = networks.task
+    if not KINDS[task.kind].decides:
+        return ()
+
+    if site is None:
+        entry = ((networks.summary or {}).get(networks.which) or {}).get("classes") or {}
+        chosen = {name: (entry.get(name) or {}).get("threshold") for name in task.classes}
+    else:
+        rows = [row for row in networks.files.sites if row["site"] == site]
+        row = rows[0] if rows and networks.which == "last" and networks.finished else {}
+        chosen = {name: row.get(f"personal_threshold_{slug(name)}") for name in task.classes}
+
+    without = [name for name, value in chosen.items() if value is None]
+    if without:
+        say(
+            f"note: this run has no thresholds of {', '.join(without)} for this model: 0.5 decides what is present"
+        )
+
+    return tuple(0.5 if value is None else float(value) for value in chosen.values())
 
 
 def _of_bundle(path: Path, device: torch.device) -> Predictor:

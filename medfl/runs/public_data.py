@@ -174,7 +174,7 @@ def plan_public(
         )
 
     depth = _depth(plain, bundle, str(options["lift"]))
-    config: dict[str, object] = {}
+    config = {}
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size

@@ -1,7 +1,8 @@
-"""Reference masks or classes of new images, found by the images' names, to score predictions with."""
+"""Reference masks, classes, findings or numbers of new images, found by the images' names, to score with."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.names import as_number
 from medfl.datasets import own
-from medfl.datasets.readers import conventions, label_table, matching, pairs, tables
+from medfl.datasets.readers import (
+    conventions,
+    label_columns,
+    label_table,
+    matching,
+    pairs,
+    tables,
+)
+from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
@@ -61,7 +70,7 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not path.is_dir():
         return _in_table(path, files, classes)
 
-    form_labels = defaultdict[str, set[int]](set)
+    form_labels = defaultdict(set)
     for name, label in _in_folders(path, classes):
         for form in _forms(name):
             form_labels[form].add(label)
@@ -96,6 +105,78 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     return class_indices
 
 
+def vectors_of(
+    path: Path, files: Mapping[str, str], names: Sequence[str], flags: bool
+) -> dict[str, tuple[float, ...]]:
+    """Return id -> true findings (1 or 0) or numbers, NaN where unknown, of the images that have a row.
+
+    Args:
+        path: a table with a column of file names, one of `label_columns.FILES`, and one for each name. Blank cells and
+            findings of -1 are unknown.
+        files: id -> URI of the images.
+        names: of findings or numbers.
+        flags: whether they are findings.
+
+    Raises:
+        InputError: no such table or column, a cell that is none of these, or a row for none of the images.
+    """
+    if not path.is_file():
+        raise InputError(f"--reference {path} is no table", "a table", "check the path")
+
+    rows = tables.read_csv(path, ())
+    heads = {str(head).strip().lower(): head for head in (rows[0] if rows else ()) if head}
+    column = next((heads[name] for name in label_columns.FILES if name in heads), None)
+    missing = [name for name in names if name.lower() not in heads]
+    if column is None or missing:
+        raise InputError(
+            f"--reference {path} has the columns {', '.join(map(str, heads.values())) or 'none'}",
+            f"one of {', '.join(label_columns.FILES)} with file names, and {', '.join(names)}",
+            "name the columns so",
+        )
+
+    by_form: dict[str, list[str]] = defaultdict(list)
+    for ident in files:
+        for form in dict.fromkeys(_forms(ident)):
+            by_form[form].append(ident)
+
+    vectors: dict[str, tuple[float, ...]] = {}
+    for row in rows:
+        name = str(row[column]).strip()
+        found = next((by_form[form] for form in _forms(name) if form in by_form), [])
+        if len(found) > 1 or (found and found[0] in vectors):
+            raise InputError(
+                f"{path}: the row {name!r} is of several images, or an image has several rows",
+                "a row an image",
+                "give its path below the folder of the images",
+            )
+
+        if found:
+            cells = [str(row[heads[title.lower()]] or "").strip() for title in names]
+            vectors[found[0]] = tuple(_value(path, name, cell, flags) for cell in cells)
+
+    if not vectors:
+        raise _no_match(path, f"{len(rows)} rows", "the path or the name of its image")
+
+    return vectors
+
+
+def _value(path: Path, name: str, cell: str, flags: bool) -> float:
+    """Return a cell as a number, NaN where it is blank or a finding of -1."""
+    try:
+        value = float(cell or "nan")
+    except ValueError:
+        value = math.inf
+
+    if math.isinf(value) or (flags and not math.isnan(value) and value not in (-1, 0, 1)):
+        raise InputError(
+            f"{path}: {cell!r} of {name}",
+            "1, 0, or blank or -1 for unknown" if flags else "a number, or blank",
+            "correct the cell",
+        )
+
+    return math.nan if flags and value < 0 else value
+
+
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     folders = own.class_folders(root)
     unknown = [name for name in folders if name not in classes]
@@ -127,7 +208,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not any(map(as_number, classes)):
         labels |= {str(index): index for index in range(len(classes))}
 
-    label_of = label_table.read(file, [*files], labels).classes
+    label_of = label_table.read(file, [*files], Wanted("classification", names=(*labels,))).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(

@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
+from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.task import SECTIONS
+from medfl.core.task import OF_VECTORS, SECTIONS
 from medfl.core.type_checks import check_arguments
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
+from medfl.problem.tasks import KINDS
 from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
+from medfl.runs.predictor import thresholds_of
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
 from medfl.storage.run_reader import RunReader
@@ -106,12 +108,12 @@ class Result(ResultTables):
 
     @property
     def task(self) -> str:
-        """Classification, segmentation or other."""
+        """The kind of task: classification, multilabel, regression, segmentation or other."""
         return str(self._files.record["task"])
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names in label order, () where there are none."""
+        """Class names in label order, names of findings or numbers, () where there are none."""
         return tuple(self._files.record.get("classes") or ())
 
     @cached_property
@@ -123,7 +125,7 @@ class Result(ResultTables):
         )  # fmt: skip
         rows = []
         for entry in self._files.rounds:
-            row: Record = {name: entry[name] for name in columns if name in entry}
+            row = {name: entry[name] for name in columns if name in entry}
             row["sites"] = len(entry.get("cohort") or ())
             for name, value in (entry.get("val") or {}).items():
                 row[f"val_{name}"] = value
@@ -138,7 +140,7 @@ class Result(ResultTables):
         rows = []
         for entry in self._files.rounds:
             for site, site_entry in (entry.get("sites") or {}).items():
-                row: Record = {"round": entry["round"], "site": site}
+                row = {"round": entry["round"], "site": site}
                 rows.append(row)
                 for kind, value in site_entry.items():
                     if isinstance(value, Mapping):
@@ -151,29 +153,30 @@ class Result(ResultTables):
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return with_same_keys([parse_row(row) for row in self._files.sites])
+        return with_same_keys(list(map(parse_row, self._files.sites)))
 
     @cached_property
     def predictions(self) -> list[Record]:
         """One record a test case, by the model that the run is judged by; `cases` adds centre, age and the like.
 
-        Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Else id, site and the
-        case's metrics.
+        Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Findings: id, site,
+        `label_<finding>` (None where unknown), `predicted_<finding>` and `p_<finding>`; numbers: `target_<number>` and
+        `predicted_<number>`. Else id, site and the case's metrics.
 
         Raises:
             InputError: the run has not come that far.
         """
         rows = self._files.prediction_rows()
-        return [parse_row(row) for row in self._needed(rows, "predictions.csv")]
+        return list(map(parse_row, self._needed(rows, "predictions.csv")))
 
     @property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
         return np.array([row["label"] for row in self.predictions], dtype=np.int64)
 
     @property
-    def probabilities(self) -> NDArray[np.float64]:
+    def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
         return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
@@ -216,7 +219,9 @@ class Result(ResultTables):
             InputError: the data have no such column; as `cases`.
         """
         rows = self.predictions if by == "site" else self.cases()
-        return subgroups.of(rows, by, self.classes, min_count=min_count, seed=self.run.seed)
+        return subgroups.of(
+            rows, by, self.classes, task=self.task, min_count=min_count, seed=self.run.seed
+        )
 
     # Networks
 
@@ -245,7 +250,8 @@ class Result(ResultTables):
         """Return a trained network's predictions for new images, or for the run's own items.
 
         New images go through the bundle's validation transforms. In classification a record has id, predicted and
-        `p_<class>`; in segmentation id and mask, class indices on the grid of the image's file where that is known,
+        `p_<class>`; findings and numbers as in `predictions`, without what is true; in segmentation id and mask, class
+        indices on the grid of the image's file where that is known,
         else on the network's. The run's own items come with site, and label or metrics.
 
         Args:
@@ -293,11 +299,12 @@ class Result(ResultTables):
         owner = self._owners(section)
         if self.plan.method.judged == "global":
             ids = sites[site].get(section, ()) if site else None
-            return self._judge(self.network(which), prepared, ids, owner)
+            return self._judge(self.network(which), prepared, ids, owner, which, None)
 
         rows = []
         for name, network in self._networks(which, site or "all").items():
-            rows += self._judge(network, prepared, sites[name].get(section, ()), owner)
+            ids = sites[name].get(section, ())
+            rows += self._judge(network, prepared, ids, owner, which, name)
 
         return rows
 
@@ -377,10 +384,16 @@ class Result(ResultTables):
         with tf32(self.run.tf32):
             if self.task == "segmentation":
                 return new_images.masks(bundle, network, shard, self.device)
-            self._require_classification("predictions of new images")
-            rows = self._records(bundle.evaluator(network, shard, self.device))
+            if self.task not in OF_VECTORS:
+                self._require_classification("predictions of new images")
 
-        return [{key: value for key, value in row.items() if key != "label"} for row in rows]
+            rows = self._records(bundle.evaluator(network, shard, self.device), which, site)
+
+        shown = []
+        for row in rows:
+            shown.append({key: row[key] for key in row if not key.startswith(("label", "target_"))})
+
+        return shown
 
     def _judge(
         self,
@@ -388,6 +401,8 @@ class Result(ResultTables):
         prepared: Prepared,
         ids: Sequence[str] | None,
         owner: Mapping[str, str],
+        which: str,
+        site: str | None,
     ) -> list[Record]:
         bundle = self.plan.bundle
         evaluator = bundle.evaluator
@@ -395,7 +410,7 @@ class Result(ResultTables):
             _shard(prepared, ids), owner, self._files.summary or {}, bundle
         )
         with tf32(self.run.tf32):
-            rows = self._records(evaluator(network, shard, self.device))
+            rows = self._records(evaluator(network, shard, self.device), which, site)
             if self.task == "segmentation" and not isinstance(evaluator, ClassEvaluator):
                 masks = new_images.masks(bundle, network, shard, self.device)
                 for row, mask in zip(rows, masks, strict=True):
@@ -403,7 +418,11 @@ class Result(ResultTables):
 
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
-    def _records(self, cases: Cases) -> list[Record]:
+    def _records(self, cases: Cases, which: str, site: str | None) -> list[Record]:
+        kind = KINDS[self.task]
+        if len(cases):
+            cases = kind.decided_by(cases, thresholds_of(self._trained(which), site, str))
+
         rows = []
         values = cases.values
         for index, ident in enumerate(cases.ids):
@@ -414,6 +433,9 @@ class Result(ResultTables):
                 row["predicted"] = probabilities.index(max(probabilities))
                 for name, probability in zip(self.classes, probabilities, strict=True):
                     row[f"p_{name}"] = probability
+            elif cases.reference is not None:
+                cells = kind.row(cases, index, self.classes, "")
+                row |= parse_row({name: str(cell) for name, cell in cells.items()})
             else:
                 row |= {name: float(numbers[index]) for name, numbers in values.items()}
 

@@ -104,7 +104,7 @@ def with_notes(plan: Plan) -> Plan:
     if not is_medfl_new:
         return plan
 
-    items: list[Config] = []
+    items = []
     for data in lists:
         if not isinstance(data, list):
             return plan

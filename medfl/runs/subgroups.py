@@ -12,24 +12,33 @@ classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong'
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
+from medfl.core.arrays import Array, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.evaluation import bootstrap, delong
+from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.suppression import suppress_counts
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Kind, column_names
+from medfl.storage.run_reader import Table
 
 MIN_COUNT = 10
 _NO_GROUPS = ("id", "label", "predicted", "group")
 _NO_METRICS = (*_NO_GROUPS, "loss", "age")
+_OF_VECTORS = ("label_", "predicted_", "p_", "target_")
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Subgroups:
         total: all cases of the groups that are told, together.
         min_count: the fewest cases that are told.
         unread: a line on ages that are no ages, of the cases that count as without one.
+        findings: whether a case may have several of the classes.
     """
 
     by: str
@@ -78,6 +88,7 @@ class Subgroups:
     total: Subgroup
     min_count: int
     unread: tuple[str, ...] = ()
+    findings: bool = False
 
     @property
     def metrics(self) -> list[str]:
@@ -125,12 +136,14 @@ class Subgroups:
             notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            what = "balanced accuracy and AUROC where a class, or all others,"
-            if "accuracy" not in self.metrics:
-                what = "means, nor that of all, where those with a structure"
+            metrics = "balanced accuracy and AUROC where a class, or all others,"
+            if self.findings:
+                metrics = "means over a finding where those with it, or without it, in some group"
+            elif "accuracy" not in self.metrics:
+                metrics = "means, nor that of all, where those with a structure"
 
-            reason = f"{what} have fewer than {self.min_count} cases"
-            notes.append(f"no {reason}: {'; '.join(thin)}")
+            reason = f"have fewer than {self.min_count} cases"
+            notes.append(f"no {metrics} {reason}: {'; '.join(thin)}")
 
         notes += self.unread
         if any(estimate.cases for estimate in self.total.metrics.values()):
@@ -149,15 +162,17 @@ def of(
     by: str,
     classes: Sequence[str] = (),
     *,
+    task: str = "",
     min_count: int = MIN_COUNT,
     seed: int = 0,
 ) -> Subgroups:
     """Return the metrics of cases by the values of a column.
 
     Args:
-        rows: one record a case. Of a classification with label, predicted and `p_<class>`; else numbers are metrics.
+        rows: one record a case, with the columns of predictions.csv.
         by: name of the column; ages are put into bands of 20 years.
-        classes: class names in label order, () where there are none.
+        classes: class names in label order, names of findings or numbers, () where there are none.
+        task: its kind; default: classification where there are classes.
         min_count: the fewest cases that are told.
         seed: of the bootstrap.
 
@@ -176,35 +191,29 @@ def of(
 
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
 
-    def group(name: str, index: NDArray[np.int64]) -> Subgroup:
-        group_rows = [rows[i] for i in index]
-        if not group_rows:
-            return Subgroup(name, None, {}, {})
-        if classes:
-            return _classified(name, group_rows, classes, min_count, seed)
-
-        return _measured(name, group_rows, min_count, seed)
-
-    groups = []
+    kind = KINDS[task or ("classification" if classes else "other")]
+    told = {name: index for name, index in members.items() if counts[name] is not None}
     # without the hidden groups, whose metrics the total would otherwise reveal
-    together = np.empty(0, np.int64)
-    for name, index in members.items():
-        if counts[name] is None:
-            groups.append(Subgroup(name, None, {}, {}))
+    together = np.sort(np.concatenate([np.empty(0, np.int64), *told.values()]))
+    measured = _Measured(rows, kind, classes, min_count, seed, [*told.values()])
+    groups = []
+    for name in members:
+        if name in told:
+            groups.append(measured.group(name, told[name]))
         else:
-            groups.append(group(name, index))
-            together = np.append(together, index)
+            groups.append(Subgroup(name, None, {}, {}))
 
     unread = case_metadata.unread(row.get("age") for row in rows if by == "age")
-    total = group("all of these", np.sort(together))
+    total = measured.group("all of these", together)
     if not classes:  # a mean that is not told would follow from that of all
-        for name in {name for told in groups for name in told.small_classes}:
+        for name in itertools.chain(*(subgroup.small_classes for subgroup in groups)):
             total.metrics.pop(name, None)
 
-    return Subgroups(by, tuple(groups), total, min_count, tuple(unread))
+    several = measured.common is not None
+    return Subgroups(by, tuple(groups), total, min_count, tuple(unread), several)
 
 
-def _values(rows: Sequence[Config], by: str) -> NDArray[Any]:
+def _values(rows: Sequence[Config], by: str) -> Array:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
@@ -251,7 +260,7 @@ def _classified(
     times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
-    reported = [int(k) for k in np.flatnonzero(enough)]
+    reported = list(map(int, np.flatnonzero(enough)))
     areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
 
     if len(reported) > 1 and not silent:
@@ -271,33 +280,92 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
-def _measured(name: str, rows: Sequence[Config], min_count: int, seed: int) -> Subgroup:
-    """Return the means of all numbers of the rows, but of those that fewer than `min_count` have."""
-    values = {}
-    for key in rows[0]:
-        if key in _NO_METRICS:
-            continue
+class _Measured:
+    """The metrics of groups of cases; means over findings are of those that may be told of each group."""
 
-        column = [row[key] for row in rows]
-        if any(isinstance(value, float) for value in column):
-            # as float64, None is NaN: a case without this structure
-            values[key] = np.array(column, dtype=np.float64)
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        kind: Kind,
+        classes: Sequence[str],
+        min_count: int,
+        seed: int,
+        groups: Sequence[Integers],
+    ) -> None:
+        self.rows = rows
+        self.kind = kind
+        self.classes = classes
+        self.min_count = min_count
+        self.seed = seed
+        self.common: NDArray[np.bool_] | None = None
+        if kind.name == "multilabel":
+            flags = [self._told(self._cases(index)) for index in groups]
+            self.common = np.logical_and.reduce(flags) if flags else None
 
-    ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
-    estimates = {}
-    silent = []
-    for key, numbers in values.items():
-        cases = int(np.isfinite(numbers).sum())
-        if 0 < cases < min_count:
-            silent.append(key)
-        elif key in ends:
-            of_some = cases * (cases < len(rows))
-            estimates[key] = Estimate(float(np.nanmean(numbers)), *ends[key], of_some)
+    def group(self, name: str, index: Integers) -> Subgroup:
+        """Return what is told of the cases of these indices."""
+        if not len(index):
+            return Subgroup(name, None, {}, {})
+        if self.kind.name == "classification":
+            rows = [self.rows[i] for i in index]
+            return _classified(name, rows, self.classes, self.min_count, self.seed)
 
-    return Subgroup(name, len(rows), estimates, {}, tuple(silent))
+        cases = self._cases(index)
+        areas: dict[str, Area] = {}
+        silent: tuple[str, ...] = ()
+        if self.common is not None:
+            areas, silent = self._of_findings(cases)
+            others = torch.from_numpy(~self.common)
+            shared = cases.values["findings"].masked_fill(others, -1)
+            cases = Cases(cases.ids, {**cases.values, "findings": shared})
+
+        draws = bootstrap.draw(np.zeros(len(cases), np.int64), self.seed)
+        ends = self.kind.intervals(cases, self.kind.redrawn(cases, draws))
+        values = summarise(cases)
+        estimates = {}
+        for key in values:
+            count = int(values.get(f"{key}_cases", len(cases)))
+            if count < self.min_count:
+                silent = (*silent, key)
+            elif key in ends:
+                of_some = count * (count < len(cases))
+                estimates[key] = Estimate(values[key], *ends[key], of_some)
+
+        return Subgroup(name, len(cases), estimates, areas, silent)
+
+    def _cases(self, index: Integers) -> Cases:
+        """Return the predictions of some rows, without what the data say of the cases."""
+        kept = ["id"]
+        for key in self.rows[0]:
+            floats = any(isinstance(row[key], float) for row in self.rows)
+            if key not in _NO_METRICS and (floats or key.startswith(_OF_VECTORS)):
+                kept.append(key)
+
+        part = [(int(i) + 2, {key: self.rows[i][key] for key in kept}) for i in index]
+        return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
+
+    def _told(self, cases: Cases) -> NDArray[np.bool_]:
+        truth = cases.values["findings"].numpy()
+        return findings.scored(truth, self.min_count)
+
+    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
+        """Return the areas of the findings that are told, and the names of the others that a case has."""
+        truth = cases.values["findings"].numpy()
+        probabilities = cases.values["probabilities"].numpy()
+        told = self._told(cases)
+        areas = {}
+        silent = []
+        for k, title in enumerate(column_names(self.classes, truth.shape[1])):
+            known = truth[:, k] >= 0
+            if told[k]:
+                areas[title] = delong.area(truth[known, k] == 1, probabilities[known, k])
+            elif known.any():
+                silent.append(title)
+
+        return areas, tuple(silent)
 
 
-def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:
+def _estimate(value: float, drawn: Array) -> Estimate:
     ends = bootstrap.interval(np.asarray(drawn, dtype=np.float64))
     assert ends is not None  # every draw has a value: strata are drawn whole
     return Estimate(value, *ends)

@@ -7,7 +7,6 @@ from medfl.core.importing import lazy_names
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation as Federation
     from medfl.runtimes.registry import Runtime as Runtime
-    from medfl.runtimes.step import introduce as introduce
-    from medfl.runtimes.step import site_step as site_step
+    from medfl.runtimes.step import introduce as introduce, site_step as site_step
 else:
     __all__, __getattr__ = lazy_names(__name__)

@@ -58,6 +58,17 @@ class _Architecture:
     stays: int
 
 
+def participants(run: Run, pooled: bool) -> list[str]:
+    """Return who trains in a run: its sites with training images, or one participant with everybody's."""
+    if pooled:
+        return [POOLED]
+
+    sites = run.partition.sites
+    trained = [name for name, ids in sites.items() if ids["train"]]
+    # nobody's images may be known here: those of a federation lie elsewhere
+    return trained or list(sites)
+
+
 def site_seed(run: Run, round_: int, name: str) -> int:
     """Return the seed of what a site draws in a round."""
     return derive(run.seed, "round", round_, name)
@@ -98,9 +109,13 @@ class Federation:
                 images or the aggregation, or networks cannot be assigned.
         """
         if bundle.task not in method.tasks:
+            allowed = f"it supports {', '.join(method.tasks)}"
+            if "classification" in method.tasks:
+                allowed += ": its losses need a class for each image or pixel"
+
             raise InputError(
                 f"method {run.method!r} on bundle {bundle.name!r}, a {bundle.task} task",
-                f"it supports {', '.join(method.tasks)}",
+                allowed,
                 "see medfl methods",
             )
 
@@ -114,7 +129,7 @@ class Federation:
             lambda: constants(bundle.section("train").source.transforms),
         )
         self.names = list(run.partition.sites)
-        self.participants = [POOLED] if method.pools_data else self.names
+        self.participants = participants(run, method.pools_data)
         self.aggregation = self._aggregation()
 
         if run.max_share is not None and self.equal_weight_flag:
@@ -154,7 +169,7 @@ class Federation:
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
         """Return each participant's architecture; sites with the same network share one."""
-        built: dict[str, _Architecture] = {}
+        built = {}
         architectures = {}
         for name, config in methods.site_networks(self.method, self.participants).items():
             key = repr(config)
@@ -198,7 +213,7 @@ class Federation:
     def _make_compression(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
         messages = Compression.parse(self.run.messages)
-        exact = set[str]()
+        exact = set()
         if messages.lossless:
             return messages
 
@@ -264,7 +279,7 @@ class Federation:
         prepared = self.sections[section]
         ids_of_data = prepared.ids(range(len(prepared)))
         position = dict(zip(ids_of_data, range(len(prepared)), strict=True))
-        shards: dict[str, Shard] = {}
+        shards = {}
         for name, ids_of_site in self.run.partition.sites.items():
             ids = ids_of_site.get(section, [])
             missing = [ident for ident in ids if ident not in position]

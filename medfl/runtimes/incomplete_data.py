@@ -8,7 +8,7 @@ from medfl.core.setting_values import site_names
 from medfl.core.task import SECTIONS
 from medfl.data.source import LACKS
 from medfl.problem.problem import Problem
-from medfl.problem.sections import ReplacedSections, Section
+from medfl.problem.sections import ReplacedSections
 from medfl.runtimes import site_channels
 
 
@@ -31,7 +31,7 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
     for site in site_names(run.unlabelled):
         unlabelled_ids.update(sites.get(site, {}).get("train", ()))
 
-    replaced: dict[str, Section] = {}
+    replaced = {}
 
     for section in SECTIONS[: 2 + bundle.has_test]:
         site_of: dict[str, str] = {}

@@ -294,9 +294,9 @@ class Simulator:
         cohort = training.cohort
         left_out = training.left_out
         samples = {name: self.workers.item_count(name) for name in cohort}
-        results: dict[str, StepResult] = {}
+        results = {}
         replies = Replies(cohort, self.folder.path)
-        renewed: list[str] = []
+        renewed = []
 
         for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):

@@ -1,4 +1,4 @@
-"""Which structures each site annotates: as the run says, or as the site's own training masks show."""
+"""Which structures or findings each site annotates: as the run says, or as its own training labels show."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read(
         InputError: a name is no structure, or no site of the run.
     """
     position = {slug(structures[index]): index for index in sorted(foreground_classes(structures))}
-    allowed = f"the structures of the bundle are {', '.join(position) or 'not named'}"
-    advice = "choose among them, or auto: those that its masks show"
+    allowed = f"the names of the bundle are {', '.join(position) or 'not named'}"
+    advice = "choose among them, or auto: those that its labels show"
     site_labels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
 
@@ -48,6 +48,11 @@ def read(
     return classes
 
 
+def names_of(bundle: Problem) -> tuple[str, ...]:
+    """Return the names of a bundle's structures, or of its findings."""
+    return bundle.structures or bundle.classes
+
+
 def foreground_classes(structures: Sequence[str]) -> set[int]:
     """Return the positions of all that a site may annotate: of the structures without the background."""
     slugs = map(slug, structures)
@@ -59,14 +64,14 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
     if not text:
         return
 
-    kind = "" if bundle.task == "segmentation" else f"a {bundle.task} task"
+    kind = "" if bundle.task in ("segmentation", "multilabel") else f"a {bundle.task} task"
     if bundle.custom_trainer:
         kind = "a bundle whose trainer takes its steps by itself"
 
     if kind:
         raise InputError(
             f"{_FLAG} with {kind}",
-            "it is for segmentation by a loss of MONAI's kind",
+            "it is for findings, and for segmentation by a loss of MONAI's kind",
             "leave it out",
         )
 
@@ -76,7 +81,7 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
             "take another method, or leave it out: all masks are then taken for complete",
         )  # fmt: skip
 
-    read(text, bundle.structures, sites)
+    read(text, names_of(bundle), sites)
 
 
 def known_labels(
@@ -91,8 +96,8 @@ def known_labels(
     if not run.site_labels:
         return {}
 
-    structures = bundle.structures
-    label_sets = dict[str, AnnotatedClasses]()
+    structures = names_of(bundle)
+    label_sets = {}
     everything = foreground_classes(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
@@ -101,9 +106,9 @@ def known_labels(
             classes = tuple(sorted(_classes_in_masks(shards[site], len(structures)) & everything))
             if not classes:
                 raise InputError(
-                    f"{_FLAG} {site}={FROM_MASKS}, none of its {len(shards[site])} training masks shows a structure",
-                    f"masks with some of {', '.join(structures[i] for i in sorted(everything))}",
-                    "give the site masks that it annotated, or leave it out",
+                    f"{_FLAG} {site}={FROM_MASKS}, none of its {len(shards[site])} training labels shows one",
+                    f"labels with some of {', '.join(structures[i] for i in sorted(everything))}",
+                    "give the site labels that it annotated, or leave it out",
                 )
 
         # a site that annotates everything has the bundle's own loss
@@ -137,7 +142,7 @@ def for_summary(
 
     labels = {}
     for site, annotated in known.items():
-        labels[site] = [bundle.structures[index] for index in annotated.classes]
+        labels[site] = [names_of(bundle)[index] for index in annotated.classes]
 
     return {"labels": labels}
 
@@ -149,7 +154,7 @@ def with_recorded_classes(
     labels = summary.get("labels") or {}
     annotated = {}
     for site, names in labels.items():
-        annotated[site] = _annotated(list(map(bundle.structures.index, names)), bundle)
+        annotated[site] = _annotated(list(map(names_of(bundle).index, names)), bundle)
 
     shown = {}
     for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True):
@@ -161,12 +166,12 @@ def with_recorded_classes(
 
 
 def _annotated(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
-    return AnnotatedClasses(tuple(classes), len(bundle.structures), exclusive(bundle))
+    return AnnotatedClasses(tuple(classes), len(names_of(bundle)), exclusive(bundle))
 
 
 def exclusive(bundle: Problem) -> bool:
     """Return whether a segmentation's pixel has one class; else the network says yes or no in each channel."""
-    return slug(bundle.structures[0]) == "background" and not _is_sigmoid(
+    return slug(names_of(bundle)[0]) == "background" and not _is_sigmoid(
         inspect.unwrap(bundle.loss)
     )
 
@@ -182,6 +187,10 @@ def _classes_in_masks(shard: Shard, count: int) -> set[int]:
     """Return the values of a shard's masks, or the channels that are not empty."""
     values: set[int] = set()
     for _, y in shard.deterministic(uncropped=True).batches(1):
+        if y.ndim == 2:  # findings
+            values.update((y >= 0).any(0).nonzero().flatten().tolist())
+            continue
+
         in_channels = y.ndim > 3 and y.shape[1] == count
         if in_channels:
             not_empty = y.transpose(0, 1).flatten(1).any(1)

@@ -33,7 +33,7 @@ def of_request_for(site: str, bundle: str, requested: Config) -> Document:
     settings = of_request(bundle, requested)
     # a list of sites, the others map a site to names
     without = site in site_names(settings.pop("unlabelled"))
-    of_site: dict[str, dict[str, Sequence[str]]] = {}
+    of_site = {}
     for name, text in settings.items():
         of_site[name] = {key: names for key, names in _read(name, text).items() if key == site}
 
@@ -42,7 +42,7 @@ def of_request_for(site: str, bundle: str, requested: Config) -> Document:
 
 def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], say: Print) -> Run:
     """Return a run with what a site declares of itself in the place of the run's word; `say` a difference."""
-    settings: dict[str, dict[str, Sequence[str]]] = {}
+    settings = {}
     for setting, names in declared.items():
         if not names:
             continue

@@ -121,16 +121,14 @@ def private_folders(folder: Path) -> dict[str, str]:
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tmp").mkdir(exist_ok=True)
-    caches = {
-        "MPLCONFIGDIR": "matplotlib",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "CUDA_CACHE_PATH": "cuda",
+    return {
+        "MPLCONFIGDIR": f"{folder}/matplotlib",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "CUDA_CACHE_PATH": f"{folder}/cuda",
+        "TMPDIR": f"{folder}/tmp",
+        PRIVATE_CACHE: str(folder),
+        "LOKY_MAX_CPU_COUNT": "1",  # else joblib asks a program for the cores
     }
-    variables = {
-        name: str(folder / below)
-        for name, below in {**caches, "TMPDIR": "tmp", PRIVATE_CACHE: ""}.items()
-    }
-    return {**variables, "LOKY_MAX_CPU_COUNT": "1"}  # else joblib asks a program for the cores
 
 
 class Sandbox:
@@ -198,10 +196,6 @@ class Sandbox:
             listening=bool(allowed.bind),
             programs=bool(allowed.programs),
         )
-
-    def close(self) -> None:
-        """Let go of the rules without entering: a child has entered."""
-        os.close(self._rules)
 
     def line(self, folder: Path) -> str:
         """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""

@@ -54,7 +54,7 @@ RESTRICTING = "capset landlock_add_rule landlock_create_ruleset landlock_restric
 _RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "setxattrat")
 """Calls that C libraries try first: told not to be there, they take an older one, which can be looked into."""
 
-_SONAMES = {"seccomp": "libseccomp.so.2"}
+_LIBRARY = "libseccomp.so.2"
 _UNIX = 1
 _INTERNET = (2, 10)
 _TRANSPORT = (0, 6, 17)
@@ -82,9 +82,9 @@ def supported() -> bool:
 
 
 def _seccomp() -> ModuleType:
-    """Import pyseccomp, which finds its library by programs that a sandbox around this one does not let it start."""
+    """Import pyseccomp, which looks for its library by programs: slow, and refused by a sandbox around this one."""
     find = ctypes.util.find_library
-    ctypes.util.find_library = lambda name: find(name) or _SONAMES.get(name)
+    ctypes.util.find_library = lambda name: _LIBRARY
     try:
         return importlib.import_module("pyseccomp")
     finally:

@@ -27,10 +27,12 @@ from medfl.core.names import is_plain_text, listed
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import cases, conventions, grouping, own_folder, pairs, tables, volumes
+from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
+from medfl.problem.tasks import KINDS
 from medfl.starter import folder_layouts
 from medfl.starter.folder_layouts import UserLayout
 from medfl.starter.picture_facts import (
@@ -53,6 +55,12 @@ _FOLDS = 5
 _PATCH = 64  # voxels a side of a patch at most
 _STEP = 8  # what a side is a multiple of: a U-Net halves it three times
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
+_LABELLED = {
+    "classification": "labelled pictures",
+    "multilabel": "pictures with findings",
+    "regression": "pictures with numbers",
+}
+_SOURCES = {"classification": "class", "multilabel": "finding", "regression": "column"}
 _KINDS = {
     "labelled": "labelled pictures",
     "pictures": "pictures with masks",
@@ -67,6 +75,7 @@ def survey(
     names: Sequence[str] = (),
     labels: str | Path | None = None,
     group_by: str | None = None,
+    wanted: Wanted | None = None,
     progress: bool = False,
 ) -> Survey:
     """Read every image, and its mask, once.
@@ -76,8 +85,9 @@ def survey(
             or of both, as `medfl.starter.folder_layouts.find` knows it.
         masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
-        labels: table of the pictures' classes, likewise.
+        labels: table of the pictures' classes, findings or numbers, likewise.
         group_by: expression whose group in a file's name is the patient.
+        wanted: how the table is to be read.
         progress: show a bar on stderr.
 
     Raises:
@@ -89,11 +99,17 @@ def survey(
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
         raise InputError("--classes without --masks", allowed, "rename these")
+    if wanted not in (None, Wanted()) and not layout.labels:
+        raise InputError(
+            "--task, --label-column, --uncertain or --blank without --labels",
+            "they say how the table of labels is read",
+            "add --labels FILE, or leave them out",
+        )
 
     if layout.masks:
         return _segmented(layout, names, group_by, progress)
 
-    return _labelled(layout, group_by, progress)
+    return _labelled(layout, group_by, wanted or Wanted(), progress)
 
 
 def write(
@@ -128,14 +144,18 @@ def write(
             f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
         )
 
-    places = (content.images, content.masks, content.labels)
+    places = (content.images, content.masks, content.labels, content.label_column)
     for text in (*content.classes, *places, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
 
-    kind_text = _KINDS[content.kind]
-    words = {**asdict(content), "items_call": content.items_call, "kind_text": kind_text}
+    kind_text = _LABELLED[content.task] if not segments else _KINDS[content.kind]
+    words = {**asdict(content), "kind_text": kind_text}
+    noun = {"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes")
+    key_metric = KINDS["segmentation" if segments else content.task].key_metric
+    words |= {"noun": noun, "key_metric": key_metric}
+    words |= {"items_call": content.items_call, "items_end": content.items_end}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -164,14 +184,15 @@ def write(
     return root
 
 
-def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Survey:
+def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress: bool) -> Survey:
     root = layout.folder
     if layout.labels:
-        index = own.in_table(root, layout.images, layout.labels)
+        index = own.in_table(root, layout.images, layout.labels, wanted)
     else:
         index = _class_folders(root)
 
-    if len(index.classes) < _LEAST:
+    task = index.task or "classification"
+    if task == "classification" and len(index.classes) < _LEAST:
         problem = (
             f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
         )
@@ -180,17 +201,21 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
     for name in index.classes:
         if re.search(r"[#@$%]|::", name) or not is_plain_text(name):
             allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
-            source = "class" if layout.labels else "class folder"
+            source = _SOURCES[task] if layout.labels else "class folder"
             raise InputError(f"{source} {name!r}", allowed, "rename it")
 
     facts = _read_all(
         index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
     )
-    by_label = Counter(record.label for record in index.records)
-    counts = tuple(by_label[label] for label in range(len(index.classes)))
+    counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
-    tested = {record.label for record, section in divided if section == "test"}
-    untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
+    in_test = [record for record, section in divided if section == "test"]
+    tested = _counts(in_test, len(index.classes), task)
+    untested = [
+        f"{name} ({count})"
+        for name, count, count_in_test in zip(index.classes, counts, tested, strict=True)
+        if count and not count_in_test
+    ]
     notes = [*index.notes, *own_folder.odd(root), *cases.notes(index.rows)]
     notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
@@ -199,12 +224,58 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
     if untested:
         notes.append(f"no test image of {', '.join(untested)}: too few images or patients")
 
+    fields = _patients(index, divided, group_by)
+    if task == "regression":
+        training = [record.target for record, section in divided if section == "train"]
+        fields |= _scale(index.classes, training)
+
+    columns = (f"{task}: {index.columns}",) if index.columns else ()
     return Survey(
         "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
-        own_depth=own_depth(facts), said=(index.columns,) if index.columns else (),
-        **_patients(index, divided, group_by),
+        own_depth=own_depth(facts), said=columns, task=task, label_column=index.column,
+        uncertain=wanted.uncertain, blank=wanted.blank, **fields,
     )  # fmt: skip
+
+
+def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]:
+    """Return how many images are of each class, have each finding, or have each number."""
+    if task == "classification":
+        by_label = Counter(record.label for record in records)
+        return tuple(by_label[label] for label in range(count))
+
+    has = np.equal(1.0, [record.target for record in records]).reshape(-1, count)
+    if task == "regression":
+        has = ~np.isnan([record.target for record in records]).reshape(-1, count)
+
+    return tuple(has.sum(0).tolist())
+
+
+def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+    """Return mean, standard deviation and range of the training images' numbers.
+
+    Raises:
+        InputError: a number that no training image has, or that all have.
+    """
+    columns = np.array(targets, np.float64).T
+    for name, column in zip(names, columns, strict=True):
+        known = column[~np.isnan(column)]
+        if len(set(known.tolist())) < 2:
+            has = f"all {len(known)} have {known[0]:g}" if len(known) else "none has it"
+            raise InputError(
+                f"number {name!r} of the training images: {has}",
+                "numbers that differ from image to image",
+                "check the column",
+            )
+
+    def rounded(values: NDArray[np.float64]) -> tuple[float, ...]:
+        return tuple(float(f"{value:.6g}") for value in values)
+
+    return {
+        "mean": rounded(np.nanmean(columns, axis=1)),
+        "sd": rounded(np.nanstd(columns, axis=1)),
+        "units": tuple(map(unit_of, names)),
+    }
 
 
 def _class_folders(root: Path) -> own.OwnImages:
@@ -386,9 +457,9 @@ def _names_of_values(
 
 def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
     """Return the values of masks, 255 as 1 where each has 0 and 255, or 0 and 1, only; of volumes some the latter."""
-    ones = [values <= {0, 1} for values in present]
     white = [values <= {0, 255} for values in present]
-    if all(map(operator.or_, ones, white)) and not (solid and all(white)):
+    binary = [values <= {0, 1} for values in present]
+    if all(map(operator.or_, white, binary)) and not (solid and all(white)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present

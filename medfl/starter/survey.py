@@ -17,8 +17,8 @@ class Survey:
     Attributes:
         kind: "labelled" pictures, or "pictures" or "volumes" with masks.
         folder: what is given with --data.
-        classes: names in label order; of masks with the background first.
-        counts: images of each class; of masks, images that have some of it.
+        classes: names in label order, of findings or of numbers; of masks with the background first.
+        counts: images of each class, or that have each finding, or a number; of masks, images that have some of it.
         channels: of an image.
         brightest: largest value that a picture can have, of types other than 8 and 16 bits; 1 with `own_depth`.
         sides: least and largest side of the images, in pixels or voxels.
@@ -38,6 +38,11 @@ class Survey:
         mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
         channel_titles: names of the channels where a file has them.
         normalised: how these names have volumes normalised; others than nonorm and rescale_to_0_1 by mean and sd.
+        task: classification, multilabel or regression of labelled pictures.
+        label_column: of the table, that has all findings, or of the classes where the user named it.
+        uncertain, blank: how findings are read (`medfl.datasets.readers.label_columns.Wanted`).
+        mean, sd: of the training images' numbers.
+        units: of the numbers, "" where the columns' names say none.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -65,6 +70,13 @@ class Survey:
     mask_values: tuple[int, ...] = ()
     channel_titles: tuple[str, ...] = ()
     normalised: str = "zscore"
+    task: str = "classification"
+    label_column: str = ""
+    uncertain: str = "ignore"
+    blank: str = "ignore"
+    mean: tuple[float, ...] = ()
+    sd: tuple[float, ...] = ()
+    units: tuple[str, ...] = ()
 
     @property
     def items_call(self) -> str:
@@ -75,6 +87,19 @@ class Survey:
             return "listed(@dataset_dir, @images, @labels, @classes"
 
         return "labelled(@dataset_dir, @classes"
+
+    @property
+    def items_end(self) -> str:
+        """The end of that call, from after the section on."""
+        end = "@group_by, @split"
+        if self.task == "classification" and self.label_column:
+            end += ", 'classification', @label_column"
+        elif self.task == "multilabel":
+            end += ", @labels_are, @label_column, @uncertain, @blank"
+        elif self.task == "regression":
+            end += ", @labels_are"
+
+        return f"{end})"
 
 
 def _numbered(names: Sequence[str]) -> dict[str, str]:
@@ -106,6 +131,13 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
         "channel_def": _numbered(survey.classes),
     }  # fmt: skip
     task = "Classification"
+    if survey.task == "multilabel":
+        task = "Multi-label classification"
+    elif survey.task == "regression":
+        task = "Regression"
+        pred |= {"type": "tuples", "format": "numbers", "value_range": []}
+        pred |= {"mean": [*survey.mean], "sd": [*survey.sd], "unit": [*survey.units]}
+
     if segments:
         task = "Segmentation"
         pred |= {"type": "image", "format": "segmentation", "spatial_shape": shape}

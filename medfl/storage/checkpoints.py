@@ -92,7 +92,7 @@ def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
     # The parts themselves are kept: an id is another's once its object is gone.
     todo = [value]
-    visited = dict[int, object]()
+    visited = {}
     while todo:
         part = todo.pop()
         if isinstance(part, _SINGLE) or id(part) in visited:
@@ -196,7 +196,7 @@ class PlainUnpickler(pickle._Unpickler):
             target.__setstate__(state)
         elif isinstance(target, OrderedDict) and only_metadata:
             self._take(len(state["_metadata"]))
-            metadata: dict[str, dict[str, object]] = {}
+            metadata = {}
             for name, facts in state["_metadata"].items():
                 metadata[name] = {kind: facts[kind] for kind in _VERSIONS if kind in facts}
             vars(target)["_metadata"] = metadata
@@ -220,6 +220,8 @@ class PlainUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), _refuse),
         **{step: pickle._Unpickler.dispatch[step] for step in _STEPS},
-        **{pickle.REDUCE[0]: _call, pickle.BUILD[0]: _build},
-        **{pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items},
+        pickle.REDUCE[0]: _call,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
     }

@@ -124,7 +124,7 @@ def load_state(path: Path) -> State:
 
 def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
     """Return a State's shape and numbers as JSON, and its tensors, contiguous on the CPU, by their numbers in it."""
-    tensors: list[Tensor] = []
+    tensors = []
 
     def strip(node: object) -> object:
         if isinstance(node, Tensor):
@@ -137,7 +137,7 @@ def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
             return {"dict": {key: strip(value) for key, value in node.items()}}
 
         if isinstance(node, list | tuple):
-            return {"list": [strip(value) for value in node]}
+            return {"list": list(map(strip, node))}
         if node is None or isinstance(node, bool | int | float | str):
             return {"value": node}
 
@@ -199,6 +199,11 @@ def to_device(state: State, device: torch.device) -> State:
     """Return the same State with its tensors on `device`: files are read to the CPU."""
     placed: State = tree_map_only(Tensor, lambda tensor: tensor.to(device), state)
     return placed
+
+
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write plain values as JSON, indented; raises as `write_atomic`."""
+    write_atomic(path, (json.dumps(document, indent=1, default=list) + "\n").encode())
 
 
 def save_weights(path: Path, weights: Weights) -> None:

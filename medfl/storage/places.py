@@ -32,16 +32,17 @@ _WEIGHTS = {
 }
 
 
-_PRIVATE = ("prepared", "answers")
+_PRIVATE = ("prepared", "answers", "embeddings", PHANTOM)
 """Kinds of cache that a worker in a sandbox has for itself: what a bundle makes there, others would take up."""
 
 
-def cache_folder(kind: str) -> Path:
+def cache_folder(kind: str, *, shared: bool = False) -> Path:
     """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet.
 
-    A portable process has its own, for others may have been filled with other bits.
+    A portable process has its own, for others may have been filled with other bits; a worker in a sandbox likewise,
+    unless `shared` says to look into everybody's.
     """
-    if kind in _PRIVATE and os.environ.get(PRIVATE_CACHE):
+    if not shared and kind in _PRIVATE and os.environ.get(PRIVATE_CACHE):
         return Path(os.environ[PRIVATE_CACHE]) / kind
 
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -72,7 +72,11 @@ SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
     "peak_device_bytes": Count | None, "judged": str | None,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
-    "sites": {"metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None},
+    "sites": {
+        "metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None,
+        "of_classes": Count | None, "classes_at": dict[str, Count] | None,
+        "left_out": list[str] | None,
+    },
     "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": list[str] | None,
@@ -81,8 +85,8 @@ MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
     "sha256": dict[str, str] | None,
     "record": {
-        "best": _OBJECT, "best_test": _METRICS, "bytes_up": Count, "bytes_down": Count, "seconds": float,
-        "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
+        "best": _OBJECT, "best_test": _METRICS, "best_classes": _OBJECT, "bytes_up": Count, "bytes_down": Count,
+        "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
         "facts": dict[str, dict[str, list[str]]] | None,
     },
 }  # fmt: skip
@@ -122,9 +126,16 @@ def require_entries(path: Path, document: Mapping[str, Plain], required: Iterabl
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
+def _not_linked(path: Path) -> Path:
+    """Return the path of a run's file; InputError if it is a link, by which a file elsewhere would be read."""
+    if path.is_symlink():
+        raise damaged(path, "is a link")
+    return path
+
+
 def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> dict[str, Plain]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
-    return checked(path, read_json(path, *_AS_WRITTEN), form, required)
+    return checked(path, read_json(_not_linked(path), *_AS_WRITTEN), form, required)
 
 
 def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Plain]:
@@ -171,8 +182,8 @@ def read_summary(path: Path) -> dict[str, Plain]:
 
 def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat = dict[str, Plain]()
-    classes: list[object] = []
+    flat = {}
+    classes = []
     for name, part in value.items():
         if name == "classes":
             classes.append(part)
@@ -209,7 +220,7 @@ def round_lines(path: Path) -> list[bytes]:
     if not path.is_file():
         return []
     try:
-        return read_bytes(path, _ROUNDS_FILE).split(b"\n")
+        return read_bytes(_not_linked(path), _ROUNDS_FILE).split(b"\n")
     except Refused as error:
         raise damaged(path, str(error)) from None
 
@@ -221,7 +232,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
         InputError: it is no such table; names the line.
     """
     try:
-        names, rows = read_table(path)
+        names, rows = read_table(_not_linked(path))
     except Refused as error:
         raise damaged(path, str(error)) from None
 

@@ -36,6 +36,7 @@ from medfl.storage.files import (
     save_weights,
     state_round,
     write_atomic,
+    write_json,
     writing,
 )
 from medfl.storage.places import TRIAL, require_run, require_unused
@@ -103,11 +104,11 @@ class RunFolder:
 
     def write_run(self, run: Run, extra: Mapping[str, Plain]) -> None:
         """Write run.json: the run, its hash, and `extra` entries for the reader."""
-        self._json("run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
+        write_json(self.path / "run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
     def add_to_run(self, extra: Mapping[str, Plain]) -> None:
         """Add entries for the reader to run.json; the run itself does not change."""
-        self._json("run.json", {**self.read_run()[1], **extra})
+        write_json(self.path / "run.json", {**self.read_run()[1], **extra})
 
     def read_run(self) -> tuple[Run, dict[str, Plain]]:
         """Return the run in run.json and the whole document; InputError if it is damaged."""
@@ -254,7 +255,7 @@ class RunFolder:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
-        entries = list[dict[str, Plain]]()
+        entries = []
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))
@@ -284,11 +285,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Plain]) -> None:
         """Write summary.json."""
-        self._json("summary.json", summary)
+        write_json(self.path / "summary.json", summary)
 
     def write_trial(self, trial: Mapping[str, Plain]) -> None:
         """Write trial.json, of a run that is not tested."""
-        self._json(TRIAL, trial)
+        write_json(self.path / TRIAL, trial)
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Plain]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
@@ -314,10 +315,6 @@ class RunFolder:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         return path
-
-    def _json(self, name: str, document: Mapping[str, Plain]) -> None:
-        text = json.dumps(document, indent=1, default=list) + "\n"
-        write_atomic(self.path / name, text.encode())
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Plain
@@ -30,7 +30,6 @@ from medfl.storage.run_documents import (
 )
 
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
-_RISE = 0.005  # of a metric from 0 to 1: less is noise
 
 SUMMARY_KINDS = {
     "received": ("global", "Global", ("last", "best")),
@@ -40,37 +39,42 @@ SUMMARY_KINDS = {
 }
 """Kind -> its key in summary.json, its title, and the entries below that key."""
 
-Rows = Sequence[tuple[int, Mapping[str, str]]]
+Rows = Sequence[tuple[int, Mapping[str, Any]]]
 """The rows of a table, each with its line number."""
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
-    """The predictions of the judged models for N test cases.
+@dataclass(frozen=True)
+class Table:
+    """A table of a run folder.
 
     Attributes:
-        ids: of the cases.
-        sites: the site of each case, "" where it has none.
-        label: (N,) reference classes; empty for other tasks than classification.
-        predicted: (N,) most probable classes; likewise.
-        probabilities: (N, K), None where the file has none.
-        scores: for other tasks metric -> (N,), NaN where a case has none.
+        path: the file, which errors name.
+        rows: each with its line number.
     """
 
-    ids: Sequence[str]
-    sites: Sequence[str]
-    label: NDArray[np.int64]
-    predicted: NDArray[np.int64]
-    probabilities: NDArray[np.float64] | None
-    scores: Mapping[str, NDArray[np.float64]]
+    path: Path
+    rows: Rows
 
     @property
-    def strata(self) -> NDArray[np.int64]:
-        """(N,) groups that a bootstrap resamples separately: the reference classes, else a single group."""
-        if len(self.label):
-            return self.label
+    def columns(self) -> list[str]:
+        """The names of its columns, [] without any row."""
+        return list(self.rows[0][1]) if self.rows else []
 
-        return np.zeros(len(self.ids), np.int64)
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a column, "" where there is none."""
+        return tuple(str(row.get(name, "")) for _, row in self.rows)
+
+    def numbers(self, name: str) -> Floats:
+        """Return a column as numbers, NaN where a cell is blank."""
+        try:
+            cells = [row[name] for _, row in self.rows]
+            return np.array([math.nan if cell in ("", None) else float(cell) for cell in cells])
+        except (KeyError, ValueError) as error:
+            raise self.damaged(f"has no number in column {name} ({error})") from None
+
+    def damaged(self, what: str) -> InputError:
+        """Return the error that names the file and what is wrong with it."""
+        return damaged(self.path, what)
 
 
 class RunReader:
@@ -99,10 +103,10 @@ class RunReader:
         rounds: Sequence[Mapping[str, Plain]] = (),
         sites: Sequence[Mapping[str, str]] = (),
         summary: Mapping[str, Plain] | None = None,
-        predictions: Predictions | None = None,
         path: Path = Path(),
+        **read: object,
     ) -> Self:
-        """Return a reader of what is in memory already, under the names of the attributes below."""
+        """Return a reader of what is in memory already, under the names of the attributes below and of a subclass's."""
         reader = cls.__new__(cls)
         reader.__dict__.update(
             path=path,
@@ -110,7 +114,7 @@ class RunReader:
             rounds=rounds,
             sites=sites,
             summary=summary,
-            predictions=predictions,
+            **read,
         )
         return reader
 
@@ -161,15 +165,13 @@ class RunReader:
         return read_manifest(self.path) if file.is_file() else None
 
     @cached_property
-    def predictions(self) -> Predictions | None:
-        """`predictions.csv` as arrays, None where the run did not get that far."""
+    def prediction_table(self) -> Table | None:
+        """`predictions.csv`, None where the run did not get that far."""
         rows = self._rows("predictions.csv")
-        if rows is None:
-            return None
-        return _predictions(self.path / "predictions.csv", rows, len(self.classes))
+        return None if rows is None else Table(self.path / "predictions.csv", rows)
 
     def prediction_rows(self) -> list[dict[str, str]] | None:
-        """Return the rows of `predictions.csv` as text; arguments and errors as of `predictions`."""
+        """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
@@ -254,23 +256,6 @@ class RunReader:
         """What the run says of its key metric where that is undefined."""
         return (self.summary or {}).get("undefined") or ()
 
-    @property
-    def rise(self) -> tuple[float, float] | None:
-        """The best validation metric before the last third of the rounds and in it, None where it no longer rose."""
-        scores = [row["val"][self.key] for row in self.rounds if self.key in (row.get("val") or ())]
-        part = len(scores) // 3
-        finite = all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
-        if part < 1 or not finite or (self.summary or {}).get("status") == "stopped":
-            return None
-
-        before = max(scores[:-part])
-        last = max(scores[-part:])
-        # A rise that is lost again by half at the end was chance.
-        if last - before < _RISE or scores[-1] < last - (last - before) / 2:
-            return None
-
-        return before, last
-
     def progress(self) -> list[tuple[int, float, float, float]]:
         """Return (round, bytes so far, seconds so far, key metric) of the rounds whose validation metric is known."""
         points = []
@@ -351,51 +336,3 @@ class RunReader:
     def structures(self) -> Mapping[str, Mapping[str, Plain]]:
         """Structure -> metrics and cases of the judged model after the last round; {} where there are none."""
         return ((self.summary or {}).get("last") or {}).get("classes") or {}
-
-
-def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
-    columns = list(rows[0][1]) if rows else []
-    ids = [row.get("id", "") for _, row in rows]
-    sites = [row.get("site", "") for _, row in rows]
-    if not classes or (columns and "predicted" not in columns):  # scores instead of classes
-        no_classes = np.zeros(0, np.int64)
-        metrics = [name for name in columns if name not in ("id", "site")]
-        scores = {name: _numbers(path, rows, name) for name in metrics}
-        return Predictions(ids, sites, no_classes, no_classes, None, scores)
-
-    label, predicted = _class_numbers(path, rows, classes)
-    names = [name for name in columns if name.startswith("p_")]
-    if len(names) != classes:  # files of older versions lack some
-        return Predictions(ids, sites, label, predicted, None, {})
-
-    probabilities = np.stack([_numbers(path, rows, name) for name in names], 1)
-    if not ((probabilities >= 0) & (probabilities <= 1)).all():
-        raise damaged(path, "has a probability that is not between 0 and 1")
-
-    return Predictions(ids, sites, label, predicted, probabilities, {})
-
-
-def _class_numbers(path: Path, rows: Rows, classes: int) -> NDArray[np.int64]:
-    """Return the reference and the predicted classes, (2, N)."""
-    pairs = []
-    for number, row in rows:
-        try:
-            pair = (int(row["label"]), int(row["predicted"]))
-        except (KeyError, ValueError):
-            raise damaged(
-                path, f"line {number} has no class numbers under label and predicted"
-            ) from None
-
-        if not all(0 <= value < classes for value in pair):
-            raise damaged(path, f"line {number} has a class outside 0 to {classes - 1}")
-        pairs.append(pair)
-
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-
-
-def _numbers(path: Path, rows: Rows, name: str) -> NDArray[np.float64]:
-    """Return a column as numbers, NaN where a cell is blank."""
-    try:
-        return np.array([float(row[name] or "nan") for _, row in rows])
-    except ValueError as error:
-        raise damaged(path, f"has no number in column {name} ({error})") from None

@@ -74,6 +74,21 @@ def test_file_names_that_stand_for_two_items_are_not_taken() -> None:
     assert _by_name([{"file": "a.png"}], ["mel/a.png", "nv/a.png"]) == {}
 
 
+@pytest.mark.parametrize("other", ["1.png", "01.png"])
+def test_an_item_whose_rows_differ_has_none(other: str) -> None:
+    """As the visits of a patient: the last row's age was taken."""
+    rows = [
+        {"file": "1.png", "age": "70", "visit": "1"},
+        {"file": other, "age": "20", "visit": "2"},
+    ]
+    items = ["x/001.png", "x/002.png"]
+    assert _by_name([*rows, {"file": "2.png", "age": "30", "visit": "1"}], items).keys() == {
+        "x/002.png"
+    }
+    same = [{**row, "age": "70"} for row in rows]
+    assert _by_name(same, items[:1])["x/001.png"]["age"] == "70"
+
+
 def test_a_table_in_the_data_folder_is_joined_to_the_items(tmp_path: Path) -> None:
     folder = datasets.write_phantom("ham10000", tmp_path / "data", per_class=10, size=16)
     bundle = with_data(open_problem("ham10000", {}), str(folder), {}).bundle

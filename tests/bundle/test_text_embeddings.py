@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -20,8 +21,10 @@ from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
-from medfl.cli import verbs as cli
+from medfl.cli import concepts, verbs as cli, walls
+from medfl.cli.walls import Use
 from medfl.core.errors import InputError
+from medfl.core.names import PRIVATE_CACHE
 from medfl.methods._parts.text_classifier import check
 from medfl.problem.prompts import Text
 
@@ -426,6 +429,33 @@ def test_concepts_writes_a_file_that_a_run_takes(
     assert str(path) in printed
     assert path.is_file()
     assert Bundle("mednist").embeddings("bert").shape == (6, 24, 16), "found by its name"
+
+
+def test_a_worker_writes_embeddings_into_its_own_cache_and_reads_those_of_all(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    used: list[Use] = []
+
+    def hold(args: Any, use: Use) -> None:
+        walls.hold(args, use)
+        used.append(use)
+
+    monkeypatch.setattr(concepts, "hold", hold)
+    command = ["concepts", "mednist", "--plm", "bert", "--model", str(bert)]
+    monkeypatch.setenv(PRIVATE_CACHE, str(tmp_path / "private"))
+    (tmp_path / "private").mkdir()
+    assert cli.main(command) == 0
+    assert used[0].folder is None
+    assert [*(tmp_path / "private" / "embeddings").iterdir()]
+    assert not (tmp_path / "cache").exists()
+    private = Bundle("mednist").embeddings("bert")
+
+    monkeypatch.delenv(PRIVATE_CACHE)
+    assert cli.main(command) == 0
+    monkeypatch.setenv(PRIVATE_CACHE, str(tmp_path / "none"))
+    monkeypatch.setattr(text_embeddings, "build", pytest.fail)
+    assert torch.equal(Bundle("mednist").embeddings("bert"), private)
 
 
 @pytest.mark.parametrize(

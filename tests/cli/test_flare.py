@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from medfl.cli import run
-from medfl.cli import verbs as cli
+from medfl.cli import run, verbs as cli
 from medfl.core.errors import InputError
 
 pytest.importorskip("nvflare")

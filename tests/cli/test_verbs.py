@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 
 from medfl import datasets
-from medfl.cli import catalogue, run
-from medfl.cli import verbs as cli
+from medfl.cli import catalogue, run, verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.problem import problem

@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from medfl import datasets
-from medfl.bundle.bundle import shipped_root
-from medfl.cli import verbs as cli
-from medfl.cli import walls
+from medfl.bundle import files
+from medfl.bundle.bundle import Bundle, shipped_root
+from medfl.cli import verbs as cli, walls
+from medfl.policy import admission
 from medfl.safety import sandbox
 from tests.support import forked
 from tests.support.programs import python_path
@@ -246,8 +247,11 @@ def test_without_landlock_nothing_is_run(
     assert capsys.readouterr().err == f"error: --sandbox {needs}\n"
     run = ["run", str(foreign), "--data=phantom"]
     assert cli.main(run, own_process=True) == 2
-    said = f"error: bundle {foreign}, which is not shipped, {needs}, or add --trust: it then runs with your rights\n"
-    assert capsys.readouterr().err == said
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: bundle {foreign}, which is not shipped, or changed since, {needs}, "
+    )
+    assert said.endswith("or add --trust: it then runs with your rights\n")
     assert cli.main([*run, "--trust", "--config=odd=1"], own_process=True) == 2
     assert capsys.readouterr().err.startswith(
         "note: --trust: no walls around this bundle, as they need a Linux"
@@ -272,10 +276,37 @@ def test_a_record_with_expressions_of_its_own_is_held_like_a_foreign_bundle(
     run = run_record(bundle="ham10000", bundle_path=str(root / "ham10000"), config=config)
     (tmp_path / "run.json").write_text(json.dumps(run.to_dict()))
     divided: list[object] = []
-    monkeypatch.setattr(walls, "_divide", lambda *_, **named: divided.append(named))
+    monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
     monkeypatch.setattr(sandbox, "lacking", lambda: "")
     walls.hold(SimpleNamespace(own_process=True, given=[]), walls.Use(runs=[tmp_path / "run.json"]))
-    assert divided == [{"is_foreign": True}] * held
+    assert len(divided) == held
+
+
+@pytest.mark.parametrize("given", ["mednist", "installed/mednist"])
+def test_a_shipped_bundle_that_was_changed_is_held_and_inspected(
+    given: str, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed" / "mednist"
+    shutil.copytree(foreign, installed)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "shipped_root", lambda: tmp_path / "installed")
+    monkeypatch.setattr(sandbox, "lacking", lambda: "")
+    divided: list[object] = []
+    inspected: list[Path] = []
+    monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
+    monkeypatch.setattr(admission, "admit", lambda folder, *_: inspected.append(folder))
+    args = SimpleNamespace(own_process=True, given=[])
+    walls.hold(args, walls.Use(bundles=[given]))
+    bundle = Bundle(given)
+    assert not divided
+    assert not inspected
+
+    file = installed / "configs" / "train.yaml"
+    file.write_text(file.read_text() + "# changed")
+    walls.hold(args, walls.Use(bundles=[given]))
+    assert len(divided) == 1
+    assert Bundle(given).dataset == bundle.dataset == "mednist"
+    assert inspected == [installed]
 
 
 @landlock

@@ -102,7 +102,7 @@ def test_differences_that_are_equal_up_to_rounding_have_no_test(tmp_path: Path) 
     assert all(math.isnan(value) for value in (test.low, test.high, test.p, test.effect))
     cells = [
         cell.strip()
-        for cell in tables.test_table([test], "md").splitlines()[2].strip("|").split("|")
+        for cell in tables.test_table([test], "md", "share").splitlines()[2].strip("|").split("|")
     ]
     assert cells[3:] == ["3", "+10.0", "–", "–", "–", "no clear difference"]
 
@@ -207,7 +207,7 @@ def test_the_tables(tmp_path: Path) -> None:
     assert "fedprox" in latex
     assert "\\textbf" not in latex
     assert latex.isascii()
-    assert "+8.3" in tables.test_table(found.tests("fedavg"), "md")
+    assert "+8.3" in tables.test_table(found.tests("fedavg"), "md", "share")
     assert "| fedprox  | 1.00" in tables.rank_table(found.ranks(), "md"), (
         "a partition that not all methods have counts for none"
     )

@@ -11,8 +11,7 @@ from jsonschema import Draft202012Validator
 
 from medfl import networks
 from medfl.bundle.bundle import Bundle
-from medfl.cli import arguments, main
-from medfl.cli import verbs as cli
+from medfl.cli import arguments, main, verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.settings import ADDED_LATER, SETTINGS, Setting

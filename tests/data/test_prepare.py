@@ -45,8 +45,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl.core.errors import InputError
-from medfl.data import prepare as preparing
-from medfl.data import samples
+from medfl.data import prepare as preparing, samples
 from medfl.data.byte_codes import Coded
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked

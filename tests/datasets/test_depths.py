@@ -104,11 +104,11 @@ def test_white_is_the_highest_value_whatever_a_tiff_stores(tmp_path: Path, kind:
             {"photometric": "rgb", "extratags": [(274, 3, 1, 6)]},
             "it lies on its side by Orientation",
         ),
-        (drawn("float64"), {}, r"a TIFF with BitsPerSample \(64,\), SampleFormat \(3,\)"),
+        (drawn("float64"), {}, r"a TIFF with BitsPerSample \(64,\), .*SampleFormat \(3,\)"),
         (
             drawn("float32", 3),
             {"photometric": "rgb"},
-            r"a TIFF with BitsPerSample \(32, 32, 32\), SampleFormat \(3, 3, 3\), Photo",
+            r"a TIFF with BitsPerSample \(32, 32, 32\), .*SampleFormat \(3, 3, 3\)",
         ),
         (
             drawn("uint16"),

@@ -26,9 +26,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core import release
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
-from medfl.export import bundle_writer
-from medfl.export import checks as export_checks
-from medfl.export import formats as export_formats
+from medfl.export import bundle_writer, checks as export_checks, formats as export_formats
 from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import problems
 from medfl.export.formats import OnnxNetwork, parse_formats

@@ -25,8 +25,7 @@ from medfl.core.run import Run, TextRecord, without_round_limit
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.data.prepared import Batch, Prepared
-from medfl.flare import offer as flare_offer
-from medfl.flare import wire
+from medfl.flare import offer as flare_offer, wire
 from medfl.flare.files import read_run
 from medfl.flare.parts import ALLOWED, SIMULATED
 from medfl.flare.remote import ReportedRunFolder, mean_reported

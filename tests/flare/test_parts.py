@@ -24,9 +24,7 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import without_round_limit
-from medfl.flare import offer as flare_offer
-from medfl.flare import parts as flare_parts
-from medfl.flare import wire
+from medfl.flare import offer as flare_offer, parts as flare_parts, wire
 from medfl.flare.files import allow_classes, error_document, raise_error, read_run
 from medfl.flare.job import recipe
 from medfl.flare.parts import (

@@ -20,8 +20,7 @@ pytest.importorskip("nvflare")
 from medfl import datasets
 from medfl.bundle.files import shipped_folders
 from medfl.cli import verbs as cli
-from medfl.flare import offer as flare_offer
-from medfl.flare import serve
+from medfl.flare import offer as flare_offer, serve
 from medfl.flare.parts import ALLOWED
 from medfl.flare.site_config import SiteConfig
 from medfl.flare.site_sandbox import SiteSandbox

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
+from medfl.evaluation.metrics import Cases
+from medfl.problem.tasks import KINDS
 from medfl.report import RunFiles, result_table
 from medfl.report.differences import (
     BETTER,
@@ -23,10 +25,8 @@ from medfl.report.differences import (
     counted,
     from_other_sites,
 )
-from medfl.storage.run_reader import Predictions
+from medfl.report.run_files import Predictions
 from tests.support.run_folders import Make, build, render
-
-NONE = np.zeros(0, np.int64)
 
 
 @pytest.fixture
@@ -34,29 +34,32 @@ def make(tmp_path: Path) -> Make:
     return partial(build, tmp_path)
 
 
+def run_of(
+    cases: Cases, key: str, task: str = "other", sites: Sequence[str] | None = None
+) -> RunFiles:
+    """A run with these test cases."""
+    predictions = Predictions(cases, sites or ["a"] * len(cases), KINDS[task])
+    record = {"key_metric": key, "seed": 0, "classes": ["x", "y"], "task": task}
+    return RunFiles.from_record(record, predictions=predictions)
+
+
 def scored(
     values: Sequence[float], key: str = "dice", sites: Sequence[str] | None = None
 ) -> RunFiles:
     """A run whose test cases have these values."""
-    ids = [f"case {i}" for i in range(len(values))]
-    found = Predictions(
-        ids, sites or ["a"] * len(ids), NONE, NONE, None, {key: np.array(values, float)}
-    )
-    return RunFiles.from_record({"key_metric": key, "seed": 0, "classes": []}, predictions=found)
+    ids = tuple(f"case {i}" for i in range(len(values)))
+    return run_of(Cases(ids, {key: torch.tensor(values, dtype=torch.float64)}), key, sites=sites)
 
 
-def classified(label: Sequence[int], predicted: Sequence[int], key: str = "accuracy") -> RunFiles:
-    found = Predictions(
-        [f"{i}" for i in range(len(label))],
-        ["a"] * len(label),
-        np.array(label),
-        np.array(predicted),
-        None,
-        {},
-    )
-    return RunFiles.from_record(
-        {"key_metric": key, "seed": 0, "classes": ["x", "y"]}, predictions=found
-    )
+def classified(
+    label: Sequence[int],
+    predicted: Sequence[int],
+    key: str = "accuracy",
+    sites: Sequence[str] | None = None,
+) -> RunFiles:
+    ids = tuple(map(str, range(len(label))))
+    cases = Cases(ids, {"label": torch.tensor(label), "predicted": torch.tensor(predicted)})
+    return run_of(cases, key, "classification", sites)
 
 
 def by_quarters(ahead: int, of: int) -> list[float]:
@@ -118,10 +121,8 @@ def test_a_site_with_a_class_of_few_cases_is_not_told_from_the_others() -> None:
         [0] * 10 + [1] * 10 + [0] * 10 + [1] * 3,
         [0] * 10 + [1] * 10 + [1, 0] * 5 + [0] * 3,
     )
-    ids, sites = [f"{i}" for i in range(33)], ["a"] * 20 + ["b"] * 13
-    cases = Predictions(ids, sites, np.array(label), np.array(right), None, {})
-    record = {"key_metric": "balanced_accuracy", "seed": 0, "classes": ["x", "y"]}
-    found = from_other_sites(RunFiles.from_record(record, predictions=cases), "a")
+    run = classified(label, right, "balanced_accuracy", ["a"] * 20 + ["b"] * 13)
+    found = from_other_sites(run, "a")
     assert found is not None
     assert (found.cases, found.ends, found.word) == (13, None, FEW)
 

@@ -50,7 +50,7 @@ def test_metrics_of_the_last_round_have_intervals_and_say_how(make: Make) -> Non
     )
     read = RunFiles(folder).predictions
     assert read is not None
-    point = balanced_accuracy_score(read.label, read.predicted)
+    point = balanced_accuracy_score(read.cases.values["label"], read.cases.values["predicted"])
     assert low < point < high
 
 
@@ -75,15 +75,15 @@ def test_draws_are_those_of_the_runs_seed(make: Make) -> None:
 def test_roc_and_calibration_are_those_of_scikit_learn(make: Make) -> None:
     folder = make(rounds=1)
     made = found(folder)
-    read = made.predictions
-    assert read.probabilities is not None
+    label = made.predictions.cases.values["label"].numpy()
+    probabilities = made.predictions.cases.values["probabilities"].numpy()
     roc = made.roc()
     assert roc is not None
     for row, c in zip(roc["rows"], range(3), strict=True):
-        area = roc_auc_score(read.label == c, read.probabilities[:, c])
+        area = roc_auc_score(label == c, probabilities[:, c])
         assert row["area"] == pytest.approx(area, abs=1e-9)
         assert row["ends"][0] < area < row["ends"][1]
-        assert (row["name"], row["positives"]) == (CLASSES[c], (read.label == c).sum())
+        assert (row["name"], row["positives"]) == (CLASSES[c], (label == c).sum())
     assert roc["mean"]["area"] == pytest.approx(np.mean([row["area"] for row in roc["rows"]]))
     calibration = made.calibration()
     assert calibration is not None
@@ -122,7 +122,9 @@ def test_worst_cases_are_listed_where_their_pictures_are_missing(make: Make) -> 
         "wrong,site-2,2,1,0.0,0.99,0.01",
     ]
     (folder / "predictions.csv").write_text("\n".join(lines) + "\n")
-    assert [case["id"] for case in found(folder).worst()] == ["wrong", "right"]
+    worst = found(folder).worst()
+    assert worst is not None
+    assert [row[0] for row in worst["rows"]] == ["wrong", "right"]
     _, page = render(folder)
     assert "This run folder holds no pictures of them" in page.text
     row = "".join(page.text.split()).split("Inthereference")[1]
@@ -181,7 +183,7 @@ def test_predictions_without_probabilities_have_a_matrix_alone(make: Make) -> No
     _, page = render(folder)
     assert "Confusion matrix" in page.text
     assert "No probabilities" in page.text
-    assert found(folder).worst() == []
+    assert found(folder).worst() is None
     assert "Too narrow, for want of cases, as regards normal, bacterial pneumonia." in words(page)
 
 

@@ -23,8 +23,7 @@ import medfl
 from medfl.cli import verbs as cli
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.export.bundle_writer import export
-from medfl.problem import parts as parts_module
-from medfl.problem import parts_data
+from medfl.problem import parts as parts_module, parts_data
 from medfl.storage.files import load_weights
 
 SIZES = {"train": 9, "validate": 4, "test": 4}

@@ -26,8 +26,7 @@ from medfl.runtimes.local.workers import Pool, Workers
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Train, WorkerTask
-from medfl.storage import files as storage
-from medfl.storage import run_folder as folders
+from medfl.storage import files as storage, run_folder as folders
 from medfl.storage.files import load_weights
 from medfl.storage.run_folder import RunFolder
 from tests.support.toy import ToyBundle, bits, run_record

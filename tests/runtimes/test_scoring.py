@@ -37,9 +37,10 @@ def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
         writer.writerows(rows)
     found = Read(folder).predictions
     assert found is not None
-    assert found.probabilities is not None
-    assert torch.equal(torch.from_numpy(found.probabilities).float(), cases.values["probabilities"])
+    values = found.cases.values
+    assert torch.equal(values["probabilities"].float(), cases.values["probabilities"])
     again = [
-        roc_auc_score(found.label == index, found.probabilities[:, index]) for index in range(3)
+        roc_auc_score(values["label"] == index, values["probabilities"][:, index])
+        for index in range(3)
     ]
     assert sum(again) / 3 == pytest.approx(summarise(cases)["auroc"], abs=1e-9)

@@ -64,9 +64,9 @@ def reference(phantom: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     [
         (
             "site-1=liver",
-            r"label 'liver' of site 'site-1'; the structures of the bundle are anterior, posterior; ",
+            r"label 'liver' of site 'site-1'; the names of the bundle are anterior, posterior; ",
         ),
-        ("site-1=background", r"label 'background' of site 'site-1'; the structures"),
+        ("site-1=background", r"label 'background' of site 'site-1'; the names"),
         ("north=anterior", r"--site-labels north=...; the sites of the run are site-1, site-2; "),
         (
             "site-1",
@@ -138,9 +138,7 @@ def test_auto_takes_what_the_training_masks_show(
     monkeypatch.setattr(
         type(values), "batches", lambda *given: ((x, 0 * y) for x, y in original(*given))
     )
-    with pytest.raises(
-        InputError, match=r"site-1=auto, none of its \d+ training masks shows a structure"
-    ):
+    with pytest.raises(InputError, match=r"site-1=auto, none of its \d+ training labels shows one"):
         federation(phantom, site_labels="site-1=auto")
 
 

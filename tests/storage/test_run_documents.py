@@ -14,7 +14,14 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.untrusted import Refused, read_bytes, read_json, read_table
 from medfl.data.partition.rules import _by_file
 from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
-from medfl.storage.run_documents import read_rows, read_run, read_summary, state_file
+from medfl.storage.run_documents import (
+    read_rows,
+    read_run,
+    read_run_document,
+    read_summary,
+    round_lines,
+    state_file,
+)
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from tests.storage.test_run_folder import server
@@ -105,6 +112,27 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
             read_bytes(path, 2**20)
     with pytest.raises(Refused, match="null"):
         read_bytes(Path("a\0b"), 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("run.json", "{}", read_run_document),
+        ("summary.json", '{"rounds": 1, "seconds": 1.0}', read_summary),
+        ("rounds.jsonl", '{"round": 1}\n', round_lines),
+        ("sites.csv", "site\na\n", read_rows),
+    ],
+)
+def test_a_run_s_file_that_is_a_link_is_not_followed(
+    name: str, content: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text(content)
+    read(elsewhere)
+    path = tmp_path / name
+    path.symlink_to(elsewhere)
+    with pytest.raises(InputError, match=f"{name} is a link; "):
+        read(path)
 
 
 # The manifest

@@ -34,7 +34,7 @@ def data_lists(content: Config, root: Path, folder: str) -> dict[str, str]:
 
     A list is looked for at the same place below the data folder, then in it by its name alone.
     """
-    list_files: dict[str, str] = {}
+    list_files = {}
     for key, text in content.items():
         match = _LIST.fullmatch(text) if isinstance(text, str) else None
         if match and not (root / match[1]).is_file():
@@ -48,7 +48,7 @@ def data_lists(content: Config, root: Path, folder: str) -> dict[str, str]:
 def without_fetching(node: Any) -> Any:
     """Return an inference configuration whose networks fetch no weights: those of models/ are loaded anyway."""
     if isinstance(node, list):
-        return [without_fetching(value) for value in node]
+        return list(map(without_fetching, node))
     if not isinstance(node, Mapping):
         return node
 
@@ -69,7 +69,7 @@ def with_missing(node: Config) -> Config:
         return node
 
     # the handler has no such argument, its metric has
-    metric: dict[str, object] = {"_target_": "DiceMetric", "ignore_empty": False}
+    metric = {"_target_": "DiceMetric", "ignore_empty": False}
     handler: dict[str, object] = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
     for key, value in node.items():
         if key in _OF_DICE:

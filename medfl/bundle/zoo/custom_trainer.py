@@ -58,7 +58,7 @@ class CustomTrainer:
         for optimizer in optimizers:
             trained.update(map(id, _parameters(optimizer)))
 
-        networks: dict[str, nn.Module] = {}
+        networks = {}
 
         for key, value in attributes.items():
             if not isinstance(value, nn.Module):
@@ -215,7 +215,7 @@ def _groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
 def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     """Run an engine from its start on, and return its state; what draws inside it by a state of its own is seeded."""
     step = engine._process_function
-    parts: list[Any] = []
+    parts = []
     for value in (step, *getattr(step, "__dict__", {}).values()):
         parts += random_parts(value, set())
 

@@ -76,7 +76,7 @@ def run(
 
     out = launch.folder
     lines = [f"# {table.paper}: {table.title}"]
-    collected: list[tuple[Comparison, dict[str, str]]] = []
+    collected = []
     document: Document = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
 
     for number, grid in grids:
@@ -195,9 +195,9 @@ def published(comparison: Comparison) -> list[str]:
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
     bundle = comparison.rows[0].first.record["bundle"]
-    rows = list[list[str]]()
-    notes = list[str]()
-    bundles = set[str]()
+    rows = []
+    notes = []
+    bundles = set()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in table.grids:

@@ -120,7 +120,7 @@ def load(key: str) -> PaperTable:
     check_name(key)
     document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
     unit = float(document.get("unit", 100))
-    names_by_label: dict[str, str] = {}
+    names_by_label = {}
     grids = []
 
     for grid in document["grids"]:
@@ -259,7 +259,7 @@ def averages(
             if grid.bundle == figure.bundle and figure.name in names:
                 expected += len(grid.partitions)
 
-        by_seed = defaultdict[int, list[float]](list)
+        by_seed = defaultdict(list)
         for comparison, labels in comparisons:
             for row in comparison.rows:
                 if _name(table, labels, row) != figure.name:

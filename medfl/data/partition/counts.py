@@ -22,18 +22,19 @@ from medfl.core.task import SECTIONS
 from medfl.data.partition.draw import Group, Homes, Rule, Sections, gathered, homeless, images_in
 
 _Stream = Callable[[str, int], np.random.Generator]
+ALL = "all"
 _KINDS = {"train": "training and validation", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many images a site has: for training and validation, and to test."""
+    """How many images a site has: for training and validation, 0 of one that only tests, and to test, None for all."""
 
     train: int
-    test: int
+    test: int | None
 
     def __str__(self) -> str:
-        return f"{self.train}/{self.test}"
+        return f"{self.train}/{ALL if self.test is None else self.test}"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Limit:
 
 
 def read_count(text: str) -> Count:
-    """Read TRAIN/TEST; anything else is a ValueError."""
-    train, test = (int(part) for part in text.split("/"))
-    if train < 1 or test < 0:
+    """Read TRAIN/TEST, or TRAIN/all; anything else is a ValueError."""
+    train, test = text.split("/")
+    count = Count(int(train), None if test.strip() == ALL else int(test))
+    if min(count.train, count.test or 0) < 0 or not (count.train or count.test != 0):
         raise ValueError(text)
-    return Count(train, test)
+
+    return count
 
 
 def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
@@ -139,16 +142,20 @@ def _divide(
     fitted = {}
     notes = []
     for kind, number in available.items():
-        fitted[kind], more_notes = _feasible(
-            [getattr(count, kind) for count in counts], number, sites, kind
-        )
+        requested = [
+            number if count.test is None and kind == "test" else getattr(count, kind)
+            for count in counts
+        ]
+        fitted[kind], more_notes = _feasible(requested, number, sites, kind)
         notes += more_notes
 
     # Validation images come out of TRAIN, in the share that the data have of them.
-    validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
-    validate = np.minimum(
-        apportion(fitted["train"], validated), np.array(fitted["train"]) - 1
-    ).tolist()
+    validate = [0] * len(sites)
+    if sum(fitted["train"]):
+        validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
+        most = np.maximum(np.array(fitted["train"]) - 1, 0)
+        validate = np.minimum(apportion(fitted["train"], validated), most).tolist()
+
     train = np.subtract(fitted["train"], validate).tolist()
     sizes = {"train": train, "validate": validate, "test": fitted["test"]}
 

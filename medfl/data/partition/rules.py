@@ -2,9 +2,10 @@
 
 Rules: `iid`, `dirichlet:BETA` (per class, as FedBM and FedCB), `classes:C` (C classes a site, FedMR's PρCς),
 `shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `centre:NAME=TRAIN/TEST,...` (some of them cut to
-so many images), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size` (quantiles of the image size: another anatomy or
-field of view at each site), `file:PATH.csv`, and those of `medfl.data.partition.targets`. Validation and test images
-follow the rule that the training images were divided by, so a site is judged on its own mixture of classes.
+so many images; TRAIN 0: a site that only tests; TEST all), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size`
+(quantiles of the image size: another anatomy or field of view at each site), `file:PATH.csv`, and those of
+`medfl.data.partition.targets`. Validation and test images follow the rule that the training images were divided by, so
+a site is judged on its own mixture of classes.
 
 Departures from the papers: images of one group (patient or lesion) stay at one site, also across sections, so cuts move
 to the nearest group boundary (with one image a group the papers' cuts are kept exactly). FedMR's released code hands
@@ -195,7 +196,8 @@ def assign(
             "leave the number of sites out or make it agree",
         )
 
-    _check_trained(spec, order, homes["train"])
+    untrained = _untrained(kind, values)
+    _check_trained(spec, [name for name in order if name not in untrained], homes["train"])
     held: dict[str, dict[str, tuple[int, ...]]] = {site: {} for site in order}
     for name, section in homes.items():
         positions = defaultdict[str | None, list[int]](list)
@@ -236,7 +238,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     except ValueError:
         pass  # a field is no number, or a centre is there twice: an error as for a number out of range
 
-    advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
+    advice = "give BETA above 0, C, N and K as whole numbers from 1, STD and TRAIN from 0, TEST from 0 or all"
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",
@@ -363,6 +365,16 @@ def _check_numbers(spec: str, data: Sections) -> None:
             "this rule divides by the number of each image, which a regression predicts",
             "use iid, stratified, dirichlet:BETA, centre or file:PATH.csv",
         )
+
+
+def _untrained(kind: str, values: Sequence[Any]) -> set[str]:
+    """Return the sites that are to have no training images: whose TRAIN is 0."""
+    if kind == "centre":
+        return {limit.centre for limit in values if not limit.count.train}
+    if kind == "counts":
+        return {f"site-{i + 1}" for i, count in enumerate(values) if not count.train}
+
+    return set()
 
 
 def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None]) -> None:

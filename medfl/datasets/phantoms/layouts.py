@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.arrays import Bytes, Integers
 from medfl.datasets.phantoms.phantom import SQUARE, Case, Counts, Generator, Sides, cohort, even
 from medfl.datasets.phantoms.scene import Array, Mask, Scene, class_scenes
 
 Draw = Callable[[Path, Generator, int, int], int]
 """(folder, generator, images per class, size) -> number of images written."""
 Columns = Mapping[str, Callable[[Case], object]]
-Bytes = NDArray[np.uint8]
-Stack = tuple[Bytes, NDArray[np.int64]]
+Stack = tuple[Bytes, Integers]
 """Images (N, H, W[, C]) and their labels (N)."""
 
 
@@ -90,7 +90,7 @@ def draw_stacks(
             [to_bytes(case.render(class_scenes(classes, channels))[0]) for case in cases]
         )
         labels = np.array([case.label for case in cases])
-        parts = np.array([part(case) for case in cases])
+        parts = np.array(list(map(part, cases)))
         stacks = {}
         for name in np.unique(parts):
             stacks[str(name)] = (images[parts == name], labels[parts == name])

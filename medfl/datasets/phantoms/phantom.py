@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Integers
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
@@ -22,7 +22,7 @@ PHANTOM_VERSION = 2
 """To be raised whenever the images of a seed change: cohorts in the cache are then drawn anew."""
 
 Generator = np.random.Generator
-Counts = Callable[[Generator, int], NDArray[np.int64]]
+Counts = Callable[[Generator, int], Integers]
 """(generator, images per class) -> number of images of each centre and class, (centres, classes)."""
 Sides = Sequence[tuple[float, float]]
 """Least and greatest length of each side of an image, as shares of the size asked for."""
@@ -155,7 +155,7 @@ class Case:
 def even(classes: int, centres: int = 1) -> Counts:
     """Return counts of as many images of each class, dealt to the centres: each gets one before any gets two."""
 
-    def counts(rng: Generator, per_class: int) -> NDArray[np.int64]:
+    def counts(rng: Generator, per_class: int) -> Integers:
         table = np.zeros((centres, classes), np.int64)
         for label in range(classes):
             rounds = [rng.permutation(centres) for _ in range(per_class // centres + 1)]
@@ -173,7 +173,7 @@ def mixed(real: Sequence[Sequence[int]], least: int = 1) -> Counts:
     """
     weights = np.sqrt(np.array(real, dtype=np.float64))
 
-    def counts(rng: Generator, per_class: int) -> NDArray[np.int64]:
+    def counts(rng: Generator, per_class: int) -> Integers:
         shares = weights / weights.sum() * per_class * weights.shape[1]
         return np.where(weights > 0, np.maximum(np.rint(shares), least), 0).astype(np.int64)
 
@@ -182,7 +182,7 @@ def mixed(real: Sequence[Sequence[int]], least: int = 1) -> Counts:
 
 def cohort(
     rng: Generator,
-    counts: NDArray[np.int64],
+    counts: Integers,
     size: int,
     sides: Sides = SQUARE,
     *,
@@ -204,7 +204,7 @@ def cohort(
     folds = _cut(rng, labels + centres * counts.shape[1], _FOLDS)
     parts = _cut(rng, labels, _PARTS)
 
-    cases: list[Case] = []
+    cases = []
     before = (-1, -1)
     group = place = shot = seed = 0
     shape: Shape = ()
@@ -240,7 +240,7 @@ def cohort(
     return sorted(cases, key=lambda case: case.number)
 
 
-def _cut(rng: Generator, kinds: NDArray[np.int64], shares: Mapping[str, float]) -> list[str]:
+def _cut(rng: Generator, kinds: Integers, shares: Mapping[str, float]) -> list[str]:
     """Draw a section for each image at random within its kind, ignoring groups, as published splits do."""
     sections = np.empty(len(kinds), dtype=object)
     edges = np.cumsum(list(shares.values()))[:-1]

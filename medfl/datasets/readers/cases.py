@@ -32,7 +32,7 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     """
     spelling = dict[str, str]()
     for names in _spellings(rows):
-        spelling.update(dict.fromkeys(names, names[0].strip()))
+        spelling |= dict.fromkeys(names, names[0].strip())
 
     described_records = []
     for record in records:
@@ -77,7 +77,7 @@ def _spellings(rows: Rows) -> list[list[str]]:
         name = row.get("patient") or ""
         names[as_number(name.strip()) or name.strip()].add(name)
 
-    return [sorted(spelled) for spelled in names.values() if len(spelled) > 1]
+    return [*map(sorted, filter(lambda spellings: len(spellings) > 1, names.values()))]
 
 
 def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = ()) -> Rows:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
@@ -74,9 +76,9 @@ def check(
     root, layout = layout_of(name, folder)
     split, rule = choose(name, root, split)
     columns = dataset.classes if dataset.task == "classification" else ("cases",)
-    problems = list[str]()
-    records = list[Record]()
-    assigned = list[str]()
+    problems = []
+    records = []
+    assigned = []
 
     try:
         table = read_table(name, root)
@@ -130,6 +132,33 @@ def counted(
             rows[centre] = tuple(counts[section, centre, label] for label in range(len(columns)))
 
     return table
+
+
+def targets_told(
+    task: str, names: Sequence[str], targets: Sequence[Sequence[float | None]]
+) -> list[str]:
+    """Return a line for each finding or number of images: how many have it, and of numbers how they are spread.
+
+    Args:
+        task: multilabel or regression.
+        names: of the findings or numbers, (K,).
+        targets: (N, K), None or NaN where unknown.
+    """
+    lines = []
+    table = np.array(targets, np.float64).reshape(len(targets), len(names))
+    for name, column in zip(names, table.T, strict=True):
+        known = column[~np.isnan(column)]
+        if task == "multilabel":
+            present = int((known == 1).sum())
+            counts = f"{present} present, {len(known) - present} absent"
+            lines.append(f"{name}: {counts}, {len(column) - len(known)} unknown")
+        elif len(known):
+            spread = f"mean {known.mean():.4g}, sd {known.std():.4g}, {known.min():.4g} to {known.max():.4g}"
+            lines.append(f"{name}: {len(known)} known, {spread}")
+        else:
+            lines.append(f"{name}: none known")
+
+    return lines
 
 
 def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:

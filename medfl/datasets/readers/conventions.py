@@ -107,7 +107,7 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     Raises:
         InputError: several images have the entities of a mask; names them.
     """
-    images_of = defaultdict[str, list[str]](list)
+    images_of = defaultdict(list)
     for path, _ in images:
         match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if match and match[3] not in _MASKS:
@@ -262,24 +262,27 @@ def listed_files(path: Path) -> dict[str, tuple[list[str], str]]:
     Raises:
         InputError: the list has another form.
     """
-    document = _document(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+
+    document = _document(path)
     cases = document.get("dataset")
     if "labels" not in document or not isinstance(cases, dict):  # of another program, perhaps
         return {}
 
     files = dict[str, tuple[list[str], str]]()
     for name, case in cases.items():
-        lists: Plain = case if isinstance(case, dict) else {}
-        images = lists.get("images")
-        mask = lists.get("label")
-        if not (isinstance(images, list) and images and all(map(_is_path, (*images, mask)))):
-            raise InputError(
-                f"{path}: case {printable(name, _LONGEST)!r} of dataset",
-                'as {"case": {"images": ["case_0000.nii.gz"], "label": "case.nii.gz"}}, paths beside this file',
-                "write it so, or leave the list out",
-            )
-
-        files[name] = images, mask
+        match case:
+            case {"images": [_, *_] as images, "label": mask} if all(
+                map(_is_path, [*images, mask])
+            ):
+                files[name] = images, mask
+            case _:
+                raise InputError(
+                    f"{path}: case {printable(name, _LONGEST)!r} of dataset",
+                    'as {"case": {"images": ["case_0000.nii.gz"], "label": "case.nii.gz"}}, paths beside this file',
+                    "write it so, or leave the list out",
+                )
 
     return files
 

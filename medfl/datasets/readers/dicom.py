@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array, Bytes, Floats
 from medfl.core.errors import InputError
 from medfl.datasets.readers.stacks import check_unpacked
 
-Array = NDArray[Any]
-Affine = NDArray[np.float64]
+Affine = Floats
 Untyped = Any
 """Of a library that has no types."""
 
@@ -468,7 +467,7 @@ def _padding(pixels: Array, header: Header) -> Array:
     return padded
 
 
-def read_picture(file: str) -> NDArray[np.uint8]:
+def read_picture(file: str) -> Bytes:
     """Return a picture (H, W) or (H, W, 3) as a viewer shows it.
 
     It is shown by its first lookup table, else in its first window; without these from its least to its largest value,

@@ -38,7 +38,7 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
             "shorten its folders' names",
         )
 
-    matches = [expression.search(text) for text in texts]
+    matches = list(map(expression.search, texts))
     patients = [match[1] or None if match else None for match in matches]
     if not any(patients):
         problem = f"{pattern!r} matches none of {len(names)} names, as {names[0]}"

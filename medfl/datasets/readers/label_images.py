@@ -28,7 +28,7 @@ class UriReader(ImageReader):  # type: ignore[misc]
 
     def verify_suffix(self, filename: Sequence[PathLike] | PathLike) -> bool:
         """Tell whether these are such."""
-        names = [str(name) for name in ensure_tuple(filename)]
+        names = list(map(str, ensure_tuple(filename)))
         return all(
             OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names
         )

@@ -1,4 +1,4 @@
-"""A table of the images' classes: find the columns that matter, and the row of each image."""
+"""A table of the images' classes, findings or numbers: the row of each image, and what it says."""
 
 from __future__ import annotations
 
@@ -10,35 +10,8 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.names import as_number, listed
 from medfl.datasets.readers import cases, tables
+from medfl.datasets.readers.label_columns import CASES, FILES, NOTHING, Wanted, head, understood
 from medfl.datasets.readers.unlabelled import without_ending
-
-FILES = (
-    "file",
-    "filename",
-    "file_name",
-    "image",
-    "image_id",
-    "image_name",
-    "isic_id",
-    "img",
-    "path",
-    "id",
-    "name",
-)
-LABELS = (
-    "diagnosis",
-    "dx",
-    "class",
-    "class_name",
-    "label_name",
-    "label",
-    "category",
-    "target",
-    "finding",
-)
-_CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
-          "section": ("section",)}  # fmt: skip
-_MARKS = ("0", "1", "0.0", "1.0")
 
 
 @dataclass(frozen=True)
@@ -46,38 +19,50 @@ class Labels:
     """What a table says of the images of a folder.
 
     Attributes:
+        task: classification, multilabel or regression.
         classes: path of an image -> its class.
+        targets: path of an image -> its findings (1, 0) or numbers, NaN where unknown; none of which all are unknown.
+        names: of the findings or numbers.
+        column: the one of all findings, or of the classes where the user named it; "" otherwise.
         rows: path of an image -> its patient, centre and section, of those that the table has.
         columns: in words, which columns were taken.
-        notes: images and rows without the other, or without a class.
+        notes: images and rows without the other, or without a label.
     """
 
+    task: str
     classes: Mapping[str, str]
+    targets: Mapping[str, tuple[float, ...]]
+    names: tuple[str, ...]
+    column: str
     rows: Mapping[str, Mapping[str, str]]
     columns: str
     notes: tuple[str, ...]
 
 
-def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labels:
-    """Read a table of the classes of images.
+_NOUNS = {"classification": "class", "multilabel": "known finding", "regression": "number"}
 
-    The column of the images is the first of `FILES` that names some, that of the classes the first of `LABELS`; without
-    one, columns of zeros and ones count as one class each, as in the tables of ISIC.
+
+def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Labels:
+    """Read a table of the classes, findings or numbers of images.
+
+    The column of the images is the first of `label_columns.FILES` that names some; `label_columns.understood` finds
+    those of the labels. Of classes that are wanted, a number in another spelling, as 1.0, is that of these.
 
     Args:
         path: parted by commas, semicolons or tabs, with a header line.
         images: paths below the folder of all images.
-        known: classes; a number in another spelling, as 1.0, is that of these.
+        wanted: how the user or a bundle has it read.
 
     Raises:
-        InputError: no such columns, no image in the table, one that several rows fit, or an image of two classes.
+        InputError: no such columns, no image in the table, one that several rows fit, or labels that cannot be read.
     """
+    wanted = wanted or Wanted()
     rows = tables.read_csv(path, ())
-    heads = {str(name).strip().lower(): name for name in (rows[0] if rows else ()) if name}
+    heads = {head(name): name for name in (rows[0] if rows else ()) if name}
     matches = {}
-    for head in FILES:
-        if head in heads:
-            matches[head] = _matched(path, rows, heads[head], images)
+    for name in FILES:
+        if name in heads:
+            matches[name] = _matched(path, rows, heads[name], images)
 
     column = next((column for column, index in matches.items() if index), None)
     if column is None:
@@ -96,11 +81,21 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
     index = matches[column]
     numbers = _by_number(path, rows, heads[column], images, index)
     index |= numbers
-    label, class_of = _classes(path, rows, heads, heads[column])
-    class_of, spelled = _one_spelling(class_of, known)
-    classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
+    meaning = understood(path, rows, heads[column], wanted)
+    spelled: list[str] = []
+    classes = {}
+    targets = {}
+    if meaning.task == "classification":
+        class_of, spelled = _one_spelling([str(value) for value in meaning.values], wanted.names)
+        classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
+    else:
+        for image, number in index.items():
+            if meaning.values[number]:
+                targets[image] = tuple(map(float, meaning.values[number]))
+
+    labelled = classes.keys() | targets.keys()
     case_heads = {}
-    for name, spellings in _CASES.items():
+    for name, spellings in CASES.items():
         if spelling := next((text for text in spellings if text in heads), None):
             case_heads[name] = heads[spelling]
 
@@ -108,10 +103,15 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
     without_image = [str(rows[number][heads[column]]) for number in rows_left]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
-        "images have no class in the table": [image for image in index if image not in classes],
+        f"images have no {_NOUNS[meaning.task]} in the table": [
+            i for i in index if i not in labelled
+        ],
         "rows of the table have no image": without_image,
     }
-    notes = [*spelled]
+    notes = [*spelled, *meaning.notes]
+    if meaning.task == "multilabel":
+        notes += _outcomes(meaning.names, targets.values())
+
     if numbers:
         image, number = next(iter(numbers.items()))
         notes.append(
@@ -124,12 +124,12 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
     names = sorted(set(classes.values()))
-    if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
+    if words := [repr(name) for name in names if name.lower() in NOTHING]:
         notes.append(
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    alike = defaultdict[str, list[str]](list)
+    alike = defaultdict(list)
     for name in names:
         alike[name.casefold()].append(name)
 
@@ -138,15 +138,16 @@ def read(path: Path, images: Sequence[str], known: Collection[str] = ()) -> Labe
             f"classes that differ in upper and lower case only: {'; '.join(twice)}; they count as different"
         )
 
-    cases_of: dict[str, dict[str, str]] = {}
+    cases_of = {}
     for image, number in index.items():
         row = rows[number]
-        cases_of[image] = {name: (row[head] or "").strip() for name, head in case_heads.items()}
+        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
 
-    by = [f"images by column {heads[column]!r}", f"classes by {label}"]
-    by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
-
-    return Labels(classes, cases_of, ", ".join(by), tuple(notes))
+    by = [f"images by column {heads[column]!r}", meaning.text]
+    by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
+    return Labels(
+        meaning.task, classes, targets, meaning.names, meaning.column, cases_of, ", ".join(by), tuple(notes)
+    )  # fmt: skip
 
 
 def _matched(
@@ -159,7 +160,7 @@ def _matched(
     row_numbers: dict[str, int] = {}
 
     for number, row in enumerate(rows):
-        names = [form for form in _forms(row[column] or "") if form in image_of]
+        names = [form for form in _row_forms(row[column] or "") if form in image_of]
         if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
             image = image_of[names[0]]
             raise InputError(
@@ -177,7 +178,7 @@ def _by_number(
     matched: Mapping[str, int],
 ) -> dict[str, int]:
     """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
-    images_of = defaultdict[str, list[str]](list)
+    images_of = defaultdict(list)
     for image in images:
         if image not in matched and (shown := as_number(_forms(image)[-1])):
             images_of[shown].append(image)
@@ -204,7 +205,7 @@ def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list
     for name in known:
         spelling.setdefault(as_number(name), name)
 
-    written = defaultdict[str, set[str]](set)
+    written = defaultdict(set)
     for name in class_of:
         written[as_number(name)].add(name)
 
@@ -222,39 +223,34 @@ def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list
     ], notes
 
 
+def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> list[str]:
+    """Return notes on findings that no image has, none is known to lack, or of which nothing is known."""
+    missing = defaultdict[str, list[str]](list)
+    for name, values in zip(names, zip(*targets, strict=True), strict=bool(targets)):
+        known = set(values) & {0.0, 1.0}
+        if not known:
+            missing["nothing is known of"].append(repr(name))
+        elif known == {0.0}:
+            missing["no image has"].append(repr(name))
+        elif known == {1.0}:
+            missing["no image is known to lack"].append(repr(name))
+
+    return [f"{text} {listed(entries, 20)}" for text, entries in missing.items()]
+
+
+def _row_forms(name: str) -> list[str]:
+    """Return what a row may mean: the forms of its path, and of each shorter one from a folder within it on."""
+    parts = cases.key(name).split("/")
+    forms = []
+    for start in range(len(parts)):
+        path = "/".join(parts[start:])
+        forms += [path, without_ending(path)]
+
+    return forms
+
+
 def _forms(name: str) -> list[str]:
     """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
     path = cases.key(name)
     bare = path.rpartition("/")[2]
     return list(dict.fromkeys([path, without_ending(path), bare, without_ending(bare)]))
-
-
-def _classes(
-    path: Path, rows: Sequence[Mapping[str, str]], heads: Mapping[str, str], column: str
-) -> tuple[str, list[str]]:
-    """Return which columns name the classes, in words, and the class of each row, "" where it has none."""
-    label = next((heads[name] for name in LABELS if name in heads and heads[name] != column), None)
-    if label is not None:
-        return f"column {label!r}", [" ".join((row[label] or "").split()) for row in rows]
-
-    known_heads = set(FILES).union(*_CASES.values())
-    free = [name for head, name in heads.items() if name != column and head not in known_heads]
-    marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
-    if len(marks) < 2:
-        raise InputError(
-            f"{path} has no column of classes; it has {', '.join(heads.values())}",
-            f"one called {', '.join(LABELS)}, or one for each class with 0 and 1",
-            "name the column so",
-        )
-
-    # One column a class, as in the tables of ISIC: a row has a 1 in that of its own.
-    class_of = [[name for name in marks if float(row[name])] for row in rows]
-    double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
-    if double is not None:
-        raise InputError(
-            f"{path}: {rows[double][column]} is of the classes {', '.join(class_of[double])}",
-            "one class an image",
-            "keep one of them, or name the classes in a column 'label'",
-        )
-
-    return f"the columns {', '.join(marks)}", [names[0] if names else "" for names in class_of]

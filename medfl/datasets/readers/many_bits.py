@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
+from medfl.core.arrays import Array
 from medfl.datasets.readers import dicom
 
 _BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT = (
@@ -37,7 +37,7 @@ def loses(image: ImageFile) -> bool:
     )
 
 
-def read(image: ImageFile, content: bytes) -> NDArray[Any]:
+def read(image: ImageFile, content: bytes) -> Array:
     """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
 
     Raises:
@@ -60,7 +60,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
         path = Path(folder, "picture")
         path.write_bytes(content)
         try:
-            pixels: NDArray[Any] = sitk.GetArrayFromImage(
+            pixels: Array = sitk.GetArrayFromImage(
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
         except RuntimeError as error:
@@ -72,7 +72,7 @@ def read(image: ImageFile, content: bytes) -> NDArray[Any]:
     return pixels
 
 
-def _planes(image: TiffImageFile, content: bytes, bits: int) -> NDArray[Any]:
+def _planes(image: TiffImageFile, content: bytes, bits: int) -> Array:
     """Return the channels (H, W, C) of a TIFF in which they lie one after the other."""
     tags = image.tag_v2
     sizes = tags.get(_SIZES, ())
@@ -82,9 +82,12 @@ def _planes(image: TiffImageFile, content: bytes, bits: int) -> NDArray[Any]:
             "its channels lie apart by PlanarConfiguration, and packed or in tiles: save it as PNG"
         )
 
-    strips = [content[start:][:size] for start, size in zip(tags[_STRIPS], sizes, strict=True)]
+    planes = bytearray()
+    for start, size in zip(tags[_STRIPS], sizes, strict=True):
+        planes += content[start : start + size]
+
     order = ">" if content.startswith(b"MM") else "<"
-    values = np.frombuffer(b"".join(strips), f"{order}u{bits // 8}")
+    values = np.frombuffer(planes, f"{order}u{bits // 8}")
     return np.moveaxis(values.reshape(-1, image.height, image.width), 0, -1)
 
 
@@ -94,11 +97,11 @@ def tags_of(file: IO[bytes]) -> str:
     tags = ImageFileDirectory_v2(file.read(8))
     file.seek(tags.next)
     tags.load(file)
-    named = (_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES)
-    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in named if tag in tags)
+    present = tags.keys() & {_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES}
+    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
 
 
-def white_is_high(image: ImageFile, pixels: NDArray[Any]) -> NDArray[Any]:
+def white_is_high(image: ImageFile, pixels: Array) -> Array:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 
-Values = NDArray[Any]
+Values = Array
 """Values of pixels or voxels, or indices, of any whole or real type."""
 Classes = int | Sequence[int]
 """How many classes masks have, by the values 0, 1, ...; or the values of the classes, ascending."""

@@ -30,9 +30,9 @@ def match(images: Named, masks: Named) -> Matched:
     Raises:
         InputError: a mask that fits several images, or several masks that fit one; names the files.
     """
-    uris_at = defaultdict[str, list[str]](list)
-    by_name = defaultdict[str, set[str]](set)
-    by_folder = defaultdict[str, set[str]](set)
+    uris_at = defaultdict(list)
+    by_name = defaultdict(set)
+    by_folder = defaultdict(set)
     for path, uri in images:
         folder, _, name = path.rpartition("/")
         uris_at[path].append(uri)

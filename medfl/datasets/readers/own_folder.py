@@ -109,14 +109,15 @@ def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that are no pair."""
-    shown = list[str]()
+    shown = []
     for record in records:
         shown += record.image.split(JOINED)
 
+    if images.is_file():  # which lists both
+        images = masks = images.parent
     if images == masks or masks.is_relative_to(images):
-        folder = images.parent if images.is_file() else images
         return left_out(
-            folder, [*shown, *(record.mask for record in records)], endings, "without a mask"
+            images, [*shown, *(record.mask for record in records)], endings, "without a mask"
         )
     return (
         *left_out(images, shown, endings, "without a mask"),

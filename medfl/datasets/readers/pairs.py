@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.arrays import Bytes
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.mask_values import Classes, class_indices
@@ -28,7 +28,7 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-Mask = NDArray[np.uint8]
+Mask = Bytes
 Shape = tuple[int, int]
 
 

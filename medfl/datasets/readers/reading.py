@@ -10,24 +10,22 @@ from __future__ import annotations
 import functools
 import io
 import json
-import lzma
 import math
 import os
 import re
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import EpsImagePlugin, ExifTags, Image, UnidentifiedImageError
+from PIL import EpsImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from medfl.core.arrays import Array
 from medfl.core.errors import InputError, refuse_folder
 from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
@@ -37,45 +35,16 @@ from medfl.datasets.readers.stacks import check_unpacked
 # a page of PostScript, whatever its file is called, starts no program to draw it
 EpsImagePlugin.gs_binary = False
 
-Pixels = NDArray[Any]
+Pixels = Array
 Files = list[tuple[str, str]]
 """Path or name, and URI, of each image or file."""
 
-UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    lzma.LZMAError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-    Image.DecompressionBombError,
-)
-"""What readers of damaged files raise: whatever they stumble over."""
 JOINED = " | "
 READABLE = (
     "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, "
     "rows of an array or lists of a .json file"
 )
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
 _SUBFILE_TYPE = 254  # a TIFF's tag
 _NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
@@ -132,8 +101,7 @@ def _array(path: str, name: str, version: tuple[int, int]) -> Pixels:
     if not path.endswith(".npz"):
         return stacks.load(path, name)
     with _member(path, f"{name}.npy") as file:
-        loaded: Pixels = np.lib.format.read_array(file, allow_pickle=False)
-        return loaded
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def archive(path: str | Path) -> zipfile.ZipFile:
@@ -211,7 +179,9 @@ def array(path: str | Path, name: str) -> Pixels:
         raise InputError(
             f"{path} has no array {name!r}", f"it has {names}", "download the file again"
         ) from error
-    except UNREADABLE as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever readers of damaged files stumble over
         raise InputError(
             f"array {name!r} of {path} cannot be read ({error})",
             READABLE,
@@ -252,7 +222,7 @@ def _member(path: str | Path, name: str) -> IO[bytes]:
 
 
 def read_member(path: str | Path, name: str) -> bytes:
-    """Return the content of a file in an archive; any of `UNREADABLE` where that cannot be read."""
+    """Return the content of a file in an archive; any error means that it cannot be read."""
     with _member(path, name) as file:
         return file.read()
 
@@ -286,18 +256,15 @@ def content_key(uri: str) -> str:
         InputError: the file is not there.
     """
     if JOINED in uri:
-        return ",".join(content_key(file) for file in uri.split(JOINED))
+        return ",".join(map(content_key, uri.split(JOINED)))
 
     path, part = split_uri(uri)
     require_file(path)
     try:
         if path.endswith(".json") and part:
-            text = _text(path, part)
-            return f"{len(text)}:{zlib.crc32(text):08x}"
-
+            return _checksum(_text(path, part))
         if part and not path.endswith((".zip", ".npz")):
-            values = array(path, part.rpartition("#")[0])
-            return f"{values.nbytes}:{zlib.crc32(values.tobytes()):08x}"
+            return _checksum(array(path, part.rpartition("#")[0]).tobytes())
 
         if os.path.isdir(path):  # a DICOM series
             inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
@@ -323,6 +290,10 @@ def content_key(uri: str) -> str:
             READABLE,
             "check the path, or copy the file again",
         ) from error
+
+
+def _checksum(content: bytes) -> str:
+    return f"{len(content)}:{zlib.crc32(content):08x}"
 
 
 def stored_key(uri: str | Path) -> str:
@@ -399,7 +370,9 @@ def read_pixels(
             raise ValueError(f"it holds {pixels.dtype} values")
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
-    except UNREADABLE as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever readers of damaged files stumble over
         reason = str(error) or type(error).__name__
         raise InputError(
             f"image {uri} cannot be read ({reason})",
@@ -429,7 +402,7 @@ def _opened(source: IO[bytes]) -> ImageFile:
         return Image.open(source)
     except UnidentifiedImageError as error:
         reason = "no picture that is known"
-        with suppress(*UNREADABLE):  # of another kind, or damaged
+        with suppress(Exception):  # of another kind, or damaged
             reason = f"a TIFF with {many_bits.tags_of(source)}"
 
         raise ValueError(reason) from error
@@ -458,26 +431,25 @@ def _square(numbers: object) -> Pixels:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that is left to be applied to an opened picture, 1 for none."""
+    """Return the EXIF orientation that is left to be applied to an opened picture, 1 for none; from 5 on it lies."""
     if image.format == "TIFF" or "exif" not in image.info:  # Pillow turns a TIFF itself
         return 1
     try:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except UNREADABLE:  # damaged EXIF says nothing of the pixels
+    except Exception:  # damaged EXIF says nothing of the pixels
         return 1
 
-    return turn if turn in _TURNS else 1
+    return turn if turn in range(1, 9) else 1
 
 
 def _upright(pixels: Pixels, turn: int) -> Pixels:
-    """Turn pixels (H, W, C) by an EXIF orientation, channel by channel, as Pillow has no colours of 16 bits."""
-    if turn == 1:
-        return pixels
-    channels = []
-    for channel in np.moveaxis(pixels, -1, 0).copy():
-        channels.append(np.array(Image.fromarray(channel).transpose(_TURNS[turn])))
+    """Turn pixels (H, W[, C]) by an EXIF orientation."""
+    if turn > 4:
+        pixels = pixels.swapaxes(0, 1)
 
-    return np.stack(channels, axis=-1)
+    # Then it is mirrored along x, along both axes, or along y.
+    step_of_rows, step_of_columns = ((1, 1), (1, -1), (-1, -1), (-1, 1))[(turn - 1) % 4]
+    return np.ascontiguousarray(pixels[::step_of_rows, ::step_of_columns])
 
 
 def _pages(image: Image.Image) -> int:
@@ -510,7 +482,7 @@ def _decode(
         image.draft(mode, size if turned >= 5 else (size[1], size[0]))
 
     if turned != 1:
-        image = image.transpose(_TURNS[turned])
+        image = ImageOps.exif_transpose(image)
 
     if is_mask and image.mode == "P" and not _is_grey(image.convert("RGB")):
         return np.array(image)
@@ -522,7 +494,7 @@ def _decode(
     if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
-    decoded: Pixels = np.array(image)
+    decoded = np.array(image)
     # Pillow opens grey pictures of 16 bits as 32-bit integers.
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
@@ -562,7 +534,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
         image = Image.fromarray(
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
         )
-        resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
+        resized = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
 
     import torch

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
             strata[record.label, record.centre if at_centres else ""].append(group)
 
         bounds = list(itertools.accumulate(shares[:-1]))
-        section: dict[str, str] = {}
+        section = {}
         for groups in strata.values():
             total = sum(sizes[group] for group in groups)
             done = 0
@@ -75,6 +75,43 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
         return [section[record.group] for record in records]
 
     return rule
+
+
+def stratified(records: Sequence[Record], least: int = 5) -> list[Record]:
+    """Return records of findings or numbers with a stratum as label, so that a rule gives each section some of each.
+
+    All of a group are in one. Findings are taken in turn, the rarest of the groups that are left first, and a stratum
+    is the groups that have it, where they are `least` at least (after Sechidis, Tsoumakas, Vlahavas: On the
+    stratification of multi-label data, 2011). Of a number, or the first of several, strata are its fifths.
+    """
+    has: dict[str, set[int]] = defaultdict(set)
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        has[record.group] |= {k for k, value in enumerate(record.target) if value == 1}
+        numbers[record.group].append(record.target[0])
+
+    groups = sorted(has)
+    stratum = dict.fromkeys(groups, 0)
+    if all(value in (0, 1) or value != value for record in records for value in record.target):
+        left = set(groups)
+        while counts := Counter(k for group in left for k in has[group]):
+            order = sorted(counts, key=lambda k: (counts[k], k))
+            rarest = next((k for k in order if counts[k] >= least), None)
+            if rarest is None:
+                break
+
+            chosen = {group for group in left if rarest in has[group]}
+            stratum |= dict.fromkeys(chosen, rarest + 1)
+            left -= chosen
+
+        if len(left) < least:
+            common = max(stratum.values())
+            stratum |= dict.fromkeys(left, common)
+    elif len(groups) >= least * least:
+        ordered = sorted(groups, key=lambda group: (np.nan_to_num(np.mean(numbers[group])), group))
+        stratum = {group: least * place // len(groups) for place, group in enumerate(ordered)}
+
+    return [replace(record, label=stratum[record.group]) for record in records]
 
 
 def hash_order(salt: str, group: str) -> bytes:

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.storage.pickled_arrays import STAND_INS, latin1
-
-Array = NDArray[Any]
 
 CIFAR10 = "cifar-10-batches-py"
 CIFAR100 = "cifar-100-python"
@@ -94,7 +92,7 @@ def _idx(path: Path) -> Array:
     if content[:3] != b"\0\0\x08" or not axes or values.size != math.prod(shape.tolist()):
         raise ValueError("it is not an idx file of bytes, or is cut off")
 
-    return values.reshape([int(length) for length in shape])
+    return values.reshape(list(map(int, shape)))
 
 
 def _matlab(path: Path, name: str) -> Array:
@@ -118,7 +116,7 @@ def _matlab(path: Path, name: str) -> Array:
 def _cifar(path: Path, name: str) -> Array:
     kind = CIFAR100 if "100" in path.name else CIFAR10
     part, _, content = name.partition("_")
-    batches = [_unpickled(text) for text in _texts(path, kind, _FILES[kind][part])]
+    batches = list(map(_unpickled, _texts(path, kind, _FILES[kind][part])))
     if content == "labels":
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
 
@@ -133,7 +131,7 @@ def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
     if path.is_dir():
         return [(path / file).read_bytes() for file in files]
 
-    texts = dict[str, bytes]()
+    texts = {}
     size = 0
     with tarfile.open(path) as archive:
         for member in archive:

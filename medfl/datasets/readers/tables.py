@@ -11,8 +11,14 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
-from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from medfl.datasets.readers.reading import Files, array, array_shape, files_below, split_uri
+from medfl.datasets.readers.reading import (
+    IMAGE_SUFFIXES as IMAGE_SUFFIXES,
+    Files,
+    array,
+    array_shape,
+    files_below,
+    split_uri,
+)
 from medfl.datasets.readers.splitting import Record
 
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
@@ -147,7 +153,7 @@ def class_folders(
             if 2 * sum((path / above / name).is_dir() for name in classes) > len(classes):
                 return [path]
 
-        packed = itertools.chain.from_iterable(folder.glob(glob) for glob in zips)
+        packed = itertools.chain.from_iterable(map(folder.glob, zips))
         for path in sorted(filter(Path.is_file, packed)):
             if 2 * len({match[3] for match in _matches(path, pattern)}) > len(classes):
                 return [path]

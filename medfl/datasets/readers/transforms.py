@@ -16,9 +16,9 @@ from monai.config.type_definitions import KeysCollection
 from monai.data import MetaTensor
 from monai.transforms import SpatialResample
 from monai.transforms.transform import MapTransform
-from numpy.typing import NDArray
 from PIL import Image
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
@@ -151,7 +151,7 @@ class ReadPixelsd(FileReader):
         return item
 
 
-def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
+def _affine(shape: Shape, size: Shape) -> Floats:
     """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
     scale = np.array(shape) / np.array(size)
     affine = np.eye(4)
@@ -276,7 +276,7 @@ class WriteMaskd(MapTransform):
             )
 
         file = str(meta["filename_or_obj"])
-        shape = [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
+        shape = list(map(int, np.asarray(meta["spatial_shape"]).ravel()))
         for key in self.key_iterator(data):
             scores = torch.as_tensor(data[key]).detach().cpu()
             affine = np.asarray(meta["original_affine"])
@@ -350,7 +350,7 @@ class WriteClassesd(MapTransform):
     ) -> None:
         super().__init__(keys)
         self.file = Path(output_dir) / "predictions.csv"
-        self.classes = [str(name) for name in classes]
+        self.classes = list(map(str, classes))
         self._begun = False
 
     def __call__(self, data: Entry) -> NewEntry:

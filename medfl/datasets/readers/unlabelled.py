@@ -54,8 +54,8 @@ def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     Raises:
         InputError: a source that is not there, or holds no image.
     """
-    forms: list[tuple[str, str, str]] = []
-    volumes = set[str]()
+    forms = []
+    volumes = set()
     for source in map(Path, sources):
         above = source if source.is_dir() else source.absolute().parent
         for name, uri in images_at(source, series):

@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from monai.data import MetaTensor
 
+from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
-    UNREADABLE,
     Files,
     archive,
     files_below,
@@ -39,7 +38,6 @@ from medfl.datasets.readers.reading import (
 )
 from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
-Array = NDArray[Any]
 NIFTI = (".nii", ".nii.gz")
 _ITK = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO"}
 SUFFIXES = (*NIFTI, *_ITK)
@@ -86,13 +84,6 @@ _PLACE = (
 )
 """What a NIfTI header says of place, beside pixdim."""
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
-
-
-def _nifti_errors() -> tuple[type[BaseException], ...]:
-    from nibabel.filebasedimages import ImageFileError
-    from nibabel.spatialimages import HeaderDataError, HeaderTypeError
-
-    return ImageFileError, HeaderDataError, HeaderTypeError, OverflowError, MemoryError, *UNREADABLE
 
 
 def read_volume(uri: str) -> MetaTensor:
@@ -196,9 +187,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except InputError:
-        return None
-    except _nifti_errors():
+    except Exception:  # its reader says what is wrong with it
         return None
 
 
@@ -265,7 +254,7 @@ class _Raw(NamedTuple):
     """Voxels (D1, D2, D3, C) of any number type, the affine (4, 4) from index to mm, RAS, and what is not as stored."""
 
     voxels: Array
-    affine: NDArray[np.float64]
+    affine: Floats
     changes: str = ""
 
 
@@ -292,7 +281,9 @@ def _read(uri: str) -> _Raw:
                 raw = _itk(str(copy), kind)
         else:
             raw = _itk(uri, kind)
-    except _nifti_errors() as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever nibabel and SimpleITK stumble over
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
             f"volume {uri} cannot be read ({reason})",
@@ -367,7 +358,7 @@ def _itk(path: str, kind: str) -> _Raw:
     return _in_mm(voxels.T, dicom.affine_of(image), *units)
 
 
-def _in_mm(voxels: Array, affine: NDArray[np.float64], unit: str) -> _Raw:
+def _in_mm(voxels: Array, affine: Floats, unit: str) -> _Raw:
     """Return a volume whose header gives lengths in a unit of this name; a ValueError if it is no known length."""
     if unit not in _MILLIMETRES:
         raise ValueError(f"its lengths are in {unit!r}")
@@ -437,7 +428,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     return *sides, channels
 
 
-def as_nifti(mask: Array, affine: NDArray[np.float64], source: str) -> bytes:
+def as_nifti(mask: Array, affine: Floats, source: str) -> bytes:
     """Return a packed NIfTI file of a mask (D1, D2[, D3]) in the place of the volume that it was made of.
 
     What a NIfTI source's header says of place (both forms, their codes, spacing, units) is the mask's too; of another

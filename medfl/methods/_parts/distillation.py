@@ -37,7 +37,7 @@ def ensemble(outputs: Sequence[Tensor]) -> Tensor:
     Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
     """
     # log of the mean of e^(log p): the probabilities themselves might underflow.
-    total = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0)
+    total = torch.stack(list(map(log_probabilities, outputs))).logsumexp(0)
     mean = total - math.log(len(outputs))
     if outputs[0].shape[1] == 1:
         return mean[:, 1:] - mean[:, :1]

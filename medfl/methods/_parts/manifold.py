@@ -66,7 +66,7 @@ def intra_class_loss(
         weight = used / degrees.square() / (used / n).sum().clamp(min=1)
 
     # ||Z'Z||_F = ||ZZ'||_F of each class: one matrix (B, B) has them all
-    value: Tensor = (weight * same_class * (z @ z.T).square()).sum()
+    value = (weight * same_class * (z @ z.T).square()).sum()
     if scale == "paper":
         return value
 

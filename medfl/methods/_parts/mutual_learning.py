@@ -14,7 +14,7 @@ from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import Collated, Method
 from medfl.storage.files import State
-from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
+from medfl.training import Site, evaluating, fit, snapshot, summed
 
 PairLoss = Callable[[Tensor, Tensor, Collated], Tensor]
 """(output of the private model, output of the proxy, targets) -> loss of both."""
@@ -74,7 +74,7 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
         turns: epoch -> its turns, consumed one by one.
     """
     once = replace(site.for_epochs(1), journal=[])
-    reports = list[FitReport]()
+    reports = []
 
     if site.optimizer_states is not None:
         memory: dict[str, State] = site.optimizer_states

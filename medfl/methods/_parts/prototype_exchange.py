@@ -56,7 +56,7 @@ class PrototypeExchange(OwnNetworks):
         Raises:
             InputError: they differ.
         """
-        lengths: dict[str, int] = {}
+        lengths = {}
         for name, message in introductions.items():
             if message.scalars:
                 lengths[name] = int(message.scalars["features"])
@@ -124,7 +124,7 @@ def average_prototypes(before: Weights, replies: Messages, *, by_samples: bool) 
     """
     names = sorted(replies)
     sent = {name: prototypes_in(replies[name]) for name in names}
-    lengths: dict[str, int] = {}
+    lengths = {}
     classes: set[str] = set()
     for sender, group in {"earlier rounds": before, **sent}.items():
         if group:
@@ -178,7 +178,7 @@ def distances(prototypes: Weights, replies: Messages) -> dict[str, float]:
         }.items():
             lengths.setdefault(kind, []).append(apart[pairs].cpu())
 
-    observations: dict[str, float] = {}
+    observations = {}
     for kind in sorted(lengths):
         pooled = torch.cat(lengths[kind])
         if len(pooled):
@@ -220,7 +220,7 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         sites_of.setdefault(lengths[site], []).append(site)
 
     if len(sites_of) > 1:
-        groups: list[str] = []
+        groups = []
         for length, sites in sorted(sites_of.items()):
             groups.append(f"length {length} at {', '.join(sites)}")
 

@@ -96,7 +96,7 @@ def on_public(
 @contextmanager
 def untracked(network: nn.Module, active: bool = True) -> Iterator[None]:
     """Run a network in training mode without moving BatchNorm's running statistics or counters."""
-    layers: list[_BatchNorm] = []
+    layers = []
     for module in network.modules() if active else ():
         # Layers that never tracked are left alone, also at the end.
         if isinstance(module, _BatchNorm) and module.track_running_stats:

@@ -124,7 +124,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
         public = public_data(site)
         positions = down["positions"]["asked"].cpu()
-        parts: list[Tensor] = []
+        parts = []
         with evaluating(network), torch.no_grad():
             for batch in torch.split(positions, size):
                 x, _ = public.at(batch)

@@ -85,13 +85,13 @@ class TextGaussians:
         if self.spread.ndim == 2:
             return h.square() @ self.spread.T
         # A_k h: one number a prompt, instead of D x D entries of Sigma_k.
-        along: Tensor = torch.einsum("bd,kmd->bkm", h, self.spread)
+        along = torch.einsum("bd,kmd->bkm", h, self.spread)
         return along.square().sum(2)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return F (B, K) = tau h mu_k + tau^2 / 2 q_k (eq. 4; eq. 5 is F / tau)."""
         with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau^2
-            logits: Tensor = self.tau * (h @ self.mean.T)
+            logits = self.tau * (h @ self.mean.T)
             if self.spread is None:
                 return logits
 
@@ -102,7 +102,7 @@ class TextGaussians:
 
         Computed as logsumexp_k F_k - tau h mu_y, the same number.
         """
-        own_similarity: Tensor = self.tau * (h * self.mean[labels]).sum(1)
+        own_similarity = self.tau * (h * self.mean[labels]).sum(1)
         return self.logits(h).logsumexp(1) - own_similarity
 
     def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -115,7 +115,7 @@ class TextGaussians:
         dtype = self.mean.dtype
         labels = labels.cpu()
         noise = torch.randn(len(labels), mean.shape[1], generator=generator, dtype=dtype)
-        z: Tensor = mean[labels] + math.sqrt(_JITTER) * noise
+        z = mean[labels] + math.sqrt(_JITTER) * noise
 
         if self.spread is None:
             return z

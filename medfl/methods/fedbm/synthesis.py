@@ -90,7 +90,7 @@ def common_shape(introductions: Messages) -> list[int]:
     Raises:
         InputError: they differ, nobody has any, or the generator cannot make images of this size.
     """
-    shapes: dict[str, list[int]] = {}
+    shapes = {}
     for name in sorted(introductions):
         scalars = introductions[name].scalars
         if scalars:
@@ -123,7 +123,7 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
         RunError: it is for other images or conditions, or no generator.
     """
     numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
-    wrong: list[str] = []
+    wrong = []
     for name, number in numbers.items():
         if not (1 <= number < 2**31 and number == int(number)):
             wrong.append(f"{name} {number:g}")

@@ -71,7 +71,7 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
-        groups: dict[str, Weights] = {}
+        groups = {}
         for name in ("weights", "adapters", "delta"):
             if server.get(name):  # an empty group is not sent
                 groups[name] = server[name]

@@ -132,7 +132,7 @@ class Adapters(SiteNetworks, Method):
 
     @property
     def _ranks(self) -> dict[str, int]:
-        ranks: dict[str, int] = {}
+        ranks = {}
         for part in filter(str.strip, self.ranks.split(",")):
             site, _, rank = map(str.strip, part.partition("="))
             if not site or site in ranks or not rank.isdecimal() or int(rank) < 1:
@@ -204,7 +204,7 @@ class Adapters(SiteNetworks, Method):
             }
 
         rank = self.max_rank
-        padded_replies: dict[str, Message] = {}
+        padded_replies = {}
         for site, adapters in self._received(replies, matrices).items():
             bank: Tensors = {}
             for name, pair in adapters.items():
@@ -234,7 +234,7 @@ class Adapters(SiteNetworks, Method):
         return means
 
     def _received(self, replies: Messages, matrices: Weights) -> dict[str, dict[str, Tensors]]:
-        received: dict[str, dict[str, Tensors]] = {}
+        received = {}
         for site, reply in replies.items():
             factors = reply.tensors.get("adapters", {})
             rank = self.rank_of(site)
@@ -319,7 +319,7 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> Tensor
         InputError: no such layer; names those that fit.
     """
     ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
-    fitting: dict[str, Tensors] = {}
+    fitting = {}
     layers = {
         name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)
     }

@@ -109,7 +109,7 @@ def adapting(
                 stack.callback(layer.train, layer.training)
                 layer.eval()
 
-        adapters: dict[str, _Adapter] = {}
+        adapters = {}
         for name, (a, b) in pairs.items():
             adapter = _Adapter(a, b, scale, trains_a)
             adapters[name] = stack.enter_context(_adapted(model, name, adapter))
@@ -198,7 +198,7 @@ def read_factors(
     if unknown:
         raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
 
-    read: dict[str, Tensors] = {}
+    read = {}
     for name, matrix in matrices.items():
         read[name] = {f: read_factor(tensors, name, f, matrix, rank) for f in factors}
 

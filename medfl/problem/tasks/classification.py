@@ -6,11 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.data.prepared import Shard
+from medfl.evaluation import bootstrap
+from medfl.evaluation.bootstrap import Draws, Floats, Integers
 from medfl.evaluation.metrics import Cases
-from medfl.problem.tasks.kind import Kind, Row, column_names, exact
+from medfl.problem.tasks.kind import (
+    Kind,
+    Redrawn,
+    Row,
+    Wanted,
+    cases_of,
+    column_names,
+    exact,
+    macro,
+    probabilities_in,
+    starting,
+)
+from medfl.storage.run_reader import Table
 
 
 @dataclass(frozen=True)
@@ -45,3 +61,78 @@ class Classification(Kind):
             row[f"p_{title}"] = exact(probability)
 
         return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return cases with "label", "predicted" and, where the table has them of all classes, "probabilities"."""
+        if table.rows and (not names or "predicted" not in table.columns):
+            return super().read(table, names)
+
+        pairs = []
+        for number, row in table.rows:
+            try:
+                pair = (int(row["label"]), int(row["predicted"]))
+            except (KeyError, ValueError):
+                raise table.damaged(
+                    f"line {number} has no class numbers under label and predicted"
+                ) from None
+
+            if not all(0 <= value < len(names) for value in pair):
+                raise table.damaged(f"line {number} has a class outside 0 to {len(names) - 1}")
+
+            pairs.append(pair)
+
+        label, predicted = np.array(pairs, np.int64).reshape(-1, 2).T
+        columns: dict[str, NDArray[Any]] = {"label": label.copy(), "predicted": predicted.copy()}
+        titles = starting(table, "p_")
+        if len(titles) == len(names) and table.rows:
+            columns["probabilities"] = probabilities_in(table, titles)
+
+        return cases_of(table, columns)
+
+    def strata(self, cases: Cases) -> Integers:
+        """Return the reference classes, so that every draw has each."""
+        if not cases.is_classification:
+            return super().strata(cases)
+
+        return _label(cases)
+
+    def averaged(self, cases: Cases) -> tuple[int, ...]:
+        """Return the classes that the cases have."""
+        return tuple(np.unique(_label(cases)).tolist()) if cases.is_classification else ()
+
+    def least(self, cases: Cases) -> int | None:
+        """Return the cases of the class that has the fewest."""
+        if not cases.is_classification:
+            return None
+
+        return int(np.unique(_label(cases), return_counts=True)[1].min(initial=len(cases)))
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return accuracy, balanced accuracy, macro F1 and, with probabilities, each class's AUROC and their mean.
+
+        The metrics are those of `medfl.evaluation.metrics`. Areas are of classes that some but not all cases have.
+        """
+        if not cases.is_classification:
+            return super().redrawn(cases, draws, wanted)
+
+        label = _label(cases)
+        probabilities = cases.values.get("probabilities")
+        by_name: dict[str, Floats] = {}
+        if probabilities is not None and (wanted is None or "auroc" in wanted):
+            by_name["auroc"] = bootstrap.areas(label, probabilities.numpy(force=True), draws)
+
+        if "predicted" in cases.values:
+            predicted = cases.values["predicted"].numpy(force=True)
+            classes = 1 + int(max(label.max(), predicted.max())) if len(label) else 1
+        else:
+            assert probabilities is not None
+            predicted = probabilities.argmax(1).numpy(force=True)
+            classes = probabilities.shape[1]
+
+        metrics = bootstrap.classified(label, predicted, classes, draws)
+        return Redrawn({**metrics, **macro(by_name)}, by_name)
+
+
+def _label(cases: Cases) -> Integers:
+    label: Integers = cases.values["label"].numpy(force=True)
+    return label

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
+from medfl.evaluation import bootstrap
+from medfl.evaluation.bootstrap import Draws, Floats, Integers, Interval
 from medfl.evaluation.metrics import METRICS, Cases
+from medfl.storage.run_reader import Table
 
 Row = dict[str, Any]
 OwnValues = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """(output, target) of a batch -> values by name, (B, ...)."""
+Wanted = Collection[str] | None
+"""Names of metrics, None for all."""
+
+
+class Redrawn(NamedTuple):
+    """Metrics in each draw of the cases.
+
+    Attributes:
+        metrics: name -> (draws,).
+        by_name: name -> (draws, K), of each class, finding or number; NaN where one has none.
+    """
+
+    metrics: dict[str, Floats]
+    by_name: dict[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,10 @@ class Kind:
         """Return test cases with what is decided on validation cases of the same model, as a threshold."""
         return cases
 
+    def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
+        """Return cases with what these thresholds, one a finding, decide of them."""
+        return cases
+
     def comparable(self, cases_of: Mapping[str, Cases]) -> Mapping[str, Cases]:
         """Return the cases of several sites so that a mean over classes or findings is of the same ones at each."""
         return cases_of
@@ -78,6 +101,91 @@ class Kind:
                 row[metric] = "" if value != value else value
 
         return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return the cases of predictions.csv, as `row` writes them; files of older versions may lack columns.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        columns = [name for name in table.columns if name not in ("id", "site")]
+        return cases_of(table, {name: table.numbers(name) for name in columns})
+
+    def strata(self, cases: Cases) -> Integers:
+        """Return groups (N,) that are drawn from separately: here a single one."""
+        return np.zeros(len(cases), np.int64)
+
+    def has(self, cases: Cases, metric: str) -> NDArray[np.bool_]:
+        """Return which cases (N,) a metric can be computed of."""
+        values = cases.values.get(metric)
+        if values is None or values.ndim > 1:
+            return np.ones(len(cases), bool)
+
+        has: NDArray[np.bool_] = ~np.isnan(values.numpy(force=True))
+        return has
+
+    def averaged(self, cases: Cases) -> tuple[int, ...]:
+        """Return the classes or findings that macro means over these cases are of, () where there are no such means."""
+        return ()
+
+    def least(self, cases: Cases) -> int | None:
+        """Return the cases of the class that has the fewest, None where draws need not have each class."""
+        return None
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return the metrics of `row`'s cases in draws (draws, N) of `medfl.evaluation.bootstrap`."""
+        values: dict[str, Floats] = {}
+        for name, column in cases.values.items():
+            if column.ndim == 1 and (wanted is None or name in wanted):
+                values[name] = bootstrap.mean(column.numpy(force=True).astype(np.float64), draws)
+
+        return Redrawn(values, {})
+
+    def intervals(self, cases: Cases, redrawn: Redrawn) -> dict[str, Interval]:
+        """Return the interval of each metric that enough cases have."""
+        values: dict[str, Floats] = {}
+        for name, column in redrawn.metrics.items():
+            if np.count_nonzero(self.has(cases, name)) >= bootstrap.LEAST:
+                values[name] = column
+
+        return bootstrap.intervals(values)
+
+
+def cases_of(table: Table, columns: Mapping[str, NDArray[Any]]) -> Cases:
+    """Return cases of a table's rows with these values."""
+    return Cases(
+        table.texts("id"), {name: torch.from_numpy(column) for name, column in columns.items()}
+    )
+
+
+def stacked(table: Table, names: Sequence[str]) -> NDArray[np.float64]:
+    """Return the columns of these names, (N, K)."""
+    return np.stack([table.numbers(name) for name in names], 1)
+
+
+def probabilities_in(table: Table, names: Sequence[str]) -> NDArray[np.float64]:
+    """Return the columns of these names, (N, K), whose numbers are 0 to 1."""
+    probabilities = stacked(table, names)
+    if not ((probabilities >= 0) & (probabilities <= 1)).all():
+        raise table.damaged("has a probability that is not between 0 and 1")
+
+    return probabilities
+
+
+def starting(table: Table, prefix: str) -> list[str]:
+    """Return the columns whose names start so."""
+    return [name for name in table.columns if name.startswith(prefix)]
+
+
+def macro(by_name: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the means (draws,) of metrics (draws, K) over the columns that have any."""
+    means: dict[str, Floats] = {}
+    for name, values in by_name.items():
+        usable = values[:, ~np.isnan(values).all(0)]
+        if usable.size:
+            means[name] = usable.mean(1)
+
+    return means
 
 
 def _without(item: Item, key: str) -> Item:

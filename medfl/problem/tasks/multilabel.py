@@ -6,24 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from monai.losses import FocalLoss
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Kind,
     OwnValues,
+    Redrawn,
     Row,
+    Wanted,
     are_flags,
+    cases_of,
     column_names,
     exact,
     joined,
+    macro,
     misfit,
+    probabilities_in,
+    stacked,
+    starting,
 )
+from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
 
@@ -71,33 +82,39 @@ class Multilabel(Kind):
         return {name: column.count(1) for name, column in columns}
 
     def decided(self, cases: Cases, validation: Cases | None) -> Cases:
-        """Return test cases with "decisions" (N, K), by thresholds chosen on validation cases, else 0.5."""
-        probabilities = cases.values["probabilities"]
-        thresholds = torch.full((probabilities.shape[1],), 0.5, dtype=torch.float64)
-        if validation is not None and len(validation):
-            chosen = findings.thresholds(*_arrays(validation))
-            thresholds = torch.from_numpy(chosen)
+        """Return test cases with "decisions" (N, K), by "thresholds" chosen on validation cases, else 0.5."""
+        count = cases.values["probabilities"].shape[1]
+        if validation is None or not len(validation):
+            return self.decided_by(cases, [0.5] * count)
 
-        decisions = (probabilities.double() >= thresholds).to(torch.int8)
-        return Cases(cases.ids, {**cases.values, "decisions": decisions})
+        return self.decided_by(cases, findings.thresholds(*_arrays(validation)).tolist())
+
+    def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
+        """Return cases with "decisions" (N, K): a probability of at least the threshold calls a finding present."""
+        each = torch.tensor(thresholds, dtype=torch.float64)
+        decisions = (cases.values["probabilities"].double() >= each).to(torch.int8)
+        values = {"decisions": decisions, "thresholds": each.expand(len(decisions), -1)}
+        return Cases(cases.ids, {**cases.values, **values})
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
-        """Return the metrics of each finding, how many known cases have it (`positives`), and whether macro means do.
+        """Return the metrics of each finding, how many known cases have it (`positives`), and its threshold.
 
         `scored` is 1 for a finding that macro means are over, else 0.
         """
         probabilities, truth = _arrays(cases)
         scored = findings.scored(truth)
-        decisions = (
-            cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
-        )
+        decisions = _decisions(cases)
         results: dict[str, dict[str, float | None]] = {}
         for k, name in enumerate(column_names(names, truth.shape[1])):
             decision = None if decisions is None else decisions[:, k]
             metrics = findings.of_one(truth[:, k], probabilities[:, k], decision)
             results[name] = {**metrics, "scored": float(scored[k])}
+            if "thresholds" in cases.values:
+                thresholds = np.unique(cases.values["thresholds"][:, k].numpy(force=True))
+                if len(thresholds) == 1:  # of several models there are several
+                    results[name]["threshold"] = float(thresholds[0])
 
         return results
 
@@ -134,6 +151,44 @@ class Multilabel(Kind):
             row[f"p_{title}"] = exact(float(values["probabilities"][index, k]))
 
         return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return the cases with "probabilities", "findings" and "decisions"."""
+        titles = [name.removeprefix("label_") for name in starting(table, "label_")]
+        if not titles:
+            return super().read(table, names)
+
+        truth = stacked(table, [f"label_{title}" for title in titles])
+        truth = np.where(np.isnan(truth), -1, truth)
+        decisions = stacked(table, [f"predicted_{title}" for title in titles])
+        if not (np.isin(truth, (-1, 0, 1)).all() and np.isin(decisions, (0, 1)).all()):
+            raise table.damaged("has a finding that is neither 1 nor 0 nor blank")
+
+        columns: dict[str, NDArray[Any]] = {
+            "probabilities": probabilities_in(table, [f"p_{title}" for title in titles]),
+            "findings": truth.astype(np.int8),
+            "decisions": decisions.astype(np.int8),
+        }
+        return cases_of(table, columns)
+
+    def averaged(self, cases: Cases) -> tuple[int, ...]:
+        """Return the findings that enough cases have and lack."""
+        if "findings" not in cases.values:
+            return ()
+
+        return tuple(np.flatnonzero(findings.scored(_arrays(cases)[1])).tolist())
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return the metrics of each finding that is scored, and their means."""
+        if "findings" not in cases.values:
+            return super().redrawn(cases, draws, wanted)
+
+        by_name = findings.redrawn(*_arrays(cases), _decisions(cases), draws, wanted)
+        return Redrawn(macro(by_name), by_name)
+
+
+def _decisions(cases: Cases) -> Any:
+    return cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
 
 
 def _arrays(cases: Cases) -> tuple[Any, Any]:
@@ -193,6 +248,10 @@ class FindingEvaluator:
 
         logits = torch.cat(outputs)
         target = torch.cat(targets)
+        for row, index in enumerate(shard.indices.tolist()):
+            if index in shard.shown:  # findings that its site does not annotate are not scored
+                target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]
+
         is_known = target >= 0  # NaN is not
         truth = (target >= 0.5).float()
         losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")

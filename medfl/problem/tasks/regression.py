@@ -6,25 +6,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (
     Kind,
     OwnValues,
+    Redrawn,
     Row,
+    Wanted,
     are_flags,
+    cases_of,
     column_names,
     exact,
     joined,
+    macro,
     misfit,
+    stacked,
+    starting,
 )
+from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
@@ -85,6 +95,43 @@ class Regression(Kind):
             row[f"predicted_{title}"] = exact(float(values["prediction"][index, d]))
 
         return row
+
+    def read(self, table: Table, names: Sequence[str]) -> Cases:
+        """Return the cases with "target" and "prediction"."""
+        titles = [name.removeprefix("target_") for name in starting(table, "target_")]
+        if not titles:
+            return super().read(table, names)
+
+        prediction = stacked(table, [f"predicted_{title}" for title in titles])
+        if not np.isfinite(prediction).all():
+            raise table.damaged("has a prediction that is not finite")
+
+        target = stacked(table, [f"target_{title}" for title in titles])
+        return cases_of(table, {"target": target, "prediction": prediction})
+
+    def has(self, cases: Cases, metric: str) -> NDArray[np.bool_]:
+        """Return which cases have a number that is known."""
+        if "target" not in cases.values:
+            return super().has(cases, metric)
+
+        known: NDArray[np.bool_] = ~np.isnan(cases.values["target"].numpy(force=True)).all(1)
+        return known
+
+    def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
+        """Return the metrics of each number, and of several their means."""
+        if "target" not in cases.values:
+            return super().redrawn(cases, draws, wanted)
+
+        by_name = numbers.redrawn(
+            cases.values["prediction"].numpy(force=True),
+            cases.values["target"].numpy(force=True),
+            draws,
+        )
+        # a metric that one of the numbers lacks has no mean
+        whole = {
+            name: values for name, values in by_name.items() if not np.isnan(values).all(0).any()
+        }
+        return Redrawn(macro(whole), by_name)
 
 
 def scale_of(metadata: Config, outputs: int) -> tuple[Tensor, Tensor]:

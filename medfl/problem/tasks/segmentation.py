@@ -19,6 +19,7 @@ class Segmentation(Kind):
 
     name: str = "segmentation"
     key_metric: str = "dice"
+    noun: str = "structure"
     least_names: int = 2
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.core import terminal
+from medfl.core.arrays import Array
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
@@ -32,10 +32,8 @@ from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.problem.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
-from medfl.runs.teachers.questions import Questions as Questions
-from medfl.runs.teachers.questions import Teacher as Teacher
-from medfl.runs.teachers.questions import public_classes
-from medfl.storage.files import write_atomic, writing
+from medfl.runs.teachers.questions import Questions as Questions, Teacher as Teacher, public_classes
+from medfl.storage.files import write_json, writing
 from medfl.storage.places import cache_folder
 
 CLIP = 1e-4
@@ -219,7 +217,7 @@ class _Cached:
 
         return state, ""
 
-    def rows(self, fresh: bool) -> NDArray[Any]:
+    def rows(self, fresh: bool) -> Array:
         """Return the array for writing: the one on disk, or a new one with all its space taken."""
         if not fresh:
             return np.lib.format.open_memmap(self.path, mode="r+")
@@ -229,7 +227,7 @@ class _Cached:
         self.path.unlink(missing_ok=True)
 
         shape = tuple(self.about["shape"])
-        rows: NDArray[Any] = np.lib.format.open_memmap(
+        rows: Array = np.lib.format.open_memmap(
             self.path, "w+", np.dtype(self.about["dtype"]), shape
         )
         # a full disk is an error here; at a write into the map it would be a bus error
@@ -250,7 +248,7 @@ class _Cached:
             "ids_sha256": hashlib.sha256(json.dumps(self.about["ids"]).encode()).hexdigest(),
             "pass": {"done": state.done, "queries": state.queries, "crc32": state.crc32},
         }  # fmt: skip
-        write_atomic(self.manifest, (json.dumps(document, indent=1) + "\n").encode())
+        write_json(self.manifest, document)
 
 
 def _ask(
@@ -298,7 +296,7 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 def _checked(
     teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor
-) -> NDArray[Any]:
+) -> Array:
     """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     shape = _shape(questions)

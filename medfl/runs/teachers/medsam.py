@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from monai.transforms.transform import MapTransform
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.bundle.text_embeddings import at_hand, from_files
+from medfl.core.arrays import Array
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.message import Tensors, Weights
@@ -109,7 +109,7 @@ def prepared(image: Tensor, side: int) -> Tensor:
     return (pixels - low) / (high - low).clamp(min=1e-8)
 
 
-def box_of(mask: NDArray[Any]) -> tuple[int, int, int, int]:
+def box_of(mask: Array) -> tuple[int, int, int, int]:
     """Return x0, y0, x1, y1 of the tight box around a mask (H, W), its last pixels included; of all without a mask."""
     rows = np.flatnonzero(mask.any(1))
     columns = np.flatnonzero(mask.any(0))
@@ -264,7 +264,7 @@ class MaskTeacher:
         return torch.cat(logits)
 
 
-def _with_mask(entry: Config) -> tuple[Picture, NDArray[Any]]:
+def _with_mask(entry: Config) -> tuple[Picture, Array]:
     """Read an image as its file has it, with its mask (H, W); the mask is empty where there is none."""
     if not isinstance(entry.get("label"), str | Path):
         picture = read_picture(str(entry["image"]))

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Array, Bytes
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
 from medfl.problem.problem import Problem
 
-Picture = NDArray[np.uint8]
+Picture = Bytes
 """(H, W, 3), RGB."""
 
 
@@ -114,7 +114,7 @@ def need_task(name: str, bundle: Problem, task: str) -> None:
         )
 
 
-def as_picture(pixels: NDArray[Any]) -> Picture:
+def as_picture(pixels: Array) -> Picture:
     """Return RGB pixels (H, W, 3) as 8-bit ones; other types are scaled from their own smallest to largest value."""
     if pixels.dtype == np.uint8:
         return pixels

@@ -44,7 +44,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
     try:
         with stream(0, "trial step"), networks.scope():
             model = networks.lease(networks.initial)
-            outputs: list[int] = []
+            outputs = []
 
             def note_outputs(module: object, arguments: object, output: object) -> None:
                 outputs.append(_channels(output))

@@ -18,8 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from pathlib import Path
 from typing import IO, Annotated, Any
 
 import torch
@@ -87,7 +85,11 @@ class Worker:
     ) -> None:
         """Start nothing yet."""
         self._module = module
-        self._job = {"job": job, "allowed": _as_texts(allowed)}
+        self._document = {
+            "job": job,
+            "read": [*map(str, allowed.read)],
+            "write": [*map(str, allowed.write)],
+        }
         self._variables = dict(variables)
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,12 +113,12 @@ class Worker:
             self._pipe.send({"question": question, **values})
             answer = self._pipe.receive()
         except (EOFError, OSError) as error:
-            how = self._end()
+            how = self.close()
             if self.stop.is_set():  # one that was not ready for the signal ends by it
                 raise Aborted("aborted") from error
             raise RunError(f"the worker has ended: {how}") from error
         except RunError:
-            self._end()
+            self.close()
             raise
 
         if "aborted" in answer:
@@ -131,14 +133,10 @@ class Worker:
         """Whether there is a process."""
         return self._pipe is not None
 
-    def close(self) -> None:
-        """End the process and all that it has started."""
-        self._end()
-
     def _begin(self) -> None:
         here, there = socket.socketpair()
         with there:
-            document = {**self._job, "pipe": there.fileno()}
+            document = {**self._document, "pipe": there.fileno()}
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
@@ -175,20 +173,20 @@ class Worker:
             raise EOFError
 
         if reason := beyond(process.pid):
-            self._end()
+            self.close()
             raise RunError(f"the worker was ended: {reason}")
 
         # Again and again: a signal that comes before the next question is read is lost
         if self.stop.is_set():
             self._stopped = self._stopped or time.monotonic()
             if time.monotonic() - self._stopped > _PATIENCE:
-                self._end()
+                self.close()
                 raise Aborted("aborted")
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGUSR1)
 
-    def _end(self) -> str:
-        """End the process, and say how it ended before."""
+    def close(self) -> str:
+        """End the process and all that it has started, and say how it ended before."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -384,11 +382,3 @@ def _outcomes(value: State) -> Cases:
         return Cases(tuple(map(str, value["ids"])), dict(value["values"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError("a worker's scores are no outcomes of cases") from error
-
-
-def _as_texts(allowed: Allowed) -> Document:
-    document = {}
-    for name, values in asdict(allowed).items():
-        document[name] = [str(value) if isinstance(value, Path) else value for value in values]
-
-    return document

@@ -154,9 +154,9 @@ class SiteView(SiteEnd):
         sites = self._federation.names
         facts: dict[str, list[int]] = {}
 
-        if self.name in site_labels.read(run.site_labels, bundle.structures, sites):
+        if self.name in site_labels.read(run.site_labels, site_labels.names_of(bundle), sites):
             annotated = self._federation.known.get(self.name)
-            everything = site_labels.foreground_classes(bundle.structures)
+            everything = site_labels.foreground_classes(site_labels.names_of(bundle))
             facts["labels"] = sorted(everything) if annotated is None else [*annotated.classes]
 
         if run.site_channels:

@@ -28,7 +28,7 @@ def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
         opened: makes the federation with the site's images, and the site's name, from the keeper's job.
     """
     document = json.loads(sys.stdin.readline())
-    read, write = [tuple(map(Path, document["allowed"][name])) for name in ("read", "write")]
+    read, write = (tuple(map(Path, document[name])) for name in ("read", "write"))
     end = socket.socket(fileno=document["pipe"])
     end_group_with_keeper(sys.stdin.fileno())
     # PyTorch and NumPy, which start threads, are imported behind the walls

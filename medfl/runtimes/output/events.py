@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
 from medfl.runtimes.output.tracker import Tracker, scalars
 from medfl.storage.files import writing
@@ -56,7 +54,7 @@ class Events:
         for tracker in self.trackers:
             tracker.close(kind is None)
 
-    def add_image(self, name: str, pixels: NDArray[np.uint8], step: int, dataformats: str) -> None:
+    def add_image(self, name: str, pixels: Bytes, step: int, dataformats: str) -> None:
         """Write a picture."""
         with writing(self.path):
             self._writer.add_image(name, pixels, step, dataformats=dataformats)

@@ -211,7 +211,7 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 
 def _last_mark(folder: RunFolder, done: int) -> str:
     """Return the mark of the last committed grid; a picture that cannot be read is none."""
-    names = {grid_name(round_) for round_ in range(done + 1)}
+    names = set(map(grid_name, range(done + 1)))
     mark = ""
     for path in reversed(generated_grids(folder.path)):
         # a picture of a round that was not committed is drawn anew

@@ -13,7 +13,7 @@ from medfl.core.task import SECTIONS
 from medfl.evaluation import undefined
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.mask_metrics import slug
-from medfl.evaluation.metrics import Cases, higher_is_better, spread
+from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
@@ -128,7 +128,10 @@ class Scoring:
 
         if self.method.judged == "personal" and not self.untested:
             tested = self._personal_tested(round_, server, self.names)
-            self.record["best_test"] = self.summarise(Cases.concat(list(tested.values())))
+            cases = Cases.concat(list(tested.values()))
+            scores = self.summarise(cases)
+            self.record["best_test"] = scores
+            self.record["best_classes"] = self._classes(scores, cases)
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
@@ -226,11 +229,10 @@ class Scoring:
         best_personal = None
 
         if self.record["best_test"] and personal_cases is not None:
-            best_test = self.record["best_test"]
             best_personal = {
                 "round": self.record["best"]["round"],
-                **best_test,
-                **self._classes(best_test, personal_cases),
+                **self.record["best_test"],
+                **self.record.get("best_classes", {}),
             }
 
         judged_cases = personal_by_site
@@ -261,7 +263,7 @@ class Scoring:
             "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
             "site_models": site_models,
-            "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
+            "sites": {"metric": self.key, **self._spread(by_site, judged_cases)},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             **self.undefined_lines(
@@ -288,6 +290,38 @@ class Scoring:
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
 
         return Final(summary, judged_cases)
+
+    def _spread(
+        self, by_site: Mapping[str, float | None], cases_of: Mapping[str, Cases]
+    ) -> dict[str, Any]:
+        """Return mean and worst of the sites, and of which classes or findings their means are where that is not all.
+
+        "of_classes" and "classes_at" are as of `fewer_classes`; "left_out" are findings that no site's mean is over.
+        """
+        higher = higher_is_better(self.key)
+        if self.key not in OVER_CLASSES:
+            return {**spread(by_site, higher)}
+
+        averaged = {}
+        for name, cases in self.kind.comparable(cases_of).items():
+            if by_site.get(name) is not None:
+                averaged[name] = self.kind.averaged(cases)
+
+        basis = fewer_classes(averaged)
+        # a mean over fewer classes ranks no site
+        complete = None
+        if basis:
+            counts = basis["classes_at"]
+            complete = [name for name in counts if counts[name] == basis["of_classes"]]
+
+        if self.kind.decides and averaged:
+            everywhere = set[int]().union(*averaged.values())
+            names = enumerate(self.federation.bundle.classes)
+            left_out = [name for index, name in names if index not in everywhere]
+            if left_out:
+                basis["left_out"] = left_out
+
+        return {**spread(by_site, higher, complete), **basis}
 
     def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
@@ -472,12 +506,14 @@ def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Docum
 
 
 def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
-    """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
+    """Return a site's cells of sites.csv: of each structure or finding also how many of its test items have it."""
     structures = classes.get("classes", {})
     row = {f"{model}_{metric}": value for metric, value in (scores or {}).items()}
     for name in structures:
         row.pop(f"{model}_dice_{slug(name)}_cases", None)
     for name, class_metrics in structures.items():
-        row[f"{model}_cases_{slug(name)}"] = class_metrics["cases"]
+        for metric, value in class_metrics.items():
+            if value is not None and metric != "scored":
+                row.setdefault(f"{model}_{metric}_{slug(name)}", value)
 
     return row

@@ -256,6 +256,16 @@ def test_counts_are_read_and_written_alike():
     assert assigned("counts: 030/7,20 / 3", SMALL).spec == "counts:30/7,20/3"
 
 
+def test_a_site_that_only_tests():
+    """TRAIN 0: no training and no validation images, as many test images as said, or all."""
+    partition = assigned("counts:12/3,0/all", SMALL)
+    assert partition.spec == "counts:12/3,0/all"
+    assert [len(partition.sites["site-2"][name]) for name in ("train", "validate")] == [0, 0]
+    tested = sum(len(site["test"]) for site in partition.sites.values())
+    assert tested == len(SMALL["test"])
+    fails("counts:0/3,0/all", SMALL, "everybody without training images")
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -263,7 +273,8 @@ def test_counts_are_read_and_written_alike():
             "counts",
             "counts:",
             "counts:5",
-            "counts:0/3",
+            "counts:0/0",
+            "counts:3/some",
             "counts:5/-1",
             "counts:5/1,",
             "counts:a/b",
@@ -274,7 +285,7 @@ def test_counts_are_read_and_written_alike():
             "centre:a",
             "centre:a=5",
             "centre:=5/1",
-            "centre:a=0/1",
+            "centre:a=0/0",
             "centre:a=5/1,a=6/1",
             "centre:2",
         ),
@@ -286,7 +297,7 @@ def test_malformed_counts_list_the_forms(spec):
         SMALL,
         repr(spec),
         "centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,...",
-        "TRAIN as whole numbers",
+        "TRAIN from 0",
     )
 
 

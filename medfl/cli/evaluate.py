@@ -1,0 +1,106 @@
+"""The verb `medfl evaluate`: examine a finished model at sites, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from medfl.cli import arguments
+from medfl.cli.parser import add_verb, show
+from medfl.cli.run import launch_of, result_text
+from medfl.cli.walls import Use, hold
+from medfl.core.errors import InputError
+from medfl.core.importing import without_gc
+from medfl.storage.places import is_run
+from medfl.storage.run_documents import read_run
+
+EXAMPLES = """\
+Nothing is trained. The folder that is written is a run's of 0 rounds, with the
+same tables, intervals and report; medfl subgroups and compare take it too.
+
+examples
+  medfl evaluate runs/ham10000-fedavg-0 --data DIR --partition centre
+      a run's model on the test images of each centre of another folder
+  medfl evaluate bundles/exported ham10000 --data DIR
+      the weights of an exported bundle, or of anybody's, on a shipped data set
+  medfl evaluate model.safetensors bundles/lungs --data lungs --sites 1
+      a file of weights for that bundle's network"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    verb = add_verb(verbs, "evaluate", "examine a finished model, without training", run, EXAMPLES)
+    verb.add_argument(
+        "model", type=arguments.existing, metavar="MODEL",
+        help="folder of a run or of a bundle with weights, or a file of weights "
+             "(.safetensors, .pt, .pth, TorchScript)",
+    )  # fmt: skip
+    verb.add_argument(
+        "bundle", nargs="?", metavar="BUNDLE",
+        help="name of a shipped bundle, or the folder of any: its network, data and scores; "
+             "default: the model's own",
+    )  # fmt: skip
+    group = verb.add_argument_group("what")
+    arguments.add_config(group, "override a value of the bundle's configuration; may be repeated")
+    arguments.add_number(group, "--seed", "N", "seed of the partition; default 0")
+    group.add_argument(
+        "--preset", dest="presets", action="append", metavar="NAME",
+        help="apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated",
+    )  # fmt: skip
+    group.add_argument(
+        "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
+    )
+    sites = verb.add_argument_group("sites")
+    arguments.add_number(sites, "--sites", "N", "number of sites")
+    arguments.add_partition(sites)
+    arguments.add_settings(sites, "site_labels", "site_channels", "metrics")
+    machine = arguments.add_machine(verb)
+    arguments.add_trust(machine)
+    arguments.add_jobs(machine, "number of worker processes; does not change results")
+    output = verb.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, metavar="DIR", help="new folder; default: runs/BUNDLE-evaluated-MODEL"
+    )
+    output.add_argument(
+        "--save-predictions", action="store_true",
+        help="segmentation: write the predicted masks of the test images",
+    )  # fmt: skip
+    arguments.add_quiet(output)
+
+
+def run(args: Any) -> int:
+    """Execute `medfl evaluate`."""
+    config = arguments.parse_pairs("--config", args.config)
+    requested = arguments.given_settings(args, "partition", "presets", "data", "sites")
+    model = Path(args.model).expanduser()
+    bundle, init = _parts(model, args.bundle)
+    if args.out is None:
+        stem = model.resolve().stem
+        args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
+
+    runs = [model] if init.startswith("run:") else []
+    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
+    with without_gc():
+        from medfl.runs.launch import federate  # torch and monai take seconds to import
+
+    requested |= {"method": "fedavg", "rounds": 0, "init": init}
+    document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
+    return show(args, document, lambda: result_text(Path(document["folder"])))
+
+
+def _parts(model: Path, bundle: str | None) -> tuple[str, str]:
+    """Return the bundle, and what `--init` says for the model; InputError where no bundle is known."""
+    if model.is_dir() and is_run(model):
+        return bundle or read_run(model / "run.json")[0].bundle_path, f"run:{model}"
+
+    if model.is_dir():
+        return bundle or str(model), f"bundle:{model}"
+
+    if bundle is None:
+        raise InputError(
+            f"the weights {model} alone",
+            "a bundle says which network they are of, and which images it takes",
+            f"name one: medfl evaluate {model} BUNDLE",
+        )
+
+    return bundle, str(model)

@@ -1,0 +1,68 @@
+"""`medfl compare --leave-out`: hospitals that nobody trained for."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from medfl import datasets
+from medfl.cli.verbs import main
+from medfl.compare import left_out
+from medfl.core.errors import InputError
+from medfl.report.run_files import RunFiles
+
+SMALL = ("--config", "image_size=16", "--config", "network_name=small_cnn", "--rounds", "1")
+
+
+@pytest.fixture(scope="module")
+def skin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("skin") / "data"
+    return datasets.write_phantom("ham10000", folder, per_class=30, size=16)
+
+
+@pytest.mark.slow
+def test_the_table_has_what_the_runs_have(skin: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grid"
+    arguments = ["compare", "ham10000", "--data", str(skin), "--methods", "fedavg,local", *SMALL]
+    assert main([*arguments, "--leave-out", "rosendahl", "--seeds", "0", "--out", str(out)]) == 0
+    (row,) = csv.DictReader((out / "left_out.csv").read_text().splitlines())
+    assert (row["hospital"], row["method"]) == ("rosendahl", "fedavg")
+    values = {}
+    for path in out.glob("*/*/seed-0"):
+        run = RunFiles(path)
+        model = "personal" if run.method == "local" else "received"
+        values[run.partition, run.method] = run.site_values(model, run.key).get("rosendahl")
+
+    assert float(row["left_out"]) == values["centre:rosendahl=0/all", "fedavg"]
+    assert float(row["took_part"]) == values["centre", "fedavg"]
+    assert float(row["own"]) == values["centre", "local"]
+    assert float(row["took_part_low"]) <= float(row["took_part"]) <= float(row["took_part_high"])
+    assert "| rosendahl |" in (out / "left_out.md").read_text()
+
+
+def test_everybody_and_one_without_each(skin: Path) -> None:
+    found = left_out.partitions("ham10000", "each", data=str(skin))
+    assert found[0] == "centre"
+    assert len(found) == 5
+    assert "centre:rosendahl=0/all" in found
+
+
+@pytest.mark.parametrize(
+    ("bundle", "wanted", "told"),
+    [
+        ("ham10000", "rosendal", "--leave-out rosendal; the centres are .*rosendahl"),
+        ("pneumonia", "each", "--leave-out each of one centre"),
+    ],
+)
+def test_a_centre_that_nobody_has(bundle: str, wanted: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        left_out.partitions(bundle, wanted, data="phantom")
+
+
+def test_one_of_two_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "ham10000", "--data", "phantom", "--methods", "fedavg"]
+    both = ["--leave-out", "each", "--partition", "iid", "--out", str(tmp_path / "grid")]
+    assert main([*arguments, *both]) == 2
+    assert "--leave-out with --partition" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+"""What the columns of a table say: classes, findings, numbers; as spreadsheets, NIH, CheXpert and RSNA write them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from medfl.core.errors import InputError
+from medfl.datasets.readers import label_table
+from medfl.datasets.readers.label_columns import Wanted, unit_of
+from medfl.datasets.readers.label_table import Labels
+from medfl.datasets.readers.splitting import Record, by_group, fold, stratified
+
+IMAGES = [f"{n}.png" for n in range(6)]
+NAN = math.nan
+
+
+def read(folder: Path, text: str, images: list[str] | None = None, **wanted: Any) -> Labels:
+    (folder / "t.csv").write_text(text, encoding="utf-8")
+    return label_table.read(folder / "t.csv", images or IMAGES, Wanted(**wanted))
+
+
+def column(found: Labels, k: int = 0) -> list[float]:
+    return [found.targets[image][k] for image in sorted(found.targets)]
+
+
+FINDINGS = "file,patient,age,Mass,Effusion\n0,a,3,1,1\n1,a,4,0,1\n2,b,5,0,0\n3,b,60,,-1\n4,c,7,,\n"
+
+
+def test_columns_of_zeros_and_ones_with_several_in_a_row_are_findings(tmp_path: Path) -> None:
+    found = read(tmp_path, FINDINGS)
+    assert (found.task, found.names, found.column) == ("multilabel", ("Mass", "Effusion"), "")
+    assert column(found) == pytest.approx([1, 0, 0])  # rows 3 and 4 know nothing
+    assert found.rows["3.png"] == {"patient": "b"}
+    assert "2 findings by the columns Mass, Effusion" in found.columns
+    assert (
+        "3 cells are blank: unknown: no part of loss and scores (--blank ignore|zeros)"
+        in found.notes
+    )
+    assert (
+        "1 cells are uncertain (-1, ?): unknown: no part of loss and scores (--uncertain ignore|zeros|ones)"
+        in (found.notes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("uncertain", "blank", "third", "fourth"),
+    [
+        ("ignore", "zeros", (0, NAN), (0, 0)),
+        ("zeros", "ignore", (NAN, 0), None),
+        ("ones", "ignore", (NAN, 1), None),
+        ("ones", "zeros", (0, 1), (0, 0)),
+    ],
+)
+def test_what_is_uncertain_and_what_is_blank_are_told_apart(
+    uncertain: str, blank: str, third: Any, fourth: Any, tmp_path: Path
+) -> None:
+    found = read(tmp_path, FINDINGS, uncertain=uncertain, blank=blank)
+    assert found.targets["3.png"] == pytest.approx(third, nan_ok=True)
+    assert found.targets.get("4.png") == fourth
+
+
+@pytest.mark.parametrize("cell", ["-1", "-1.0", "?", "u", "Uncertain"])
+def test_spellings_of_uncertain(cell: str, tmp_path: Path) -> None:
+    text = f"file,Mass,Effusion\n0,1,1\n1,{cell},0\n"
+    assert read(tmp_path, text, uncertain="ones").targets["1.png"] == (1, 0)
+
+
+@pytest.mark.parametrize("cell", ["", "NaN", "NA", "None", "unknown"])
+def test_spellings_of_nothing(cell: str, tmp_path: Path) -> None:
+    text = f"file,Mass,Effusion\n0,1,1\n1,{cell},0\n"
+    assert read(tmp_path, text, blank="zeros").targets["1.png"] == (0, 0)
+
+
+def test_a_row_without_finding_says_that_blanks_are_absent(tmp_path: Path) -> None:
+    """As CheXpert's: 1 in "No Finding", and nothing in the others."""
+    text = "Path,No Finding,Mass,Edema\n0,,1,1\n1,1,,\n2,1,1,\n"
+    found = read(tmp_path, text)
+    assert found.names == ("Mass", "Edema")
+    assert found.targets["1.png"] == (0, 0)
+    assert any(
+        "1 rows have a finding, and a column that says that there is none" in n for n in found.notes
+    )
+    assert read(tmp_path, text, columns=("No Finding", "Mass")).names == ("No Finding", "Mass")
+
+
+def test_columns_with_one_1_a_row_are_classes(tmp_path: Path) -> None:
+    text = "image,MEL,NV\n0,1.0,0.0\n1,0.0,1.0\n"
+    found = read(tmp_path, text)
+    assert (found.task, found.classes) == ("classification", {"0.png": "MEL", "1.png": "NV"})
+    assert read(tmp_path, text, task="multilabel").targets["0.png"] == (1, 0)
+    none = read(tmp_path, text + "2,0,0\n")
+    assert none.classes.keys() == {"0.png", "1.png"}
+    assert any("1 rows have no 1: of no class; --task multilabel" in note for note in none.notes)
+
+
+def test_nih_writes_findings_with_bars(tmp_path: Path) -> None:
+    text = (
+        "Image Index,Finding Labels,Follow-up #,Patient ID,Patient Age,View Position,OriginalImage[Width\n"
+        "0.png,Effusion|Mass,0,1,58,PA,2682\n1.png,No Finding,1,1,59,PA,2500\n2.png,Mass,0,2,7,AP,2400\n"
+        "3.png,,0,3,8,AP,2500\n"
+    )
+    found = read(tmp_path, text)
+    assert (found.names, found.column) == (("Effusion", "Mass"), "Finding Labels")
+    assert found.targets == {"0.png": (1, 1), "1.png": (0, 0), "2.png": (0, 1)}
+    assert found.rows["2.png"] == {"patient": "2"}
+    with pytest.raises(
+        InputError,
+        match=r"'Mass' in column 'Finding Labels', row 2 \(0.png\); the findings Effusion",
+    ):
+        read(tmp_path, text, task="multilabel", columns=("Finding Labels",), names=("Effusion",))
+
+
+def test_the_only_column_of_numbers_is_the_number(tmp_path: Path) -> None:
+    found = read(tmp_path, "id,boneage,male\n0,180,True\n1,12,False\n2,,True\n3,94,True\n")
+    assert (found.task, found.names, column(found)) == ("regression", ("boneage",), [180, 12, 94])
+    assert "1 images have no number in the table: left out, 2.png" in found.notes
+
+
+def test_several_columns_of_numbers_have_to_be_told(tmp_path: Path) -> None:
+    text = "file,patient,pixel_mm,width,hc_mm,other_mm\n0,a,0.1,9,44.3,1\n1,a,0.2,9,60,2.5\n"
+    with pytest.raises(
+        InputError, match="columns of numbers: hc_mm, other_mm; .*--label-column hc_mm"
+    ):
+        read(tmp_path, text)
+    assert column(read(tmp_path, text, columns=("hc_mm",))) == [44.3, 60]
+    two = read(tmp_path, text, columns=("HC mm", "other_mm"))
+    assert (two.task, two.targets["1.png"]) == ("regression", (60, 2.5))
+
+
+def test_whole_numbers_are_classes_unless_there_are_many_or_the_user_says_so(
+    tmp_path: Path,
+) -> None:
+    text = "file,label\n" + "".join(f"{n},{n % 3}\n" for n in range(6))
+    assert read(tmp_path, text).task == "classification"
+    assert any(
+        "--task regression takes them as such" in note for note in read(tmp_path, text).notes
+    )
+    assert column(read(tmp_path, text, task="regression")) == [0, 1, 2, 0, 1, 2]
+    many = "file,label\n" + "".join(f"{n},{n}\n" for n in range(30))
+    assert read(tmp_path, many, [f"{n}.png" for n in range(30)]).task == "regression"
+    assert read(tmp_path, "file,label\n0,1.5\n1,2\n").task == "regression"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufefffile;Mass;Edema\n0;1;1\n1;0;1\n",
+        '"file"\t"Mass"\t"Edema"\n"0"\t"1"\t"1"\n"1"\t"0"\t"1"\n',
+        "file,Mass,Edema\r\nimages/0.png,1,1\r\nimages\\1.png,0,1\r\n",
+        "file,Mass ,Edema\n/data/study/0.png,1.0,1\n/data/study/1.png,0.0,1\n,,\n",
+        "file,Mass,Edema\n0,TRUE,1\n1,false,1\n",
+        "file,Mass,Edema\n0,1,1\n0,1,1\n1,0,1\n",
+    ],
+)
+def test_tables_as_programs_write_them(text: str, tmp_path: Path) -> None:
+    found = read(tmp_path, text)
+    assert (found.names, found.targets) == (("Mass", "Edema"), {"0.png": (1, 1), "1.png": (0, 1)})
+
+
+def test_a_path_from_another_folder_on_is_an_image(tmp_path: Path) -> None:
+    """CheXpert's table has CheXpert-v1.0/train/patient1/study1/view1.jpg, and each study has a view1."""
+    images = ["patient1/study1/view1.jpg", "patient2/study1/view1.jpg"]
+    text = "Path,Mass,Edema\n" + "".join(
+        f"C-v1.0/train/{name},1,{k}\n" for k, name in enumerate(images)
+    )
+    assert read(tmp_path, text, images).targets == {images[0]: (1, 0), images[1]: (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "told"),
+    [
+        ("file,Mass,Edema\n0,1,1\n1,x,0\n", {"columns": ("Mass", "Edema")},
+         r"'x' in column 'Mass', row 3 \(1\); 0, 1, -1 \(uncertain\) or nothing; correct the cell"),
+        ("file,Mass,Edema\n0,1,1\n1,2,0\n", {"columns": ("Mass", "Edema"), "task": "multilabel"},
+         "'2' in column 'Mass'"),
+        ("file,Mass,Edema\n" + "0,1,1\n" + "9,0,1\n" * 20 + "1,yes?,0\n", {}, "'yes\\?' in column 'Mass', row 23"),
+        ("file,hc\n0,12 mm\n1,13 mm\n", {},
+         "'12 mm' in column 'hc', row 2 .*write the number alone, and its unit into"),
+        ("file,hc\n0,12 mm\n1,13\n", {"columns": ("hc",), "task": "regression"}, "'12 mm' in column 'hc'"),
+        ("file;hc\n0;12,5\n1;13,25\n", {}, r"'12,5' in column 'hc', row 2 \(0\).*write 12.5, with a decimal point"),
+        ("file,hc\n0,inf\n1,2.5\n", {"columns": ("hc",), "task": "regression"}, "'inf' in column 'hc'"),
+        ("file,hc\n0,1.5\n0,2.5\n", {}, "two rows for 0.png"),
+        ("file,a,b\n0,1,1\n1,0,1\n", {"columns": ("aa", "b")}, "no column 'aa'; it has file, a, b; did you mean a"),
+        ("file,age\n0,1.5\n1,2\n", {}, "no column of classes, findings or numbers; it has file, age; .*--label-column"),
+        ("file,x\n0,\n1,\n", {"columns": ("x",), "task": "multilabel", "names": ()}, ""),
+        ("file,c\n0,No Finding\n1,No Finding|Normal\n", {}, "column 'c' names no finding"),
+        ("file,c\n0,1\n", {"task": "multilabel", "names": ("a", "b")}, "has no column 'a', 'b'; a column for each"),
+        ("file,a,b,c\n0,0,1,1\n1,1,0,\n", {}, "each row has one 1 in the columns a, b; .*--task classification"),
+        ("file,Mass,Mass \n0,1,1\n1,0,1\n", {}, "two columns 'Mass'"),
+    ],
+)  # fmt: skip
+def test_wrong_tables_are_refused_in_one_line(
+    text: str, wanted: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    if not told:
+        assert not read(tmp_path, text, **wanted).targets
+        return
+
+    with pytest.raises(InputError, match=told) as caught:
+        read(tmp_path, text, **wanted)
+    assert "\n" not in str(caught.value)
+
+
+def test_findings_with_one_outcome_are_told(tmp_path: Path) -> None:
+    found = read(tmp_path, "file,a,b,c\n0,0,1,1\n1,0,1,0\n2,0,1,\n", task="multilabel")
+    assert "no image has 'a'" in found.notes
+    assert "no image is known to lack 'b'" in found.notes
+
+
+def test_a_finding_that_a_site_has_no_column_of_is_unknown_there(tmp_path: Path) -> None:
+    found = read(tmp_path, "file,a\n0,1\n1,0\n", task="multilabel", names=("a", "b"))
+    assert found.targets["0.png"] == pytest.approx((1, NAN), nan_ok=True)
+    assert "the table has no column 'b': unknown here" in found.notes
+    assert "nothing is known of 'b'" in found.notes
+    zeros = read(tmp_path, "file,a\n0,1\n1,0\n", task="multilabel", names=("a", "b"), blank="zeros")
+    assert math.isnan(zeros.targets["0.png"][1])
+
+
+@pytest.mark.parametrize("choice", [{"task": "ordinal"}, {"uncertain": "half"}, {"blank": "ones"}])
+def test_other_choices_are_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(choice))} '"):
+        Wanted(**choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("hc_mm", "mm"), ("EF (percent)", "percent"), ("volume [ml]", "ml"), ("lvef", ""), ("age_months", "months")],
+)  # fmt: skip
+def test_a_unit_is_read_from_the_end_of_a_columns_name(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
+
+
+def records(targets: Any) -> list[Record]:
+    return [
+        Record(f"{n}.png", 0, str(n), "x", f"p{n // 2}", target=tuple(row))
+        for n, row in enumerate(targets)
+    ]
+
+
+def test_sections_have_some_of_each_finding_and_of_each_part_of_a_number() -> None:
+    draws = np.random.default_rng(0)
+    findings = records((draws.random((400, 3)) < [0.04, 0.2, 0.5]).astype(float))
+    strata = stratified(findings)
+    for number in range(3):
+        assert all(
+            strata[n].label == strata[n + 1].label for n in range(0, 400, 2)
+        )  # a patient's are one
+        sections = by_group("own", at_centres=False)(strata)
+        has = [
+            section
+            for section, record in zip(sections, findings, strict=True)
+            if record.target[number]
+        ]
+        assert 0.5 < has.count("train") / len(has) < 0.9
+        assert has.count("test") > 0.1 * len(has)
+
+    fold(1, 5, "own")(strata)  # each stratum is large enough
+    numbers = records(draws.normal(0, 1, (100, 1)))
+    assert sorted({record.label for record in stratified(numbers)}) == [0, 1, 2, 3, 4]
+    few = records([[NAN], [1.5], [2.5]])
+    assert {record.label for record in stratified(few)} == {0}
