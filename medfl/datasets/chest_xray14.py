@@ -16,8 +16,8 @@ from medfl.datasets.readers.tables import (
     check_row,
     first,
     image_index,
+    note_absent,
     read_csv,
-    several,
 )
 
 FINDINGS = (
@@ -87,10 +87,7 @@ def _read(folder: Path, sections: dict[str, str]) -> Table:
                 )
             )
 
-    if absent:
-        table.notes.append(
-            f"{len(absent)} images of {path.name} are not in the folder: {several(absent, 'images', 1)}"
-        )
+    note_absent(table, path, absent)
     return table
 
 

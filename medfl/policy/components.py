@@ -44,6 +44,7 @@ _OTHERS = {
     "torch.device", "medfl.datasets.CheckPatchd", "medfl.datasets.ReadPaird", "medfl.datasets.ReadPixelsd",
     "medfl.datasets.ReadVolumed", "medfl.datasets.WriteClassesd", "medfl.datasets.WriteMaskd", "medfl.networks.build",
     "medfl.exported.network", "medfl.medsam.BoxOfMaskd", "medfl.medsam.load",
+    "medfl.training.site.mean_loss",
 }  # fmt: skip
 _NEVER = re.compile(
     r"clearml|mlflow|perceptual|tcia|\.trt|gaussianmixture|lltm|transchex", re.IGNORECASE

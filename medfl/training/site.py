@@ -431,11 +431,17 @@ def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Call
     return with_penalty
 
 
+_OF_KNOWN = "is_mean_of_known"
+
+
 def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it.
 
-    Of targets that are numbers, (B,) or (B, K), those that are NaN are unknown, and the mean is over the others.
+    Of targets that are numbers, (B,) or (B, K), those that are NaN are unknown, and the mean is over the others. A loss
+    that is one already, as in a bundle whose trainer has it for MONAI's own run, stays as it is.
     """
+    if getattr(function, _OF_KNOWN, False):
+        return function
 
     def loss(prediction: Any, target: Any) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
@@ -448,6 +454,7 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
 
+    setattr(loss, _OF_KNOWN, True)
     return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself
 
 

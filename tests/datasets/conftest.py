@@ -51,7 +51,7 @@ def common(factory: pytest.TempPathFactory, name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    sizes = {"pneumonia": 150, "femnist": 26, "cifar100": 20}
+    sizes = {"pneumonia": 150, "femnist": 26, "cifar100": 20, "brain_age": 10}
     return Cohorts(common(tmp_path_factory, "phantoms"), sizes, 32, 60)
 
 

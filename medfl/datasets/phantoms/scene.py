@@ -146,7 +146,7 @@ _MARKS = 0.62, 0.82
 
 
 def finding_scene(found: Sequence[int], count: int) -> Scene:
-    """Return a chest in grey with a mark for each finding that it has, in the shade and at the place of this finding.
+    """Return a chest in grey with a mark for each finding that it has, in this finding's shade, shape and place.
 
     Args:
         found: numbers of its findings, 0 to `count` - 1.
@@ -156,7 +156,8 @@ def finding_scene(found: Sequence[int], count: int) -> Scene:
     for finding in found:
         angle = 2 * math.pi * finding / count
         place = (_MARKS[0] * math.sin(angle), _MARKS[1] * math.cos(angle))
-        marks.append(Part((0.95 if finding % 2 else 0.02,), (0.16, 0.16), place))
+        radii = (0.1 + 0.07 * (finding % 3), 0.1 + 0.07 * (finding // 3 % 3))
+        marks.append(Part((0.95 if finding % 2 else 0.02,), radii, place))
 
     lungs = [Part((0.24,), (0.6, 0.27), (-0.05, side), texture=(0.12, 9)) for side in (-0.42, 0.42)]
     heart = Part((0.72,), (0.3, 0.26), (0.3, 0.16))

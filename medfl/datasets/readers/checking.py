@@ -16,6 +16,7 @@ from medfl.core.terminal import bar
 from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
+from medfl.datasets.readers.volumes import is_volume, read_volume
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,10 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
         try:
             if dataset.open_pair is not None:
                 dataset.open_pair(record.image, record.mask)
+                continue
+
+            if is_volume(record.image):
+                read_volume(record.image)
                 continue
 
             pixels = read_pixels(record.image)

@@ -300,6 +300,14 @@ def check_row(
     return False
 
 
+def note_absent(table: Table, path: Path, images: Sequence[str]) -> None:
+    """Add the note that images of a table are left out, where some are: of large sets a part is often fetched."""
+    if images:
+        table.notes.append(
+            f"{len(images)} images of {path.name} are not in the folder: {several(images, 'images', 1)}"
+        )
+
+
 def number_of(value: str, what: str, table: Table) -> float | None:
     """Return the number in a cell of a table, or None after adding the problem."""
     try:

@@ -1,0 +1,159 @@
+"""CheXpert of Stanford: chest radiographs with findings that may be uncertain; the five of its competition."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from medfl.datasets.base import DataSet
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.scene import finding_scene
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, validation_from_train
+from medfl.datasets.readers.tables import Layout, Table, image_files, note_absent, read_csv
+
+FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
+CENTRES = ("AP", "PA", "lateral")
+TABLES = {"train.csv": "train", "valid.csv": "test"}
+_VALUES = {"": 0.0, "0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "-1": -1.0, "-1.0": -1.0}
+"""What a cell says; nothing where the report does not name the finding."""
+_PATH = re.compile(r"(?:train|valid)/(patient\d+)/[^/]+/[^/]+$")
+_COLUMNS = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *FINDINGS)
+
+
+def _read(folder: Path) -> Table:
+    table = Table()
+    images: dict[str, str] = {}
+    for part in ("train", "valid"):
+        if (folder / part).is_dir():
+            images.update((f"{part}/{name}", uri) for name, uri in image_files(folder / part))
+
+    for name, section in TABLES.items():
+        path = folder / name
+        absent = []
+        for row in read_csv(path, _COLUMNS):
+            where = f"{path}: image {row['Path']}"
+            match = _PATH.search(row["Path"])
+            if match is None:
+                table.problems.append(f"{where} is no .../patient<number>/<study>/<view>")
+                continue
+            if match[0] not in images:
+                absent.append(row["Path"])
+                continue
+
+            cells = [row[finding].strip() for finding in FINDINGS]
+            if odd := [cell for cell in cells if cell not in _VALUES]:
+                table.problems.append(f"{where} has finding {odd[0]!r}; 1, 0, -1 or nothing")
+                continue
+
+            is_frontal = row["Frontal/Lateral"] == "Frontal"
+            centre = "PA" if row["AP/PA"] == "PA" else "AP"
+            table.records.append(
+                Record(
+                    images[match[0]],
+                    0,
+                    match[0].rpartition(".")[0],
+                    centre if is_frontal else "lateral",
+                    match[1],
+                    {"frontal": section if is_frontal else LEFT_OUT, "all": section},
+                    target=tuple(_VALUES[cell] for cell in cells),
+                    about={"sex": row["Sex"], "age": row["Age"]},
+                )
+            )
+
+        note_absent(table, path, absent)
+
+    return table
+
+
+_PATTERNS = ((), *((k,) for k in range(5)), *itertools.combinations(range(5), 2))
+"""Findings of the phantom's images: none, each alone, each two."""
+
+
+def _phantom_path(case: Case) -> str:
+    part = "train" if case.group % 5 else "valid"
+    view = "lateral" if case.centre == 2 else "frontal"
+    return f"{part}/patient{90000 + case.group}/study1/view{case.shot + 1}_{view}.jpg"
+
+
+def _phantom_cell(case: Case, finding: int) -> str:
+    """Return what the phantom's table says of a finding: of train some are uncertain, and some are not named."""
+    number = case.group + finding
+    if finding not in _PATTERNS[case.label]:
+        return "0.0" if number % 2 else ""
+    if case.group % 5 and number % 6 == 0:
+        return "-1.0"
+
+    return "1.0"
+
+
+def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
+    """Return the columns of the table of a part."""
+    values: dict[str, Callable[[Case], object]] = {
+        "Path": lambda case: f"CheXpert-v1.0-small/{_phantom_path(case)}",
+        "Sex": lambda case: "Female" if case.group % 2 else "Male",
+        "Age": lambda case: 20 + case.group % 70,
+        "Frontal/Lateral": lambda case: "Lateral" if case.centre == 2 else "Frontal",
+        "AP/PA": lambda case: ("AP", "PA", "")[case.centre],
+    }
+    for k, finding in enumerate(FINDINGS):
+        values[finding] = lambda case, k=k: _phantom_cell(case, k)  # type: ignore[misc]
+
+    def within(value: Callable[[Case], object]) -> Callable[[Case], object]:
+        return lambda case: value(case) if _phantom_path(case).startswith(part) else None
+
+    return {name: within(value) for name, value in values.items()}
+
+
+DATASET = DataSet(
+    name="chexpert",
+    title="CheXpert: five findings in chest radiographs of Stanford, some uncertain",
+    kind="multilabel",
+    classes=FINDINGS,
+    centres=CENTRES,
+    channels=1,
+    mixed_channels=True,
+    folders=("chexpert", "CheXpert-v1.0-small", "CheXpert-v1.0", "CheXpert"),
+    layouts=(
+        Layout(
+            "train.csv + valid.csv (Path, Sex, Age, Frontal/Lateral, AP/PA, the findings) + train/ + valid/ with "
+            "patient<number>/<study>/<view>.jpg",
+            ("frontal", "all"),
+            lambda folder: (
+                all((folder / name).is_file() for name in TABLES) and (folder / "train").is_dir()
+            ),
+            _read,
+        ),
+    ),
+    rules={
+        "frontal": validation_from_train("frontal"),
+        "all": validation_from_train("all"),
+    },
+    licence="Stanford University Dataset Research Use Agreement: for research only, not to be passed on",
+    source="https://stanfordmlgroup.github.io/competitions/chexpert/",
+    citation="Irvin et al.: CheXpert: A Large Chest Radiograph Dataset with Uncertainty Labels and Expert Comparison. "
+    "AAAI 2019",
+    draw=draw_files(
+        tuple(finding_scene(found, len(FINDINGS)) for found in _PATTERNS),
+        even(len(_PATTERNS), len(CENTRES)),
+        _phantom_path,
+        tables={
+            "train.csv": _phantom_columns("train"),
+            "valid.csv": _phantom_columns("valid"),
+        },
+        repeats=True,
+    ),
+    per_class=40,
+    notes=(
+        "a centre is a view: AP (mostly of patients who cannot stand), PA or lateral; all are of one hospital; frontal "
+        "views of patients who lie on a side count as AP",
+        "split frontal: frontal views alone, split all: the lateral ones, too; both test on valid.csv, which "
+        "radiologists read, and validate on 10 % of the patients of train.csv",
+        "findings of train.csv were read from reports by a program: one that it calls uncertain is -1, one that a "
+        "report does not name counts as absent",
+        "rows of images that are not in the folder are left out",
+    ),
+    download_note="accept the agreement at the source; put train.csv, valid.csv, train/ and valid/ in one folder",
+)
