@@ -27,7 +27,7 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "apply a trained network to new images: write classes or masks, and score them"
+    text = "apply a trained network to new images: write classes, findings, numbers or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
     predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
@@ -41,7 +41,7 @@ def add(verbs: Any) -> None:
     )
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
-        "CSV with id and label"
+        "CSV with id and label, or with id and a column for each finding or number"
     )
     predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
     text = "model of a run: of the last round, or the best by validation; default: last"
