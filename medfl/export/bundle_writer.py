@@ -162,7 +162,8 @@ class _BundleWriter:
         self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
+        by_kind = "" if ends_in_sigmoid else self.bundle.kind.activation
+        activation = partial(_probabilities, by_kind)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
         self.data_folder: str | None = None
         if "dataset_dir" in self.bundle:
@@ -447,11 +448,11 @@ class _BundleWriter:
                     break
 
 
-def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
-    """Return the probabilities of outputs (B, K[, ...]); in tasks without classes the outputs."""
-    if task == "other" or ends_in_sigmoid:
+def _probabilities(activation: str, outputs: Tensor) -> Tensor:
+    """Return the probabilities of outputs (B, K[, ...]) by a kind's activation, "" for the outputs as they are."""
+    if not activation:
         return outputs
-    if outputs.shape[1] == 1:
+    if activation == "sigmoid" or outputs.shape[1] == 1:
         return outputs.sigmoid()
 
     return outputs.softmax(1)

@@ -147,12 +147,17 @@ def compare_predictions(
     for index, ident in enumerate(cases.ids):
         if ident in rows:
             count += 1
-            largest = max(largest, *_differences(cases, index, rows[ident]))
+            differences = _differences(images.bundle, cases, index, rows[ident])
+            largest = max(largest, *differences, 0.0)
 
     return {"items": count, "largest_difference": largest} if count else None
 
 
-def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+def _differences(bundle: Problem, cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+    if cases.reference is not None and not cases.is_classification:
+        cells = bundle.kind.row(cases, index, bundle.classes, bundle.key_metric)
+        predicted = [name for name in cells if name.startswith(("p_", "predicted_"))]
+        return [abs(float(cells[name]) - float(row[name])) for name in predicted]
     if cases.is_classification:
         recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
         computed = cases.values["probabilities"][index].tolist()
