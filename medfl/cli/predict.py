@@ -27,7 +27,7 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "apply a trained network to new images: write classes or masks, and score them"
+    text = "apply a trained network to new images: write classes, findings, numbers or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
     arguments.add_path(predict, "model", "RUN|BUNDLE", text)
@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
     arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
-        "CSV with id and label"
+        "CSV with id and label, or with id and a column for each finding or number"
     )
     arguments.add_path(predict, "--reference", "DIR|CSV", text)
     text = "model of a run: of the last round, or the best by validation; default: last"

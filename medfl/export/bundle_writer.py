@@ -169,7 +169,8 @@ class _BundleWriter:
         self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
+        by_kind = "" if ends_in_sigmoid else self.bundle.kind.activation
+        activation = partial(_probabilities, by_kind)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
         self.data_folder: str | None = None
         if "dataset_dir" in self.bundle:
@@ -459,11 +460,11 @@ class _BundleWriter:
                     break
 
 
-def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
-    """Return the probabilities of outputs (B, K[, ...]); in tasks without classes the outputs."""
-    if task == "other" or ends_in_sigmoid:
+def _probabilities(activation: str, outputs: Tensor) -> Tensor:
+    """Return the probabilities of outputs (B, K[, ...]) by a kind's activation, "" for the outputs as they are."""
+    if not activation:
         return outputs
-    if outputs.shape[1] == 1:
+    if activation == "sigmoid" or outputs.shape[1] == 1:
         return outputs.sigmoid()
 
     return outputs.softmax(1)
@@ -606,12 +607,18 @@ def compare_predictions(
     for index, ident in enumerate(cases.ids):
         if ident in rows:
             count += 1
-            largest = max(largest, *_differences(cases, index, rows[ident]))
+            differences = _differences(images.bundle, cases, index, rows[ident])
+            largest = max(largest, *differences, 0.0)
 
     return {"items": count, "largest_difference": largest} if count else None
 
 
-def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+def _differences(bundle: Problem, cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:
+    if cases.reference is not None and not cases.is_classification:
+        cells = bundle.kind.row(cases, index, bundle.classes, bundle.key_metric)
+        predicted = [name for name in cells if name.startswith(("p_", "predicted_"))]
+        return [abs(float(cells[name]) - float(row[name])) for name in predicted]
+
     if cases.is_classification:
         recorded = [float(value) for key, value in row.items() if key.startswith("p_")]
         computed = cases.values["probabilities"][index].tolist()

@@ -64,7 +64,7 @@ def participants(run: Run, pooled: bool) -> list[str]:
         return [POOLED]
 
     sites = run.partition.sites
-    trained = [name for name, ids in sites.items() if ids["train"]]
+    trained = [name for name, ids in sites.items() if ids.get("train")]
     # nobody's images may be known here: those of a federation lie elsewhere
     return trained or list(sites)
 

@@ -21,6 +21,7 @@ from medfl.compare import comparison, tables
 from medfl.compare.side_by_side import write_page
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import fewer_classes, spread
+from medfl.export.bundle_writer import export
 from medfl.report import RunFiles, folds, result_table, write_report
 from medfl.report.differences import BETTER, between_models, from_other_sites
 from medfl.report.prediction_analysis import analyse_predictions
@@ -419,6 +420,14 @@ def test_new_images_are_predicted_and_scored(trained: Any, tmp_path: Path) -> No
     assert ("present mean probability" in lines) == (task == "multilabel")
     assert ("number mean range" in lines) == (task == "regression")
     assert {"multilabel": "Average precision", "regression": "Pearson r"}[task] in lines
+
+
+def test_an_exported_network_predicts_as_the_run_did(trained: Any, tmp_path: Path) -> None:
+    _, _, run = trained
+    (document,) = export(run, tmp_path / "exported", formats=("torchscript",))["bundles"]
+    compared = document["predictions"]
+    assert compared["items"] > 0
+    assert compared["largest_difference"] < 1e-5
 
 
 def test_a_result_predicts_its_own_items_as_recorded_and_new_ones(trained: Any) -> None:

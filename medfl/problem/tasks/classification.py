@@ -37,6 +37,7 @@ class Classification(Kind):
     key_metric: str = "balanced_accuracy"
     least_names: int = 2
     record_key: str = "label"
+    activation: str = "softmax"
     chunk: int = 1024
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:

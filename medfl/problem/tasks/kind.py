@@ -48,6 +48,7 @@ class Kind:
         record_key: under which an item's record has its class ("label") or its numbers ("target"), "" without either.
         decides: whether validation cases decide something of test cases (`decided`).
         least_names: how many classes, findings or numbers have to be named.
+        activation: what makes probabilities of a network's logits, "" where its outputs are none.
         chunk: items scored in one task of a worker: a multiple of the evaluation's batch.
     """
 
@@ -57,6 +58,7 @@ class Kind:
     record_key: str = ""
     decides: bool = False
     least_names: int = 0
+    activation: str = ""
     chunk: int = 16
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:

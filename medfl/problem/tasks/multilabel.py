@@ -48,6 +48,7 @@ class Multilabel(Kind):
     noun: str = "finding"
     least_names: int = 1
     record_key: str = "target"
+    activation: str = "sigmoid"
     decides: bool = True
     chunk: int = 1024
 

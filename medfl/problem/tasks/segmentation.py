@@ -21,6 +21,7 @@ class Segmentation(Kind):
     key_metric: str = "dice"
     noun: str = "structure"
     least_names: int = 2
+    activation: str = "softmax"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are maps."""
