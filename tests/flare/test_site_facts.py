@@ -116,12 +116,12 @@ def test_law1_a_site_s_own_word_counts_and_the_server_reports_it(
         (
             {"labels": ("background",)},
             "hippocampus",
-            "label 'background' of site 'north'; the structures of the bundle",
+            "label 'background' of site 'north'; the names of the bundle",
         ),
         (
             {"labels": ("cat",)},
             "mednist",
-            "--site-labels with a classification task; it is for segmentation",
+            "--site-labels with a classification task; it is for findings",
         ),
         (
             {"channels": ("T1",)},
