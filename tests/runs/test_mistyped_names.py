@@ -12,6 +12,7 @@ import pytest
 import medfl
 from medfl import datasets, methods, networks
 from medfl.bundle import files, protocol
+from medfl.cli import api
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_mismatches
 from medfl.data.partition import rules
@@ -119,5 +120,5 @@ def test_what_fits() -> None:
         "options": {"mu": 1},
     }
     assert [*type_mismatches(Request, given)] == []
-    assert medfl.cli.api._plain(np.int64(3)) == 3
-    assert type(medfl.cli.api._plain(np.int64(3))) is int
+    assert api._plain(np.int64(3)) == 3
+    assert type(api._plain(np.int64(3))) is int
