@@ -80,10 +80,10 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         except InputError as error:
             problems.append(str(error))
 
-    told = list[str]()
+    shown = list[str]()
     missing = list[str]()
     if task != "classification":
-        told = targets_told(task, classes, [record.target for record in dataset.records])
+        shown = targets_told(task, classes, [record.target for record in dataset.records])
         missing = _lacking(classes, divided) if task == "multilabel" else []
 
     warnings = warnings_of(columns, records, assigned, counts)
@@ -91,7 +91,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
         counts=counts, problems=tuple(problems), warnings=(*missing, *warnings),
-        notes=(*told, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
+        notes=(*shown, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
     )  # fmt: skip
 
 

@@ -97,8 +97,8 @@ def _short(text: str) -> str:
 
 def classes_text(entry: Document) -> str:
     """Return the number of classes and what else they are: masks with the background, findings or numbers."""
-    what = _COUNTED.get(entry["task"])
-    return f"{entry['classes']} ({what})" if what else str(entry["classes"])
+    subject = _COUNTED.get(entry["task"])
+    return f"{entry['classes']} ({subject})" if subject else str(entry["classes"])
 
 
 def _sides(entry: Document) -> str:

@@ -99,10 +99,10 @@ def _new(args: Any) -> int:
     from medfl.starter import starter
 
     columns = arguments.parse_names(args.label_column)
-    wanted = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank)
+    requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank)
     survey = starter.survey(
         args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
-        group_by=args.group_by, wanted=wanted, progress=sys.stderr.isatty(),
+        group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),
     )  # fmt: skip
     folder = starter.write(args.bundle, survey, network=args.network, size=args.size)
     data = Path(survey.folder)

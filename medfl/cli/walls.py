@@ -144,8 +144,8 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
         inside = (scratch or folder) / target.name
         setattr(args, use.file, inside)
 
-    named = [os.fsencode(path.resolve()) for path in readable[:1]]
-    key = hashlib.sha256(b"".join(named)).hexdigest()[:16]
+    first_path = [os.fsencode(path.resolve()) for path in readable[:1]]
+    key = hashlib.sha256(b"".join(first_path)).hexdigest()[:16]
     private = cache_folder("sandbox") / key
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()

@@ -95,14 +95,14 @@ def rows_of(comparison: Comparison) -> list[LeftOut]:
     """Return a row for each hospital that is left out and each method, [] where none is."""
     rows = []
     everybody = {row.method: row for row in comparison.on(EVERYBODY)}
-    own = next((row for row in everybody.values() if row.first.method == _OWN), None)
+    own_row = next((row for row in everybody.values() if row.first.method == _OWN), None)
     for partition in comparison.partitions:
         match = _WITHOUT.fullmatch(partition)
         if match is None:
             continue
 
         hospital = match[1]
-        own_runs = [*own.runs.values()] if own is not None else []
+        own_runs = [*own_row.runs.values()] if own_row is not None else []
         for row in comparison.on(partition):
             if row.first.method == _OWN:
                 continue

@@ -301,7 +301,8 @@ def _has_own_state(transform: object) -> bool:
         module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
     )
     is_foreign = any(
-        other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM")
+        alternative in type(transform).__name__
+        for alternative in ("Lambda", "TorchVision", "TorchIO", "CuCIM")
     )
     return is_listed and not is_foreign
 

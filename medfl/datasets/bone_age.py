@@ -59,8 +59,8 @@ def _roots(folder: Path) -> list[Path]:
 
 def _tables(folder: Path) -> dict[str, Path]:
     """Return section -> its table, of those that are there."""
-    found = {section: first(folder, *source.files) for section, source in SOURCES.items()}
-    return {section: path for section, path in found.items() if path is not None}
+    matches = {section: first(folder, *source.files) for section, source in SOURCES.items()}
+    return {section: path for section, path in matches.items() if path is not None}
 
 
 def _found(folder: Path) -> bool:

@@ -66,8 +66,8 @@ def _read(folder: Path, sections: dict[str, str]) -> Table:
             continue
 
         where = f"{path}: image {name}"
-        found = set(row["Finding Labels"].split("|"))
-        if unknown := found - {*FINDINGS, NONE}:
+        matches = set(row["Finding Labels"].split("|"))
+        if unknown := matches - {*FINDINGS, NONE}:
             finding = min(unknown)
             table.problems.append(f"{where} has finding {finding!r}; {', '.join(FINDINGS)}, {NONE}")
         elif check_row(table, where, ident, row["View Position"], VIEWS, images):
@@ -79,7 +79,7 @@ def _read(folder: Path, sections: dict[str, str]) -> Table:
                     row["View Position"],
                     row["Patient ID"],
                     {"official": sections[name]} if name in sections else {},
-                    target=tuple(float(finding in found) for finding in FINDINGS),
+                    target=tuple(float(finding in matches) for finding in FINDINGS),
                     about={
                         "sex": row.get("Patient Gender") or row.get("Patient Sex") or "",
                         "age": row["Patient Age"],

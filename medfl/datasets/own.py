@@ -135,8 +135,8 @@ def listed(
     """
     root = _root(folder)
     columns = (label_column,) if label_column else ()
-    wanted = Wanted(labels_are, columns, tuple(classes), uncertain, blank)
-    return _items(root, in_table(root, images, labels, wanted), section, group_by, split)
+    requested = Wanted(labels_are, columns, tuple(classes), uncertain, blank)
+    return _items(root, in_table(root, images, labels, requested), section, group_by, split)
 
 
 def paired(

@@ -138,10 +138,10 @@ def redrawn(
         values.setdefault(name, np.full((len(draws), findings.shape[1]), np.nan))[:, k] = column
 
     for k in np.flatnonzero(scored(findings)).tolist():
-        known = findings[:, k] >= 0
-        times = draws[:, known]
-        positive = findings[known, k] == 1
-        score = probabilities[known, k].astype(np.float64)
+        is_known = findings[:, k] >= 0
+        times = draws[:, is_known]
+        positive = findings[is_known, k] == 1
+        score = probabilities[is_known, k].astype(np.float64)
         if wanted is None or "auroc" in wanted:
             put("auroc", k, bootstrap.area(positive, score, times))
         if wanted is None or "average_precision" in wanted:
@@ -149,7 +149,7 @@ def redrawn(
         if decisions is None:
             continue
 
-        called = decisions[known, k] == 1
+        called = decisions[is_known, k] == 1
         positives = times @ positive.astype(float)
         hits = times @ (positive & called).astype(float)
         with np.errstate(invalid="ignore"):

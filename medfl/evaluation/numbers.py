@@ -58,15 +58,15 @@ def redrawn(prediction: Array, target: Array, draws: Draws) -> dict[str, Floats]
     names = ("mae", "rmse", "r2", "pearson")
     values = {name: np.full((len(draws), target.shape[1]), np.nan) for name in names}
     for d in range(target.shape[1]):
-        known = ~np.isnan(target[:, d])
-        if not known.any():
+        is_known = ~np.isnan(target[:, d])
+        if not is_known.any():
             continue
 
-        times = draws[:, known].astype(np.float64)
-        error = prediction[known, d] - target[known, d]
+        times = draws[:, is_known].astype(np.float64)
+        error = prediction[is_known, d] - target[is_known, d]
         # around the mean of all cases, so that squares lose no digits
-        x = target[known, d] - target[known, d].mean()
-        y = prediction[known, d] - prediction[known, d].mean()
+        x = target[is_known, d] - target[is_known, d].mean()
+        y = prediction[is_known, d] - prediction[is_known, d].mean()
         with np.errstate(invalid="ignore", divide="ignore"):
             cases = times.sum(1)
             squared = times @ error**2

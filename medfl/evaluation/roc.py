@@ -37,12 +37,12 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
 
     Of N cases, the class indices (N,) and the probabilities (N, K).
     """
-    found = []
+    matches = []
     classes = probabilities.shape[1]
     for c in [1] if classes == 2 else range(classes):
-        found += curve(c, label == c, probabilities[:, c])
+        matches += curve(c, label == c, probabilities[:, c])
 
-    return found
+    return matches
 
 
 def curve(index: int, positive: NDArray[np.bool_], score: Floats) -> list[Curve]:

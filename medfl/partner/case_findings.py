@@ -212,8 +212,8 @@ class Findings:
         means, sds = scale_of(self._bundle.metadata, table.shape[1])
         is_scaled = "sd" in tensor_described(self._bundle.metadata, "outputs", "pred")
         for k, name in enumerate(self._bundle.classes):
-            known = ~np.isnan(table[:, k])
-            column = table[known, k]
+            is_known = ~np.isnan(table[:, k])
+            column = table[is_known, k]
             mean = float(means[k])
             middle = float(np.median(column)) if len(column) else mean
             sd = float(sds[k])
@@ -221,7 +221,7 @@ class Findings:
                 text = f"the median of {printable(name)} is {middle:.4g}, in the bundle it is {mean:.4g} ± {sd:.4g}"
                 yield Finding("labels", "warning", text, "see whether it has the same unit")
 
-            if len(column) and (far := _far(compress(ids, known), column[:, None])):
+            if len(column) and (far := _far(compress(ids, is_known), column[:, None])):
                 text = f"{printable(name)} unlike the others: {named(far)}"
                 yield Finding("labels", "warning", text, "look at them")
 

@@ -29,12 +29,12 @@ def numbers(predictions: Predictions, names: Sequence[str]) -> list[dict[str, An
     for d, name in enumerate(names):
         target = values["target"][:, d].numpy()
         prediction = values["prediction"][:, d].numpy()
-        known = ~np.isnan(target)
-        if not known.any():
+        is_known = ~np.isnan(target)
+        if not is_known.any():
             continue
 
-        target = target[known]
-        prediction = prediction[known]
+        target = target[is_known]
+        prediction = prediction[is_known]
         levels = number_metrics.agreement(prediction, target)
         pair = f"{name}, predicted and true"
         beside = f"{name}, predicted - true"

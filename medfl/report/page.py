@@ -193,8 +193,13 @@ def _structures(run: RunFiles, intervals: Config) -> Document:
         structure = slug(name)
         values = []
         for kind in kinds:
-            own = f"{kind} of {name}"
-            values.append((scores.get(kind), own if own in intervals else f"{kind}_{structure}"))
+            structure_metric = f"{kind} of {name}"
+            values.append(
+                (
+                    scores.get(kind),
+                    structure_metric if structure_metric in intervals else f"{kind}_{structure}",
+                )
+            )
 
         structures.append((name, scores, values))
         of_site = run.site_values(run.judged, f"{at_sites}_{structure}")

@@ -230,8 +230,8 @@ class PredictionAnalysis:
         truth = self._values("findings")
         assert truth is not None
         for k in range(truth.shape[1]):
-            known = truth[:, k] >= 0
-            curves += roc.curve(k, truth[known, k] == 1, probabilities[known, k])
+            is_known = truth[:, k] >= 0
+            curves += roc.curve(k, truth[is_known, k] == 1, probabilities[is_known, k])
 
         return curves
 
@@ -364,16 +364,16 @@ class PredictionAnalysis:
         probabilities = self._values("probabilities")
         label = self._values("label")
         if label is not None and probabilities is not None:
-            own = probabilities[np.arange(len(label)), label]
+            of_reference = probabilities[np.arange(len(label)), label]
             predicted = probabilities[np.arange(len(label)), self._predicted]
             cells: list[Sequence[str]] = [
                 [self.classes[index] for index in label.tolist()],
                 [self.classes[index] for index in self._predicted.tolist()],
                 _numbers(predicted),
-                _numbers(own),
+                _numbers(of_reference),
             ]
             heads = ["Reference", "Predicted", "Confidence", "In the reference"]
-            return heads, -own, np.arange(len(label)), cells
+            return heads, -of_reference, np.arange(len(label)), cells
 
         if probabilities is not None and not self.is_classification and self._confidence:
             probability, has, case = self._confidence

@@ -108,11 +108,11 @@ class RunFiles(RunReader):
     def unequal_classes(self) -> str:
         """What is said of sites' means that are not over all classes or findings, "" where they are."""
         name = metrics.title(self.key)
-        said = []
+        remarks = []
         left_out = ((self.summary or {}).get("sites") or {}).get("left_out") or ()
         if left_out:
             why = "which too few of their test images have or lack"
-            said.append(f"{name} of single sites is not over {listed(left_out)}, {why}")
+            remarks.append(f"{name} of single sites is not over {listed(left_out)}, {why}")
 
         fewer = [f"{site} {text}" for site in self.site_names if (text := self.classes_of(site))]
         if fewer:
@@ -122,9 +122,9 @@ class RunFiles(RunReader):
             else:
                 worst = "no site has all, so none is called the worst"
 
-            said.append(f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}")
+            remarks.append(f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}")
 
-        return "; ".join(said)
+        return "; ".join(remarks)
 
     @property
     def said(self) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def _site_lines(
         lines.append(label_row([formatting.plain(site), *sizes, *cells], widths))
 
     if len(shown) < len(run.site_names):
-        others = "more" if run.unequal_classes else "better"
-        lines.append(f"… {len(run.site_names) - len(shown)} {others} sites are in sites.csv")
+        remaining = "more" if run.unequal_classes else "better"
+        lines.append(f"… {len(run.site_names) - len(shown)} {remaining} sites are in sites.csv")
 
     if not columns:
         return [text.rstrip() for text in lines]
@@ -133,8 +133,8 @@ def _site_lines(
         summary["worst"].append(formatting.number(spread.get("worst")))
 
     rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
-    said = textwrap.wrap(run.unequal_classes, terminal.width()) if run.unequal_classes else []
-    return [*lines, rule, *rows, *said]
+    remarks = textwrap.wrap(run.unequal_classes, terminal.width()) if run.unequal_classes else []
+    return [*lines, rule, *rows, *remarks]
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:

@@ -366,8 +366,8 @@ class _Writer:
             )
 
         row = predictor.kind.row(cases, index, predictor.classes, "")
-        said = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
-        return {"id": ident, **parse_row(said)}
+        remarks = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
+        return {"id": ident, **parse_row(remarks)}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:

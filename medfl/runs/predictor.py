@@ -139,9 +139,9 @@ def _of_run(
         )
 
     if task.kind not in (*OF_VECTORS, "segmentation"):
-        given = f"the model of {path}, a {task.kind} task"
+        arguments = f"the model of {path}, a {task.kind} task"
         raise InputError(
-            given,
+            arguments,
             "classes, findings, numbers or masks are predicted",
             "run its own inference by MONAI",
         )
@@ -255,9 +255,9 @@ def _refuse_overlaps(opened: Inference, path: Path) -> None:
 def _tolerance(path: Path) -> float:
     """Return the tolerance of the surface Dice that the bundle is scored with, 1 where it says none."""
     train = config_file(path, "train")
-    given = read(train).get("surface_tolerance", 1.0) if train else 1.0
-    if isinstance(given, int | float):
-        return float(given)
+    arguments = read(train).get("surface_tolerance", 1.0) if train else 1.0
+    if isinstance(arguments, int | float):
+        return float(arguments)
 
     return 1.0
 

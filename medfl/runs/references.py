@@ -142,17 +142,17 @@ def vectors_of(
     vectors: dict[str, tuple[float, ...]] = {}
     for row in rows:
         name = str(row[column]).strip()
-        found = next((by_form[form] for form in _forms(name) if form in by_form), [])
-        if len(found) > 1 or (found and found[0] in vectors):
+        matches = next((by_form[form] for form in _forms(name) if form in by_form), [])
+        if len(matches) > 1 or (matches and matches[0] in vectors):
             raise InputError(
                 f"{path}: the row {name!r} is of several images, or an image has several rows",
                 "a row an image",
                 "give its path below the folder of the images",
             )
 
-        if found:
+        if matches:
             cells = [str(row[heads[title.lower()]] or "").strip() for title in names]
-            vectors[found[0]] = tuple(_value(path, name, cell, flags) for cell in cells)
+            vectors[matches[0]] = tuple(_value(path, name, cell, flags) for cell in cells)
 
     if not vectors:
         raise _no_match(path, f"{len(rows)} rows", "the path or the name of its image")

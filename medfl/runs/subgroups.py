@@ -192,14 +192,14 @@ def of(
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
 
     kind = KINDS[task or ("classification" if classes else "other")]
-    told = {name: index for name, index in members.items() if counts[name] is not None}
+    shown = {name: index for name, index in members.items() if counts[name] is not None}
     # without the hidden groups, whose metrics the total would otherwise reveal
-    together = np.sort(np.concatenate([np.empty(0, np.int64), *told.values()]))
-    measured = _Measured(rows, kind, classes, min_count, seed, [*told.values()])
+    together = np.sort(np.concatenate([np.empty(0, np.int64), *shown.values()]))
+    measured = _Measured(rows, kind, classes, min_count, seed, [*shown.values()])
     groups = []
     for name in members:
-        if name in told:
-            groups.append(measured.group(name, told[name]))
+        if name in shown:
+            groups.append(measured.group(name, shown[name]))
         else:
             groups.append(Subgroup(name, None, {}, {}))
 
@@ -315,8 +315,8 @@ class _Measured:
         silent: tuple[str, ...] = ()
         if self.common is not None:
             areas, silent = self._of_findings(cases)
-            others = torch.from_numpy(~self.common)
-            shared = cases.values["findings"].masked_fill(others, -1)
+            remaining = torch.from_numpy(~self.common)
+            shared = cases.values["findings"].masked_fill(remaining, -1)
             cases = Cases(cases.ids, {**cases.values, "findings": shared})
 
         draws = bootstrap.draw(np.zeros(len(cases), np.int64), self.seed)
@@ -335,13 +335,13 @@ class _Measured:
 
     def _cases(self, index: Integers) -> Cases:
         """Return the predictions of some rows, without what the data say of the cases."""
-        kept = ["id"]
+        columns = ["id"]
         for key in self.rows[0]:
             floats = any(isinstance(row[key], float) for row in self.rows)
             if key not in _NO_METRICS and (floats or key.startswith(_OF_VECTORS)):
-                kept.append(key)
+                columns.append(key)
 
-        part = [(int(i) + 2, {key: self.rows[i][key] for key in kept}) for i in index]
+        part = [(int(i) + 2, {key: self.rows[i][key] for key in columns}) for i in index]
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
     def _told(self, cases: Cases) -> NDArray[np.bool_]:
@@ -352,14 +352,14 @@ class _Measured:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
         truth = cases.values["findings"].numpy()
         probabilities = cases.values["probabilities"].numpy()
-        told = self._told(cases)
+        shown = self._told(cases)
         areas = {}
         silent = []
         for k, title in enumerate(column_names(self.classes, truth.shape[1])):
-            known = truth[:, k] >= 0
-            if told[k]:
-                areas[title] = delong.area(truth[known, k] == 1, probabilities[known, k])
-            elif known.any():
+            is_known = truth[:, k] >= 0
+            if shown[k]:
+                areas[title] = delong.area(truth[is_known, k] == 1, probabilities[is_known, k])
+            elif is_known.any():
                 silent.append(title)
 
         return areas, tuple(silent)

@@ -95,8 +95,8 @@ def python_and_system() -> tuple[Path, ...]:
     The folder in which `python -m` was started is not among them, unless PYTHONPATH names it.
     """
     package = Path(__file__).resolve().parents[1]
-    named = [*sys.path[1:], *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
-    paths = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, named))
+    by_name_of = [*sys.path[1:], *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    paths = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, by_name_of))
     return (*map(Path, paths), package, package.parent / "bundles")
 
 

@@ -259,9 +259,9 @@ def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> dict[s
     """
     columns = np.array(targets, np.float64).T
     for name, column in zip(names, columns, strict=True):
-        known = column[~np.isnan(column)]
-        if len(set(known.tolist())) < 2:
-            has = f"all {len(known)} have {known[0]:g}" if len(known) else "none has it"
+        is_known = column[~np.isnan(column)]
+        if len(set(is_known.tolist())) < 2:
+            has = f"all {len(is_known)} have {is_known[0]:g}" if len(is_known) else "none has it"
             raise InputError(
                 f"number {name!r} of the training images: {has}",
                 "numbers that differ from image to image",

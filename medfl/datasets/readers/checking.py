@@ -147,14 +147,14 @@ def targets_told(
     lines = []
     table = np.array(targets, np.float64).reshape(len(targets), len(names))
     for name, column in zip(names, table.T, strict=True):
-        known = column[~np.isnan(column)]
+        numbers = column[~np.isnan(column)]
         if task == "multilabel":
-            present = int((known == 1).sum())
-            counts = f"{present} present, {len(known) - present} absent"
-            lines.append(f"{name}: {counts}, {len(column) - len(known)} unknown")
-        elif len(known):
-            spread = f"mean {known.mean():.4g}, sd {known.std():.4g}, {known.min():.4g} to {known.max():.4g}"
-            lines.append(f"{name}: {len(known)} known, {spread}")
+            present = int((numbers == 1).sum())
+            counts = f"{present} present, {len(numbers) - present} absent"
+            lines.append(f"{name}: {counts}, {len(column) - len(numbers)} unknown")
+        elif len(numbers):
+            spread = f"mean {numbers.mean():.4g}, sd {numbers.std():.4g}, {numbers.min():.4g} to {numbers.max():.4g}"
+            lines.append(f"{name}: {len(numbers)} known, {spread}")
         else:
             lines.append(f"{name}: none known")
 

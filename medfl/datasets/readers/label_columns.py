@@ -173,11 +173,11 @@ class _Table:
         self._texts: dict[str, list[str]] = {}
 
     def meaning(self) -> Meaning:
-        wanted = self._wanted
-        if wanted.task in KINDS[1:] and wanted.names and not wanted.columns:
+        requested = self._wanted
+        if requested.task in KINDS[1:] and requested.names and not requested.columns:
             return self._of_a_bundle()
 
-        columns = [self._column(name) for name in wanted.columns]
+        columns = [self._column(name) for name in requested.columns]
         if not columns:
             by_head = {head(name): name for name in reversed(self._columns)}
             label = next((by_head[name] for name in LABELS if name in by_head), None)
@@ -190,8 +190,8 @@ class _Table:
         if columns:
             return self._of_several(columns, are_named=True)
 
-        marks = [] if wanted.task == "regression" else self._marks()
-        if len(marks) > 1 or (marks and wanted.task == "multilabel"):
+        marks = [] if requested.task == "regression" else self._marks()
+        if len(marks) > 1 or (marks and requested.task == "multilabel"):
             return self._of_several(marks, are_named=False)
 
         return self._found()
@@ -199,19 +199,19 @@ class _Table:
     # One column
 
     def _of_one(self, column: str) -> Meaning:
-        wanted = self._wanted
+        requested = self._wanted
         cells = self._cells(column)
-        task = wanted.task or _task_of(cells)
-        named = column if wanted.columns else ""
+        task = requested.task or _task_of(cells)
+        column_name = column if requested.columns else ""
         if task == "classification":
             note: tuple[str, ...] = ()
-            if not wanted.task and all(map(_NUMBER.fullmatch, filter(None, cells))):
+            if not requested.task and all(map(_NUMBER.fullmatch, filter(None, cells))):
                 note = (
                     f"the numbers in column {column!r} are taken as classes; --task regression takes them as such",
                 )
 
             return Meaning(
-                task, cells, column=named, text=f"classes by column {column!r}", notes=note
+                task, cells, column=column_name, text=f"classes by column {column!r}", notes=note
             )
 
         if task == "regression":
@@ -260,9 +260,9 @@ class _Table:
     # Several columns
 
     def _of_several(self, columns: Sequence[str], are_named: bool) -> Meaning:
-        wanted = self._wanted
-        if wanted.task == "regression" or (
-            are_named and not wanted.task and not all(map(self._is_marks, columns))
+        requested = self._wanted
+        if requested.task == "regression" or (
+            are_named and not requested.task and not all(map(self._is_marks, columns))
             and all(map(self._is_numbers, columns))
         ):  # fmt: skip
             return self._numbers(columns)
@@ -273,16 +273,18 @@ class _Table:
             for cells in zip(*map(self._lower, full), strict=True)
         ]
         has_one = len(full) > 1 and max(counts, default=0) == 1
-        if not wanted.task and has_one and min(counts) == 1 and len(full) < len(columns):
-            others = [name for name in columns if name not in full]
+        if not requested.task and has_one and min(counts) == 1 and len(full) < len(columns):
+            remaining = [name for name in columns if name not in full]
             raise InputError(
-                f"{self._path}: each row has one 1 in the columns {', '.join(full)}; {', '.join(others)} have empty "
+                f"{self._path}: each row has one 1 in the columns {', '.join(full)}; {', '.join(remaining)} have empty "
                 "or uncertain cells",
                 "classes or findings",
                 "give --task classification for the first, multilabel for all, or name columns with --label-column",
             )
 
-        if wanted.task == "classification" or (not wanted.task and has_one and full == [*columns]):
+        if requested.task == "classification" or (
+            not requested.task and has_one and full == [*columns]
+        ):
             return self._exclusive(full, counts)
 
         findings = columns
@@ -324,22 +326,22 @@ class _Table:
 
     def _of_a_bundle(self) -> Meaning:
         """Return the findings or numbers of a bundle, each in a column of its name."""
-        wanted = self._wanted
+        requested = self._wanted
         by_head = {head(name): name for name in self._columns}
-        columns = [by_head.get(head(name), "") for name in wanted.names]
+        columns = [by_head.get(head(name), "") for name in requested.names]
         if not any(columns):
             raise InputError(
-                f"{self._path} has no column {', '.join(map(repr, wanted.names))}",
+                f"{self._path} has no column {', '.join(map(repr, requested.names))}",
                 f"a column for each of them; it has {listed(self._columns, 20)}",
                 "name the columns so",
             )
 
-        meaning = self._findings if wanted.task == "multilabel" else self._numbers
+        meaning = self._findings if requested.task == "multilabel" else self._numbers
         return meaning(columns)
 
     def _findings(self, columns: Sequence[str]) -> Meaning:
-        wanted = self._wanted
-        names = wanted.names or tuple(name.strip() for name in columns)
+        requested = self._wanted
+        names = requested.names or tuple(name.strip() for name in columns)
         if not columns:
             raise self._nothing()
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -360,10 +362,12 @@ class _Table:
                 value = _SURE.get(cell)
                 if value is None and cell in _UNSURE:
                     unsure[name] += 1
-                    value = UNCERTAIN[wanted.uncertain]
+                    value = UNCERTAIN[requested.uncertain]
                 elif value is None and cell in _EMPTY:
                     blanks[name] += 1
-                    value = 0.0 if row in nothing else BLANK[wanted.blank] if column else math.nan
+                    value = (
+                        0.0 if row in nothing else BLANK[requested.blank] if column else math.nan
+                    )
                 elif value is None:
                     raise self._wrong(column, row, "0, 1, -1 (uncertain) or nothing")
 
@@ -375,8 +379,8 @@ class _Table:
 
         values = []
         for row_values in zip(*by_column, strict=True):
-            known = not all(math.isnan(value) for value in row_values)
-            values.append(row_values if known else ())
+            is_known = not all(math.isnan(value) for value in row_values)
+            values.append(row_values if is_known else ())
 
         notes = []
         if contradicted:
@@ -389,19 +393,26 @@ class _Table:
         if absent:
             notes.append(f"the table has no column {listed([*map(repr, absent)])}: unknown here")
 
-        for counts, what, given, kept in (
-            (unsure, "uncertain (-1, ?)", wanted.uncertain, "unknown: no part of loss and scores"),
-            (blanks, "blank", wanted.blank, "unknown: no part of loss and scores"),
+        for counts, subject, choice, if_ignored in (
+            (
+                unsure,
+                "uncertain (-1, ?)",
+                requested.uncertain,
+                "unknown: no part of loss and scores",
+            ),
+            (blanks, "blank", requested.blank, "unknown: no part of loss and scores"),
         ):
             total = sum(count for name, count in counts.items() if name not in absent)
             if total:
-                means = {"ignore": kept, "zeros": "taken as absent", "ones": "taken as present"}[
-                    given
-                ]
+                means = {
+                    "ignore": if_ignored,
+                    "zeros": "taken as absent",
+                    "ones": "taken as present",
+                }[choice]
                 flag = (
                     "--uncertain ignore|zeros|ones" if counts is unsure else "--blank ignore|zeros"
                 )
-                notes.append(f"{total} cells are {what}: {means} ({flag})")
+                notes.append(f"{total} cells are {subject}: {means} ({flag})")
 
         taken = f"{len(names)} findings by the columns {', '.join(names)}"
         return Meaning("multilabel", values, names, "", taken, tuple(notes))
@@ -425,26 +436,26 @@ class _Table:
 
         values = []
         for row_values in zip(*by_column, strict=True):
-            known = not all(math.isnan(value) for value in row_values)
-            values.append(row_values if known else ())
+            is_known = not all(math.isnan(value) for value in row_values)
+            values.append(row_values if is_known else ())
 
         text = f"numbers by column {listed([*map(repr, names)], 20)}"
         return Meaning("regression", values, names, "", text)
 
     def _found(self) -> Meaning:
         """Return what the only column says that can have findings or numbers."""
-        wanted = self._wanted
+        requested = self._wanted
         parted = [name for name in self._about if any("|" in cell for cell in self._cells(name))]
-        if len(parted) == 1 and wanted.task in ("", "multilabel"):
+        if len(parted) == 1 and requested.task in ("", "multilabel"):
             return self._parted(parted[0], self._cells(parted[0]))
 
         numbers = []
         for name in self._about:
-            is_free = not self._is_marks(name) or wanted.task == "regression"
+            is_free = not self._is_marks(name) or requested.task == "regression"
             if is_free and self._is_numbers(name) and len(set(self._cells(name)) - {""}) > 1:
                 numbers.append(name)
 
-        if wanted.task in ("", "regression"):
+        if requested.task in ("", "regression"):
             if len(numbers) == 1:
                 return self._numbers(numbers)
             if numbers:
@@ -476,11 +487,11 @@ class _Table:
     # Cells
 
     def _column(self, name: str) -> str:
-        found = next((column for column in self._columns if column == name), None)
-        found = found or next(
+        matches = next((column for column in self._columns if column == name), None)
+        matches = matches or next(
             (column for column in self._columns if head(column) == head(name)), None
         )
-        if found is None:
+        if matches is None:
             columns = [column.strip() for column in self._columns]
             raise InputError(
                 f"{self._path} has no column {name!r}",
@@ -488,7 +499,7 @@ class _Table:
                 did_you_mean(name, columns, "choose one of them"),
             )
 
-        return found
+        return matches
 
     def _cells(self, column: str) -> list[str]:
         if column not in self._texts:
@@ -565,10 +576,10 @@ def _task_of(cells: Sequence[str]) -> str:
     if any("|" in cell for cell in cells):
         return "multilabel"
 
-    known = {cell for cell in cells if cell.lower() not in _EMPTY}
-    if known and all(map(_NUMBER.fullmatch, known)):
-        are_whole = all(float(cell).is_integer() for cell in known)
-        if not are_whole or len(known) > _MOST_CLASSES:
+    is_known = {cell for cell in cells if cell.lower() not in _EMPTY}
+    if is_known and all(map(_NUMBER.fullmatch, is_known)):
+        are_whole = all(float(cell).is_integer() for cell in is_known)
+        if not are_whole or len(is_known) > _MOST_CLASSES:
             return "regression"
 
     return "classification"

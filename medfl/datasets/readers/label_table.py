@@ -227,12 +227,12 @@ def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> l
     """Return notes on findings that no image has, none is known to lack, or of which nothing is known."""
     missing = defaultdict[str, list[str]](list)
     for name, values in zip(names, zip(*targets, strict=True), strict=bool(targets)):
-        known = set(values) & {0.0, 1.0}
-        if not known:
+        is_known = set(values) & {0.0, 1.0}
+        if not is_known:
             missing["nothing is known of"].append(repr(name))
-        elif known == {0.0}:
+        elif is_known == {0.0}:
             missing["no image has"].append(repr(name))
-        elif known == {1.0}:
+        elif is_known == {1.0}:
             missing["no image is known to lack"].append(repr(name))
 
     return [f"{text} {listed(entries, 20)}" for text, entries in missing.items()]

@@ -156,9 +156,9 @@ def by_name(files: Iterable[tuple[str, str]]) -> Files:
     """
     uri_of: dict[str, str] = {}
     for name, uri in files:
-        if (other := uri_of.setdefault(composed(name), uri)) != uri:
+        if (alternative := uri_of.setdefault(composed(name), uri)) != uri:
             raise InputError(
-                f"{ascii(other)} and {ascii(uri)} have one name, in composed and decomposed characters",
+                f"{ascii(alternative)} and {ascii(uri)} have one name, in composed and decomposed characters",
                 "names that differ to the eye (Unicode NFC)",
                 "rename one of them, or remove it",
             )

@@ -93,9 +93,9 @@ def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
 
         totals = sum(counts.values(), Counter[int]())
         room = {name: share * len(records) for name, share in zip(SECTIONS, shares, strict=True)}
-        wanted = {}
+        requested = {}
         for name, share in zip(SECTIONS, shares, strict=True):
-            wanted[name] = {k: share * total for k, total in totals.items()}
+            requested[name] = {k: share * total for k, total in totals.items()}
 
         section: dict[str, str] = {}
         left = sorted(sizes, key=lambda group: hash_order(salt, group))
@@ -104,11 +104,11 @@ def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
             rarest = min(groups_with, key=lambda k: (groups_with[k], k), default=-1)
             chosen = [group for group in left if rarest < 0 or rarest in counts[group]]
             for group in chosen:
-                place = max(SECTIONS, key=lambda name: (wanted[name].get(rarest, 0), room[name]))
+                place = max(SECTIONS, key=lambda name: (requested[name].get(rarest, 0), room[name]))
                 section[group] = place
                 room[place] -= sizes[group]
                 for k, count in counts[group].items():
-                    wanted[place][k] -= count
+                    requested[place][k] -= count
 
             left = [group for group in left if group not in section]
 

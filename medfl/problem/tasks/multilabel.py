@@ -92,9 +92,9 @@ class Multilabel(Kind):
 
     def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
         """Return cases with "decisions" (N, K): a probability of at least the threshold calls a finding present."""
-        each = torch.tensor(thresholds, dtype=torch.float64)
-        decisions = (cases.values["probabilities"].double() >= each).to(torch.int8)
-        values = {"decisions": decisions, "thresholds": each.expand(len(decisions), -1)}
+        per_item = torch.tensor(thresholds, dtype=torch.float64)
+        decisions = (cases.values["probabilities"].double() >= per_item).to(torch.int8)
+        values = {"decisions": decisions, "thresholds": per_item.expand(len(decisions), -1)}
         return Cases(cases.ids, {**cases.values, **values})
 
     def by_name(

@@ -114,8 +114,8 @@ class Regression(Kind):
         if "target" not in cases.values:
             return super().has(cases, metric)
 
-        known: NDArray[np.bool_] = ~np.isnan(cases.values["target"].numpy(force=True)).all(1)
-        return known
+        is_known: NDArray[np.bool_] = ~np.isnan(cases.values["target"].numpy(force=True)).all(1)
+        return is_known
 
     def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
         """Return the metrics of each number, and of several their means."""
@@ -128,10 +128,10 @@ class Regression(Kind):
             draws,
         )
         # a metric that one of the numbers lacks has no mean
-        whole = {
+        metrics_of = {
             name: values for name, values in by_name.items() if not np.isnan(values).all(0).any()
         }
-        return Redrawn(macro(whole), by_name)
+        return Redrawn(macro(metrics_of), by_name)
 
 
 def scale_of(metadata: Config, outputs: int) -> tuple[Tensor, Tensor]:

@@ -133,20 +133,20 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
         """
-        made = self._federation if isinstance(self._federation, Federation) else self._federation()
+        built = self._federation if isinstance(self._federation, Federation) else self._federation()
         name = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
-        if name not in made.participants or self.name not in ("", name):
-            allowed = self.name or ", ".join(made.participants)
+        if name not in built.participants or self.name not in ("", name):
+            allowed = self.name or ", ".join(built.participants)
             raise InputError(f"site {name!r}", f"its name here is {allowed}", "use that name")
 
         view: SiteEnd
-        if isinstance(made, Federation):
+        if isinstance(built, Federation):
             if self.host == "averaging":
-                refuse_other_servers(made)
-            view = SiteView(made, name, self._stop)
+                refuse_other_servers(built)
+            view = SiteView(built, name, self._stop)
         else:
-            self._stop = made.stop
-            view = made
+            self._stop = built.stop
+            view = built
 
         self.name = name
         self._training_begun = False
