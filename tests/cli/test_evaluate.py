@@ -49,7 +49,9 @@ def test_a_run_examined_where_it_trained_has_the_scores_of_its_end(
     assert {**examined["last"], "round": 1} == expected["last"]
     assert examined["sites"] == expected["sites"]
     assert (out / "predictions.csv").read_text() == (trained / "predictions.csv").read_text()
-    assert (out / "report.html").is_file()
+    page = (out / "report.html").read_text()
+    assert "Examination of a finished model" in page
+    assert "trained for" not in page
 
 
 def test_a_file_of_weights_needs_its_bundle(
