@@ -182,7 +182,7 @@ DATASET = DataSet(
     ),
     rules={"subject": filled(by_group("brain_age"))},
     licence="terms of OASIS-1's page; CC BY-SA 3.0 (IXI); CC BY-NC 3.0 (scans of malf.templates)",
-    source="https://sites.wustl.edu/oasisbrains/home/oasis-1/; https://brain-development.org/ixi-dataset; "
+    source="https://sites.wustl.edu/oasisbrains; https://brain-development.org/ixi-dataset; "
     "https://github.com/muschellij2/malf.templates",
     citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "
     "IXI, EPSRC GR/S21533/02",

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl import methods
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
-from medfl.runtimes import federation
 from medfl.storage import run_documents
-from medfl.storage.files import write_atomic
 
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""
@@ -32,6 +29,9 @@ OWN_IMAGES = "own"
 
 def participants(run: Run) -> list[str]:
     """Return the participants of a run, as `Federation.participants`."""
+    from medfl import methods
+    from medfl.runtimes import federation
+
     return federation.participants(run, methods.load(run.method, run.options).pools_data)
 
 
@@ -84,6 +84,8 @@ def read_resources(path: Path) -> Document:
 def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     """Change the list of classes that FLARE may make at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
+
+    from medfl.storage.files import write_atomic
 
     document = read_resources(resources)
     # a list of the file's own replaces FLARE's default, so that the default has to be in it

@@ -8,12 +8,13 @@ two classes for sites with images of their own, and brings no code), and the sit
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,11 @@ import yaml
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
+from medfl.flare.files import read_kit_file, read_resources
 from medfl.safety.bounds import end_with_parent
 
 if TYPE_CHECKING:
     from medfl.flare.site_sandbox import SiteSandbox
-import json
-from collections.abc import Iterator, Sequence
-
-from medfl.flare.files import read_kit_file, read_resources
-from medfl.storage.files import write_atomic
 
 _EXAMPLES = """\
 examples
@@ -316,6 +313,8 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
 def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
+        from medfl.storage.files import write_atomic
+
         write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
 
     for role, right in _granted(read_kit_file(path), _NEVER[kind]):
@@ -382,6 +381,8 @@ def _nobody(expression: Any) -> bool:
 
 
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
+    from medfl.storage.files import write_atomic
+
     document = read_resources(path)
     document["class_list_enforcement_mode"] = "enforce"
     document["class_allow_list"] = list(classes)

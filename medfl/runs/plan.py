@@ -42,6 +42,7 @@ from medfl.problem.problem import Problem
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
+from medfl.runs.request_checks import check_rounds
 from medfl.runtimes import incomplete_data, site_channels, site_labels
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
@@ -208,13 +209,7 @@ def make_plan(
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
-    if not settings["rounds"] and not request.init:
-        raise InputError(
-            "0 rounds, without weights to examine",
-            "--init FILE|run:DIR|bundle:DIR with --rounds 0, or 1 round and more",
-            "see medfl evaluate",
-        )
-
+    check_rounds(settings["rounds"], request.init)
     method, option_notes = _settled_method(
         request.method, requested_options, int(settings["rounds"]), sizes
     )

@@ -25,6 +25,18 @@ from medfl.storage.places import (
 from medfl.storage.run_documents import read_run
 
 
+def check_rounds(rounds: int, init: str) -> None:
+    """Raise an InputError for no rounds without weights to examine."""
+    if rounds or init:
+        return
+
+    raise InputError(
+        f"--rounds {rounds}",
+        "at least 1, or 0 to examine the weights of --init FILE|run:DIR|bundle:DIR",
+        "see medfl evaluate",
+    )
+
+
 def check_before_imports(
     bundle: str | None,
     requested: Config,
@@ -40,6 +52,9 @@ def check_before_imports(
         trust_module(module)
 
     check_limits(requested)
+    if requested.get("rounds") == 0 and not launch.resume:
+        check_rounds(0, str(requested.get("init") or ""))
+
     if source is not None and (has_overrides or set(requested) - {"data"}):
         raise InputError(
             "--from together with other settings",

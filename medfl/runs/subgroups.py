@@ -136,14 +136,13 @@ class Subgroups:
             notes.append(f"not told, {reason}: {', '.join(hidden)}")
 
         if thin:
-            metrics = "balanced accuracy and AUROC where a class, or all others,"
+            reason = "no balanced accuracy and AUROC where a class, or all others, have fewer than"
             if self.findings:
-                metrics = "means over a finding where those with it, or without it, in some group"
+                reason = "means are over findings that in every group enough cases have and lack; not told, fewer than"
             elif "accuracy" not in self.metrics:
-                metrics = "means, nor that of all, where those with a structure"
+                reason = "no means, nor that of all, where those with a structure have fewer than"
 
-            reason = f"have fewer than {self.min_count} cases"
-            notes.append(f"no {metrics} {reason}: {'; '.join(thin)}")
+            notes.append(f"{reason} {self.min_count} cases: {'; '.join(thin)}")
 
         notes += self.unread
         if any(estimate.cases for estimate in self.total.metrics.values()):

@@ -91,7 +91,7 @@ def test_no_rounds_without_weights_are_refused(
 ) -> None:
     out = tmp_path / "out"
     assert main(["run", "mednist", "--data", str(scans), "--rounds", "0", "--out", str(out)]) == 2
-    assert "0 rounds, without weights to examine" in capsys.readouterr().err
+    assert "--rounds 0; at least 1, or 0 to examine the weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])

@@ -155,7 +155,7 @@ def _sees(line: str, *texts: str) -> None:
         (("--config", "network"), ("--config network", "NAME=VALUE")),
         (("--config", "imagesize=28"), ("'imagesize'", "image_size", "network", "learning_rate")),
         (("--config", "network=resnet19"), ("network 'resnet19'", "resnet18, resnet18s, resnet20", "small_cnn")),
-        (("--config", "num_classes=1"), ("num_classes=1", ">= 2")),
+        (("--config", "num_classes=0"), ("num_classes=0", ">= 1")),
         (("--config", "dataset_dir=/x"), ("--config dataset_dir=/x", "--data")),
         (("--config", "learning_rate=1"), ("--config learning_rate=1", "--lr")),
         (("--partition", "thirds"), ("partition 'thirds'", "iid | dirichlet:BETA | classes:C")),

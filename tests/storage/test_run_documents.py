@@ -50,7 +50,7 @@ def one_line(error: pytest.ExceptionInfo[MedflError]) -> str:
 
 RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "rounds above the most": lambda d: d.update(rounds=10**9),
-    "no round": lambda d: d.update(rounds=0),
+    "a negative number of rounds": lambda d: d.update(rounds=-1),
     "a negative seed": lambda d: d.update(seed=-1),
     "a learning rate that is not a number": lambda d: d.update(lr=float("nan")),
     "an infinite learning rate": lambda d: d.update(lr=float("inf")),

@@ -238,7 +238,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     except ValueError:
         pass  # a field is no number, or a centre is there twice: an error as for a number out of range
 
-    advice = "give BETA above 0, C, N and K as whole numbers from 1, STD and TRAIN from 0, TEST from 0 or all"
+    advice = "give BETA as a number above 0, C, N and K as whole numbers from 1, STD, TRAIN, TEST from 0, or TEST all"
     raise InputError(
         f"partition {spec!r}",
         f"allowed: {FORMS}",

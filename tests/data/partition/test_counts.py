@@ -297,7 +297,7 @@ def test_malformed_counts_list_the_forms(spec):
         SMALL,
         repr(spec),
         "centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,...",
-        "TRAIN from 0",
+        "TRAIN, TEST from 0",
     )
 
 
