@@ -114,7 +114,13 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
         small = {
             "network_name": "unet8" if training["network_name"].startswith("unet") else "small_cnn"
         }
-        small |= {"patch_size": "[16, 16, 16]"} if volumes else {"image_size": "32"}
+        if volumes:
+            small["patch_size"] = "[16, 16, 16]"
+        elif isinstance(training["image_size"], list):
+            small["image_size"] = "[16, 16, 16]"
+        else:
+            small["image_size"] = "32"
+
         size = 20 if volumes else 16 if many else 32
         drawn = datasets.write_phantom(name, tmp_path / "drawn" / name, per_class=10, size=size)
         runs.append([name, "--data", str(drawn), "--local-epochs", "1", *settings(small)])
