@@ -30,6 +30,8 @@ from medfl import methods, networks
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.data.prepared import Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
+from medfl.evaluation.metrics import summarise
+from medfl.problem.tasks import KINDS
 from medfl.runs.plan import versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.pictures import Pictures
@@ -47,7 +49,8 @@ class Random:
     name, task, key_metric, has_test = "random", "classification", "balanced_accuracy", True
     classes = tuple(f"class {i}" for i in range(CLASSES))
     evaluator, loss = ClassEvaluator(), staticmethod(nn.functional.cross_entropy)
-    embeddings, is_scheduled = None, False
+    embeddings, is_scheduled, structures = None, False, ()
+    kind, summarise = KINDS["classification"], staticmethod(summarise)
 
     def network(self) -> nn.Module:
         """Return the small CNN."""
