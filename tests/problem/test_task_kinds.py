@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 import medfl
 from medfl.core.errors import InputError
+from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation import findings, numbers
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.problem.tasks import KINDS, check_task, told_by
+from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.training.site import mean_loss
 
 NAMES = ("Effusion", "Mass", "Hernia", "Edema")
@@ -145,6 +147,15 @@ def test_numbers_are_scored_as_by_scikit_learn_and_scipy(seed: int) -> None:
 def test_equal_targets_have_no_correlation() -> None:
     assert numbers.of_one(np.full(5, 3.0), np.arange(5.0)).keys() == {"mae", "rmse"}
     assert numbers.of_one(np.full(5, NAN), np.arange(5.0)) == {}
+
+
+def test_a_case_without_a_known_number_has_no_loss() -> None:
+    """A loss of 0 would make the mean over the cases too small."""
+    x = torch.tensor([[1.0], [3.0]])
+    y = torch.tensor([[0.0], [NAN]])
+    shard = Shard.of(Stacked([{"id": "a"}, {"id": "b"}], x, y), range(2))
+    cases = NumberEvaluator(mean_loss(nn.L1Loss()), {})(nn.Identity(), shard, torch.device("cpu"))
+    assert summarise(cases) == {"mae": 1, "rmse": 1, "loss": 1, "loss_cases": 1}
 
 
 def test_limits_of_agreement() -> None:

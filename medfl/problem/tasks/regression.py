@@ -179,7 +179,7 @@ class NumberEvaluator:
     def __call__(
         self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
     ) -> Cases:
-        """Return "prediction" and "target" (N, D) float64, NaN where unknown, and "loss" (N,).
+        """Return "prediction" and "target" (N, D) float64, NaN where unknown, and "loss" (N,), NaN without a known one.
 
         Raises:
             InputError: the targets are not one for each output; an item is named.
@@ -207,10 +207,11 @@ class NumberEvaluator:
             return Cases((), {})
 
         prediction = torch.cat(predictions)
+        target = torch.cat(targets)
         mean, sd = scale_of(self.metadata, prediction.shape[1])
         values = {
             "prediction": mean + sd * prediction,
-            "target": mean + sd * torch.cat(targets),
-            "loss": torch.stack(losses),
+            "target": mean + sd * target,
+            "loss": torch.stack(losses).masked_fill(target.isnan().all(1), torch.nan),
         }
         return Cases(tuple(shard.ids), values | joined(metric_values))
