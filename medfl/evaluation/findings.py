@@ -7,19 +7,18 @@ are compared by the same findings. An unknown finding (-1) of a case counts nowh
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from medfl.core.arrays import Array
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Floats
 
 LEAST = 10
 """Cases with a finding, and cases without it, from which it is among those of a macro mean."""
 
-Array = NDArray[Any]
 Flags = NDArray[np.bool_]
 
 

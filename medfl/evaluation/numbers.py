@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.evaluation.bootstrap import Draws, Floats
-
-Array = NDArray[Any]
 
 
 def of_one(target: Array, prediction: Array) -> dict[str, float]:
