@@ -26,6 +26,7 @@ _IDS = (
     "label_column",
     "uncertain",
     "blank",
+    "columns",
     "classes",
     "mask_values",
     "group_by",

@@ -104,6 +104,26 @@ def given_settings(args: Any, *more: str) -> Document:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def add_columns(parser: Any, **roles: str) -> None:
+    """Add a flag for each column of a table of labels: role -> what the column has."""
+    for role, content in roles.items():
+        parser.add_argument(
+            f"--{role}-column",
+            metavar="NAME",
+            help=f"column of the table that has {content}; default: found by its name",
+        )
+
+
+def given_columns(args: Any) -> dict[str, str]:
+    """Return role -> column of the flags of `add_columns` that were given."""
+    roles = {}
+    for name, value in vars(args).items():
+        if name.endswith("_column") and value:
+            roles[name.removesuffix("_column")] = value
+
+    return roles
+
+
 def add_sites(parser: Any) -> Any:
     """Add the flags about the sites, but for their partition; return their group."""
     group = parser.add_argument_group("sites")

@@ -65,6 +65,9 @@ def add(verbs: Any) -> None:
         "--label-column", default="", metavar="A,B,...",
         help="columns of the classes, findings or numbers; default: found by their names and values",
     )  # fmt: skip
+    arguments.add_columns(
+        new, file="the images' file names", patient="the patient", centre="the centre"
+    )
     new.add_argument(
         "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore", metavar="ignore|zeros|ones",
         help="what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
@@ -99,7 +102,9 @@ def _new(args: Any) -> int:
     from medfl.starter import starter
 
     columns = arguments.parse_names(args.label_column)
-    requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank)
+    roles = arguments.given_columns(args)
+    roles.pop("label", None)
+    requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank, roles)
     survey = starter.survey(
         args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
         group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),

@@ -12,7 +12,7 @@ from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
-from medfl.core.errors import RunError
+from medfl.core.errors import InputError, RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
@@ -42,6 +42,7 @@ def add(verbs: Any) -> None:
         "CSV with id and label, or with id and a column for each finding or number"
     )
     arguments.add_path(predict, "--reference", "DIR|CSV", text)
+    arguments.add_columns(predict, file="the images' file names", label="the labels")
     text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument(
@@ -70,6 +71,10 @@ def _predict(args: Any) -> int:
     for path in args.images:
         require_there(path.expanduser())
 
+    columns = arguments.given_columns(args)
+    if columns and args.reference is None:
+        raise InputError("a column without --reference", "a column of a table", "add --reference")
+
     model = args.model.expanduser()
     is_of_run = (model / "run.json").is_file()
     walled = Use(
@@ -82,7 +87,7 @@ def _predict(args: Any) -> int:
 
     document = predict(
         args.model, args.images, args.out,
-        reference=args.reference, which=args.which, site=args.site, device=args.device or "cpu",
+        reference=args.reference, columns=columns, which=args.which, site=args.site, device=args.device or "cpu",
         thread_count=args.threads, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
 

@@ -112,6 +112,7 @@ def listed(
     label_column: str | None = None,
     uncertain: str = "ignore",
     blank: str = "ignore",
+    columns: Mapping[str, str] | None = None,
 ) -> list[Item]:
     """Return the items of a section of the pictures below `<folder>/<images>` with a label in `<folder>/<labels>`.
 
@@ -129,13 +130,17 @@ def listed(
         label_column: of the table: that of the classes, or of all findings with | between them; None: by their names.
         uncertain: ignore, zeros or ones: what a finding -1, ?, u or uncertain is; ignored ones are NaN.
         blank: ignore or zeros: what a finding is of which a cell says nothing.
+        columns: file, patient, centre, section -> the table's column of it, of those that it calls otherwise.
 
     Raises:
         InputError: no images, a class that is none, a wrong table or expression.
     """
     root = _root(folder)
-    columns = (label_column,) if label_column else ()
-    requested = Wanted(labels_are, columns, tuple(classes), uncertain, blank)
+    ids = {
+        "labels_are": labels_are, "label_column": label_column, "classes": classes, "uncertain": uncertain,
+        "blank": blank, "columns": columns,
+    }  # fmt: skip
+    requested = wanted_by(ids)
     return _items(root, in_table(root, images, labels, requested), section, group_by, split)
 
 
@@ -339,6 +344,7 @@ def wanted_by(ids: Mapping[str, Any]) -> Wanted:
         tuple(ids["classes"]),
         ids.get("uncertain") or "ignore",
         ids.get("blank") or "ignore",
+        ids.get("columns") or {},
     )
 
 

@@ -74,6 +74,7 @@ def predict(
     out: str | Path,
     *,
     reference: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
     which: str = "last",
     site: str | None = None,
     device: str = "cpu",
@@ -96,6 +97,7 @@ def predict(
         out: new or empty folder.
         reference: folder of masks or of class folders, or table of classes, findings or numbers;
             `medfl.runs.references` finds them.
+        columns: "file" and "label" -> the column of the table that has it, of those that it calls otherwise.
         which: weights of a run's "last" or "best" round.
         site: whose model, where the run's method has one for each site.
         device: auto, cpu or cuda[:i].
@@ -124,7 +126,7 @@ def predict(
         if reference is None:
             targets: Mapping[str, Reference] = {}
         else:
-            targets = _references(Path(reference).expanduser(), predictor, files)
+            targets = _references(Path(reference).expanduser(), predictor, files, columns or {})
 
         masks = [target for target in targets.values() if isinstance(target, str)]
         predictor.open_places(files_of([*files.values(), *masks]))
@@ -141,14 +143,14 @@ def predict(
 
 
 def _references(
-    path: Path, predictor: Predictor, files: Mapping[str, str]
+    path: Path, predictor: Predictor, files: Mapping[str, str], columns: Mapping[str, str]
 ) -> Mapping[str, Reference]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
     if predictor.task == "classification":
-        return references.labels_of(path, files, predictor.classes)
+        return references.labels_of(path, files, predictor.classes, columns)
 
-    vectors = references.vectors_of(path, files, predictor.classes, predictor.kind.decides)
+    vectors = references.vectors_of(path, files, predictor.classes, predictor.task, columns)
     if predictor.kind.decides:
         return vectors
 

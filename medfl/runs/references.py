@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from medfl.core.names import as_number
 from medfl.datasets import own
 from medfl.datasets.readers import (
     conventions,
-    label_columns,
     label_table,
     matching,
     pairs,
@@ -54,7 +52,9 @@ def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
     return mask_uris
 
 
-def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
+def labels_of(
+    path: Path, files: Mapping[str, str], classes: Sequence[str], columns: Mapping[str, str]
+) -> dict[str, int]:
     """Return id -> index of its reference class, of the images that have one.
 
     Args:
@@ -63,12 +63,13 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
             only one has it, with or without the ending.
         files: id -> URI of the images.
         classes: names in label order.
+        columns: "file" and "label" -> the table's column of it, of those that it calls otherwise.
 
     Raises:
         InputError: it is neither, names another class, gives an image two, or has none of the images.
     """
     if not path.is_dir():
-        return _in_table(path, files, classes)
+        return _in_table(path, files, classes, columns)
 
     form_labels = defaultdict(set)
     for name, label in _in_folders(path, classes):
@@ -106,16 +107,20 @@ def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
 
 
 def vectors_of(
-    path: Path, files: Mapping[str, str], names: Sequence[str], flags: bool
+    path: Path,
+    files: Mapping[str, str],
+    names: Sequence[str],
+    task: str,
+    columns: Mapping[str, str],
 ) -> dict[str, tuple[float, ...]]:
-    """Return id -> true findings (1 or 0) or numbers, NaN where unknown, of the images that have a row.
+    """Return id -> true findings (1 or 0) or numbers, NaN where unknown, of the images of which one is known.
 
     Args:
-        path: a table with a column of file names, one of `label_columns.FILES`, and one for each name. Blank cells and
-            findings of -1 are unknown.
+        path: a table as `label_table.read` reads it, with a column for each name, or of findings one with | between.
         files: id -> URI of the images.
         names: of findings or numbers.
-        flags: whether they are findings.
+        task: multilabel or regression.
+        columns: "file" and "label" -> the table's column of it, of those that it calls otherwise.
 
     Raises:
         InputError: no such table or column, a cell that is none of these, or a row for none of the images.
@@ -123,58 +128,17 @@ def vectors_of(
     if not path.is_file():
         raise InputError(f"--reference {path} is no table", "a table", "check the path")
 
-    rows = tables.read_csv(path, ())
-    heads = {str(head).strip().lower(): head for head in (rows[0] if rows else ()) if head}
-    column = next((heads[name] for name in label_columns.FILES if name in heads), None)
-    missing = [name for name in names if name.lower() not in heads]
-    if column is None or missing:
-        raise InputError(
-            f"--reference {path} has the columns {', '.join(map(str, heads.values())) or 'none'}",
-            f"one of {', '.join(label_columns.FILES)} with file names, and {', '.join(names)}",
-            "name the columns so",
-        )
-
-    by_form: dict[str, list[str]] = defaultdict(list)
-    for ident in files:
-        for form in dict.fromkeys(_forms(ident)):
-            by_form[form].append(ident)
-
-    vectors: dict[str, tuple[float, ...]] = {}
-    for row in rows:
-        name = str(row[column]).strip()
-        matches = next((by_form[form] for form in _forms(name) if form in by_form), [])
-        if len(matches) > 1 or (matches and matches[0] in vectors):
-            raise InputError(
-                f"{path}: the row {name!r} is of several images, or an image has several rows",
-                "a row an image",
-                "give its path below the folder of the images",
-            )
-
-        if matches:
-            cells = [str(row[heads[title.lower()]] or "").strip() for title in names]
-            vectors[matches[0]] = tuple(_value(path, name, cell, flags) for cell in cells)
-
+    vectors = label_table.read(path, [*files], _wanted(task, names, columns)).targets
     if not vectors:
-        raise _no_match(path, f"{len(rows)} rows", "the path or the name of its image")
+        raise _no_match(path, "rows", "the path or the name of its image, and something known")
 
-    return vectors
+    return dict(vectors)
 
 
-def _value(path: Path, name: str, cell: str, flags: bool) -> float:
-    """Return a cell as a number, NaN where it is blank or a finding of -1."""
-    try:
-        value = float(cell or "nan")
-    except ValueError:
-        value = math.inf
-
-    if math.isinf(value) or (flags and not math.isnan(value) and value not in (-1, 0, 1)):
-        raise InputError(
-            f"{path}: {cell!r} of {name}",
-            "1, 0, or blank or -1 for unknown" if flags else "a number, or blank",
-            "correct the cell",
-        )
-
-    return math.nan if flags and value < 0 else value
+def _wanted(task: str, names: Sequence[str], columns: Mapping[str, str]) -> Wanted:
+    labels = (columns["label"],) if "label" in columns else ()
+    roles = {role: name for role, name in columns.items() if role != "label"}
+    return Wanted(task, labels, (*names,), roles=roles)
 
 
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
@@ -197,7 +161,9 @@ def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     return labels
 
 
-def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
+def _in_table(
+    file: Path, files: Mapping[str, str], classes: Sequence[str], columns: Mapping[str, str]
+) -> dict[str, int]:
     if not file.is_file():
         raise InputError(
             f"--reference {file} is not there", "a folder of classes or a table", "check the path"
@@ -208,7 +174,9 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not any(map(as_number, classes)):
         labels |= {str(index): index for index in range(len(classes))}
 
-    label_of = label_table.read(file, [*files], Wanted("classification", names=(*labels,))).classes
+    label_of = label_table.read(
+        file, [*files], _wanted("classification", [*labels], columns)
+    ).classes
     for ident, label in label_of.items():
         if label not in labels:
             raise InputError(

@@ -101,7 +101,7 @@ def survey(
         raise InputError("--classes without --masks", allowed, "rename these")
     if wanted not in (None, Wanted()) and not layout.labels:
         raise InputError(
-            "--task, --label-column, --uncertain or --blank without --labels",
+            "--task, --uncertain, --blank or the name of a column without --labels",
             "they say how the table of labels is read",
             "add --labels FILE, or leave them out",
         )
@@ -144,7 +144,8 @@ def write(
             f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
         )
 
-    places = (content.images, content.masks, content.labels, content.label_column)
+    places = [content.images, content.masks, content.labels, content.label_column]
+    places += content.columns.values()
     for text in (*content.classes, *places, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
@@ -234,7 +235,7 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
         "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
         own_depth=own_depth(facts), said=columns, task=task, label_column=index.column,
-        uncertain=wanted.uncertain, blank=wanted.blank, **fields,
+        uncertain=wanted.uncertain, blank=wanted.blank, columns=wanted.roles, **fields,
     )  # fmt: skip
 
 

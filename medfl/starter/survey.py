@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
@@ -40,7 +40,7 @@ class Survey:
         normalised: how these names have volumes normalised; others than nonorm and rescale_to_0_1 by mean and sd.
         task: classification, multilabel or regression of labelled pictures.
         label_column: of the table, that has all findings, or of the classes where the user named it.
-        uncertain, blank: how findings are read (`medfl.datasets.readers.label_columns.Wanted`).
+        uncertain, blank, columns: how the table is read (`medfl.datasets.readers.label_columns.Wanted`; its roles).
         mean, sd: of the training images' numbers.
         units: of the numbers, "" where the columns' names say none.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
@@ -74,6 +74,7 @@ class Survey:
     label_column: str = ""
     uncertain: str = "ignore"
     blank: str = "ignore"
+    columns: Mapping[str, str] = field(default_factory=dict)
     mean: tuple[float, ...] = ()
     sd: tuple[float, ...] = ()
     units: tuple[str, ...] = ()
@@ -98,6 +99,9 @@ class Survey:
             end += ", @labels_are, @label_column, @uncertain, @blank"
         elif self.task == "regression":
             end += ", @labels_are"
+
+        if self.columns:
+            end += ", columns=@columns"
 
         return f"{end})"
 

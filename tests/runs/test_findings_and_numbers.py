@@ -447,8 +447,8 @@ def test_a_result_predicts_its_own_items_as_recorded_and_new_ones(trained: Any) 
 @pytest.mark.parametrize(
     ("head", "cell", "said"),
     [
-        ("{name}", "much", "'much' of"),
-        ("other {name}", "1", "has the columns"),
+        ("{name}", "much", "'much' in column"),
+        ("other {name}", "1", "has no column '"),
     ],
 )
 def test_a_reference_that_is_none(
@@ -461,6 +461,45 @@ def test_a_reference_that_is_none(
     (tmp_path / "truth.csv").write_text(text)
     with pytest.raises(InputError, match=said):
         predict(run, folder / "images", tmp_path / "out", reference=tmp_path / "truth.csv")
+
+
+def test_a_reference_calls_its_columns_as_it_likes(trained: Any, tmp_path: Path) -> None:
+    """By names that are given, and of findings also one column with | between them."""
+    task, folder, run = trained
+    truth = table(folder / "truth.csv")
+    if task == "multilabel":
+        lines = ["Image ID,What is seen"]
+        for row in truth:
+            found = [name for name in NAMES if float(row[name] or 0) == 1]
+            lines.append(f"{row['file']},{'|'.join(found) or 'No Finding'}")
+
+        scored = {"file": "image id", "label": "what is seen"}
+    else:
+        lines = ["Image ID,Mean of it", *(f"{row['file']},{row['grey']}" for row in truth)]
+        scored = {"file": "Image ID", "label": "Mean of it"}
+
+    (tmp_path / "other.csv").write_text("\n".join(lines) + "\n")
+    usual = predict(run, folder / "images", tmp_path / "a", reference=folder / "truth.csv")
+    other = predict(
+        run, folder / "images", tmp_path / "b", reference=tmp_path / "other.csv", columns=scored
+    )
+    assert other["scored"] == len(truth)
+    if task == "regression":
+        assert other["scores"] == usual["scores"]
+    else:
+        names = [NAMES[k] for k in range(2)]
+        for name in names:
+            areas = roc_auc_score(
+                [float(row[name] or 0) for row in truth],
+                [row[f"p_{name}"] for row in other["predictions"]],
+            )
+            assert other["structures"][name]["auroc"] == pytest.approx(areas)
+
+    with pytest.raises(InputError, match="no column 'seen'; it has .* --file-column"):
+        predict(
+            run, folder / "images", tmp_path / "c",
+            reference=tmp_path / "other.csv", columns={"file": "seen"},
+        )  # fmt: skip
 
 
 def test_older_tables_lack_nothing(tmp_path: Path) -> None:

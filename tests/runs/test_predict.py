@@ -618,7 +618,7 @@ def test_numbers_that_name_classes_are_not_their_indices(tmp_path: Path) -> None
     """Also where a spreadsheet took their zeros; of classes with other names a number is an index."""
     (tmp_path / "t.csv").write_text("id,label\na,1\nb,3.0\n")
     files = {"a.png": "", "b.png": ""}
-    named = references.labels_of(tmp_path / "t.csv", files, ["01", "02", "03"])
+    named = references.labels_of(tmp_path / "t.csv", files, ["01", "02", "03"], {})
     assert named == {"a.png": 0, "b.png": 2}
-    counted = references.labels_of(tmp_path / "t.csv", files, ["x", "y", "z", "w"])
+    counted = references.labels_of(tmp_path / "t.csv", files, ["x", "y", "z", "w"], {})
     assert counted == {"a.png": 1, "b.png": 3}

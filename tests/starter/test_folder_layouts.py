@@ -17,6 +17,7 @@ from PIL import Image
 
 from medfl.bundle import check_own
 from medfl.bundle.bundle import Bundle
+from medfl.cli import main as medfl
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.own import listed, paired
@@ -246,7 +247,10 @@ def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
     [
         ("image,age\n1,3\n", "has no column of classes, findings or numbers; it has image, age"),
         ("image,label\nx,a\n", "names none of the 4 images in a column 'image'"),
-        ("what,label\n1,a\n", "names none of the 4 images in a column of files"),
+        (
+            "what,label\n1,a\n",
+            "column of files; .*; it has what, label; name the column with --file-column",
+        ),
         ("image,label\n1,a\n1,b\n", "has two rows for 1.png"),
         ("image,label\n1,a\n2,a\n", "names 1 classes: a; at least 2"),
         ("image,label\n1,a\n2,b#\n", "class 'b#'"),
@@ -259,6 +263,47 @@ def test_a_wrong_table_of_labels_is_refused(text: str, told: str, tmp_path: Path
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(InputError, match=told):
         starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
+
+
+def test_columns_have_the_names_that_are_given(tmp_path: Path) -> None:
+    """The bundle keeps them, for the folders of other sites; a wrong name lists the columns and the flag."""
+    lines = ["picture no,kind,who,where,label"]
+    for number in range(12):
+        picture(tmp_path / "i" / f"{number}.png")
+        lines.append(f"{number},{'ab'[number % 2]},p{number // 2},{'NS'[number % 2]},unused")
+
+    (tmp_path / "i" / "t.csv").write_text("\n".join(lines) + "\n")
+    words = ["--images", str(tmp_path / "i"), "--labels", str(tmp_path / "i/t.csv")]
+    words += ["--file-column", "Picture_No", "--label-column", "kind"]
+    words += ["--patient-column", "who", "--centre-column", "where"]
+    assert medfl(["new", str(tmp_path / "own"), *words]) == 0
+
+    opened = Bundle(str(tmp_path / "own"), {"dataset_dir": str(tmp_path / "i")})
+    items = opened.items("train")
+    rows = [line.split(",") for line in lines[1:]]
+    expected = {f"{row[0]}.png": ("ab".index(row[1]), row[2], row[3]) for row in rows}
+    assert items
+    for item in items:
+        assert (item["label"], item["group"], item["centre"]) == expected[item["id"]]
+
+    report = check_own.check(tmp_path / "own", tmp_path / "i")
+    assert report.ok
+    assert any("6 patients" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("role", ["file", "patient", "centre", "label"])
+def test_a_column_that_is_not_there_is_named_with_its_flag(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(4):
+        picture(tmp_path / "i" / f"{number}.png")
+    (tmp_path / "t.csv").write_text("image,label\n0,a\n1,b\n2,a\n3,b\n")
+    words = ["--images", str(tmp_path / "i"), "--labels", str(tmp_path / "t.csv")]
+    assert medfl(["new", str(tmp_path / "own"), *words, f"--{role}-column", "zzz"]) == 2
+    assert f"no column 'zzz'; it has image, label; give one of them with --{role}-column" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "own").exists()
 
 
 def test_another_site_has_no_other_classes(tmp_path: Path) -> None:

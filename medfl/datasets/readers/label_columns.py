@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core.errors import InputError, did_you_mean
@@ -85,6 +85,8 @@ class Wanted:
         names: classes, findings or numbers, () where the table tells them.
         uncertain: what an uncertain finding (-1, ?, u, uncertain) is: of `UNCERTAIN`.
         blank: what a finding is of which a cell says nothing: of `BLANK`.
+        roles: file, patient, centre, section -> the column that has it, of those whose columns are named otherwise
+            than `FILES` and `CASES`.
     """
 
     task: str = ""
@@ -92,6 +94,7 @@ class Wanted:
     names: tuple[str, ...] = ()
     uncertain: str = "ignore"
     blank: str = "ignore"
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -136,6 +139,24 @@ def head(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", composed(str(name)).strip().lower())
 
 
+def find_column(path: Path, columns: Sequence[str], name: str, flag: str) -> str:
+    """Return the column of a table that a user names, whatever its capitals, spaces and underscores.
+
+    Raises:
+        InputError: there is none; names the columns and the flag that takes one.
+    """
+    if name in columns:
+        return name
+
+    by_head = {head(column): column for column in reversed(columns)}
+    if head(name) not in by_head:
+        titles = [column.strip() for column in columns]
+        advice = did_you_mean(name, titles, f"give one of them with {flag}")
+        raise InputError(f"{path} has no column {name!r}", f"it has {listed(titles, 20)}", advice)
+
+    return by_head[head(name)]
+
+
 def unit_of(name: str) -> str:
     """Return the unit in a column's name, as of `hc_mm` or `volume (ml)`; "" without one."""
     match = _UNIT.search(name)
@@ -162,7 +183,7 @@ class _Table:
         self._image_column = image_column
         self._wanted = wanted
         self._columns = [name for name in rows[0] if name] if rows else []
-        known_heads = set(FILES).union(*CASES.values())
+        known_heads = {*FILES, *map(head, wanted.roles.values())}.union(*CASES.values())
         self._free = []
         for name in self._columns:
             spelled = head(name)
@@ -174,15 +195,20 @@ class _Table:
 
     def meaning(self) -> Meaning:
         requested = self._wanted
-        if requested.task in KINDS[1:] and requested.names and not requested.columns:
-            return self._of_a_bundle()
+        by_head = {head(name): name for name in reversed(self._columns)}
+        columns = []
+        for name in requested.columns:
+            columns.append(find_column(self._path, self._columns, name, "--label-column"))
 
-        columns = [self._column(name) for name in requested.columns]
-        if not columns:
-            by_head = {head(name): name for name in reversed(self._columns)}
-            label = next((by_head[name] for name in LABELS if name in by_head), None)
-            if label is not None and label != self._image_column:
-                columns = [label]
+        label = next((by_head[name] for name in LABELS if name in by_head), None)
+        if not columns and label is not None and label != self._image_column:
+            columns = [label]
+
+        if requested.task in KINDS[1:] and requested.names and not requested.columns:
+            own_columns = [by_head.get(head(name), "") for name in requested.names]
+            has_all_in_one = requested.task == "multilabel" and bool(columns)
+            if any(own_columns) or not has_all_in_one:
+                return self._of_a_bundle(own_columns)
 
         if len(columns) == 1:
             return self._of_one(columns[0])
@@ -324,11 +350,9 @@ class _Table:
             notes=notes,
         )
 
-    def _of_a_bundle(self) -> Meaning:
-        """Return the findings or numbers of a bundle, each in a column of its name."""
+    def _of_a_bundle(self, columns: Sequence[str]) -> Meaning:
+        """Return the findings or numbers of a bundle, each in a column of its name, "" where there is none."""
         requested = self._wanted
-        by_head = {head(name): name for name in self._columns}
-        columns = [by_head.get(head(name), "") for name in requested.names]
         if not any(columns):
             raise InputError(
                 f"{self._path} has no column {', '.join(map(repr, requested.names))}",
@@ -485,21 +509,6 @@ class _Table:
         )
 
     # Cells
-
-    def _column(self, name: str) -> str:
-        matches = next((column for column in self._columns if column == name), None)
-        matches = matches or next(
-            (column for column in self._columns if head(column) == head(name)), None
-        )
-        if matches is None:
-            columns = [column.strip() for column in self._columns]
-            raise InputError(
-                f"{self._path} has no column {name!r}",
-                f"it has {listed(columns, 20)}",
-                did_you_mean(name, columns, "choose one of them"),
-            )
-
-        return matches
 
     def _cells(self, column: str) -> list[str]:
         if column not in self._texts:

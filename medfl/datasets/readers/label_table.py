@@ -10,7 +10,15 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.names import as_number, listed
 from medfl.datasets.readers import cases, tables
-from medfl.datasets.readers.label_columns import CASES, FILES, NOTHING, Wanted, head, understood
+from medfl.datasets.readers.label_columns import (
+    CASES,
+    FILES,
+    NOTHING,
+    Wanted,
+    find_column,
+    head,
+    understood,
+)
 from medfl.datasets.readers.unlabelled import without_ending
 
 
@@ -45,8 +53,9 @@ _NOUNS = {"classification": "class", "multilabel": "known finding", "regression"
 def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Labels:
     """Read a table of the classes, findings or numbers of images.
 
-    The column of the images is the first of `label_columns.FILES` that names some; `label_columns.understood` finds
-    those of the labels. Of classes that are wanted, a number in another spelling, as 1.0, is that of these.
+    The column of the images is the wanted one, or the first of `label_columns.FILES` that names some;
+    `label_columns.understood` finds those of the labels. Of classes that are wanted, a number in another spelling, as
+    1.0, is that of these.
 
     Args:
         path: parted by commas, semicolons or tabs, with a header line.
@@ -58,9 +67,14 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     """
     wanted = wanted or Wanted()
     rows = tables.read_csv(path, ())
-    heads = {head(name): name for name in (rows[0] if rows else ()) if name}
+    columns = [name for name in (rows[0] if rows else ()) if name]
+    heads = {head(name): name for name in columns}
+    roles = {}
+    for role, name in wanted.roles.items():
+        roles[role] = find_column(path, columns, name, f"--{role}-column")
+
     matches = {}
-    for name in FILES:
+    for name in [head(roles["file"])] if "file" in roles else FILES:
         if name in heads:
             matches[name] = _matched(path, rows, heads[name], images)
 
@@ -74,8 +88,8 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     if column is None:
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
-            f"a column {', '.join(FILES)} of file names, with or without their endings",
-            "name the column so, or check the folder",
+            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {listed(columns, 20)}",
+            "name the column with --file-column, or check the folder",
         )
 
     index = matches[column]
@@ -99,6 +113,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         if spelling := next((text for text in spellings if text in heads), None):
             case_heads[name] = heads[spelling]
 
+    case_heads |= {role: column for role, column in roles.items() if role != "file"}
     rows_left = sorted(set(range(len(rows))) - set(index.values()))
     without_image = [str(rows[number][heads[column]]) for number in rows_left]
     left_out = {
