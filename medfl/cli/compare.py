@@ -101,7 +101,11 @@ def _compare(args: Any) -> int:
     if args.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
 
+    from medfl.runs.request_checks import check_driver, check_places
+
     shared = _shared(args)
+    check_places(args.bundle, shared["requested"])
+    check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
     hold(args, Use(bundles=[args.bundle], folder=args.out))
     from medfl.compare.entry import Entry

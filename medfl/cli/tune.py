@@ -49,6 +49,7 @@ def add(verbs: Any) -> None:
 
 def _tune(args: Any) -> int:
     from medfl.compare import search
+    from medfl.runs.request_checks import check_driver, check_places
 
     requested = arguments.given_settings(args, "presets", "data", "sites")
     values = search.parse_grid(args.grid)
@@ -58,6 +59,8 @@ def _tune(args: Any) -> int:
     for trial in search.trials(args.method, values, args.trials, seeds[0]):
         check_options(args.method, {**fixed, **trial.options})
 
+    check_places(args.bundle, requested)
+    check_driver(args.device or "")
     hold(args, Use(bundles=[args.bundle], folder=args.out))
     with without_gc():
         from medfl.compare.tables import write_tables

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -35,6 +36,7 @@ from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
+from medfl.report.formatting import duration
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
@@ -261,6 +263,8 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     left = deque(cells)
     busy: dict[int, tuple[BaseProcess, Cell, float]] = {}
     failed = {}
+    began = time.monotonic()
+    ended = 0
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
 
     with terminal.bar(
@@ -295,6 +299,14 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                         say(f"FAILED: {cell.title}: {failed[cell.title]}")
 
                     bar.update()
+                    ended += 1
+                    remaining = len(left) + len(busy)
+                    if remaining:
+                        seconds = (time.monotonic() - began) / ended * remaining
+                        say(
+                            f"about {duration(math.ceil(seconds))} left for {remaining} of {len(cells)} runs"
+                        )
+
         finally:
             for process, _, _ in busy.values():
                 process.terminate()

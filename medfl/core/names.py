@@ -51,6 +51,11 @@ def check_name(text: object, what: str) -> str:
     return str(text)
 
 
+def slug(name: str) -> str:
+    """Return a class's name as part of a metric's name: lower case, words joined by underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
 def is_plain_text(text: str) -> bool:
     """Tell whether a class's name can stand in a table's cell: in one line, and no formula of a spreadsheet."""
     return text.isprintable() and len(text) <= _LONGEST and not is_formula(text)

@@ -6,7 +6,6 @@ Surfaces of all structures are found in one pass over a case; only those that a 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import is_plain_text
+from medfl.core.names import slug
 from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
 
 KINDS = ("dice", *SURFACE_METRICS)
@@ -227,24 +226,6 @@ def by_structure(
 
 def _numbered(count: int) -> list[str]:
     return [f"class {index}" for index in range(1, count + 1)]
-
-
-def slug(name: str) -> str:
-    """Return a class's name as part of a metric's name: lower case, words joined by underscores."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def check_structures(names: Sequence[str]) -> None:
-    """Raise an InputError unless the names of metrics can tell structures of these names apart."""
-    slugs = [*map(slug, names)]
-    for name, name_slug in zip(names, slugs, strict=True):
-        unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
-        if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
-            raise InputError(
-                f"--classes {','.join(names)}: {name!r}",
-                "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
-                "choose other names",
-            )
 
 
 def _exclusive(channels: Tensor) -> bool:

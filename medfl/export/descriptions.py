@@ -24,12 +24,13 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
 from medfl.core.documents import Config, Document
+from medfl.core.names import slug
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.tables import markdown_text
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import visible
-from medfl.evaluation.mask_metrics import KINDS, slug
+from medfl.evaluation.mask_metrics import KINDS
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256

@@ -14,8 +14,8 @@ from torch import Tensor
 from medfl.core.documents import Config
 from medfl.core.errors import RunError
 from medfl.core.message import Tensors
+from medfl.core.names import slug
 from medfl.core.untrusted import printable
-from medfl.evaluation.mask_metrics import slug
 from medfl.flare.wire import Payload
 from medfl.problem.problem import Problem
 from medfl.runtimes import site_channels

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from medfl.core.documents import Config, Document
+from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.mask_metrics import slug
 from medfl.report import charts, folds, saved_pictures
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences

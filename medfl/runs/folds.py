@@ -191,13 +191,17 @@ def _require_disjoint(plans: list[Plan]) -> None:
 
 def _run(folder: Path, record: Config, changes: Config, launch: Launch) -> Document:
     """Run the folds that are missing or have too few rounds, and write the summary of all."""
+    missing = []
     for number in range(1, record["folds"] + 1):
-        fold_folder = report.fold_folder(folder, number)
-        if _is_done(fold_folder, changes):
-            continue
+        if not _is_done(report.fold_folder(folder, number), changes):
+            missing.append(number)
 
+    for done, number in enumerate(missing, 1):
         launch.say(f"fold {number} of {record['folds']}")
-        of_fold = replace(launch, out=fold_folder, command=f"{launch.command} (fold {number})")
+        of_fold = replace(
+            launch, out=report.fold_folder(folder, number), command=f"{launch.command} (fold {number})",
+            followed_by=len(missing) - done,
+        )  # fmt: skip
         if _begun(folder, number):
             # the fold's own record says whether it has a Local reference
             federate(requested=changes, launch=replace(of_fold, resume=True, with_local=False))

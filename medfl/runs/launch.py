@@ -28,7 +28,7 @@ from medfl.problem.parts import is_parts
 from medfl.problem.problem import prepared_sections
 from medfl.report import RunFiles, write_report
 from medfl.runs import request_checks
-from medfl.runs.pace import steps_note
+from medfl.runs.pace import standstill, steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import (
     LISTED as _LISTED,
@@ -120,6 +120,9 @@ def federate(
     options = options or {}
     config = config or {}
     requested = dict(requested or {})
+    if requested.get("eval_every") == 0:
+        requested.setdefault("patience", 0)  # a bundle's own early stopping needs scores
+
     source = None if source is None else Path(source)
     say = launch.say
 
@@ -277,17 +280,19 @@ def _execute(
         is_local_due = is_due(local.run, path / "local")
         # The rest of a launch is for the run itself, not for its reference
         reference_launch = replace(
-            launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False
-        )
+            launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False,
+            followed_by=2 * launch.followed_by + 1,
+        )  # fmt: skip
+        launch = replace(launch, followed_by=2 * launch.followed_by)
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
 
         if is_local_due:
-            launch.say("first the Local reference")
+            launch.say(f"first of two phases: {plan.run.rounds} rounds of Local, each site alone")
             with discarding(*opened):
                 local_folder = open_folder(local, alone, path / "local", launch.command, record)
                 _execute_in(*local_folder, alone, reference_launch, runtime)
 
-            launch.say(f"now {plan.run.method}")
+            launch.say(f"second of two phases: {plan.run.rounds} rounds of {plan.run.method}")
 
     if launch.callbacks:
         opened[0].add_to_run({"callbacks": callback_names(launch.callbacks)})
@@ -311,8 +316,21 @@ def _execute_in(
 
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
-    """If the validation metric was still getting better at the end, say how to train on."""
+    """If the validation metric was still getting better at the end say how to train on, if it stood, how to end."""
     files = RunFiles(path)
+    scores = {}
+    for row in files.rounds:
+        scores[row["round"]] = (row.get("val") or {}).get(files.key)
+
+    higher = higher_is_better(files.key)
+    still = None if run.patience else standstill(scores, higher, EarlyStopping.patience)
+    if still is not None:
+        best, end = still
+        say(
+            f"note: validation was {scores[best]:.3f} in round {best} of {len(scores)}, and not better after it: "
+            f"--patience {EarlyStopping.patience} would have ended the run with round {end}"
+        )
+
     rise = files.rise
     if rise is None:
         return
@@ -321,7 +339,7 @@ def _say_if_rising(path: Path, run: Run, say: Print) -> None:
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
 
-    way = "rising" if higher_is_better(files.key) else "falling"
+    way = "rising" if higher else "falling"
     say(
         f"note: validation was still {way} at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from medfl.core.documents import Config, Document
 from medfl.core.run import Run
@@ -66,6 +66,37 @@ def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
     )
 
 
+def standstill(
+    scores: Mapping[int, float | None], higher_is_better: bool, patience: int
+) -> tuple[int, int] | None:
+    """Return the best round, and the one that early stopping would have ended a run with, without losing the best.
+
+    None where that spares less than a quarter of the rounds, or a round has no score.
+
+    Args:
+        scores: validation metric of each round, in ascending order.
+        higher_is_better: of the metric.
+        patience: rounds without a better one.
+    """
+    sign = 1 if higher_is_better else -1
+    best = min(scores, default=0)
+    end = None
+    for number, score in scores.items():
+        if score is None:
+            return None
+        if sign * score > sign * (scores[best] or 0.0):
+            best = number
+            if end is not None:
+                return None
+        elif end is None and number - best >= patience:
+            end = number
+
+    if end is None or end > 0.75 * max(scores):
+        return None
+
+    return best, end
+
+
 def _trained(run: Run) -> dict[str, int]:
     """Return site -> training images, of the sites that have some."""
     counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
@@ -93,5 +124,10 @@ def steps_note(run: Run) -> str:
     better = fit_schedule(
         {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, ""
     )
-    advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
-    return f"{line}; few at {name}, which has {counts[name]} training images: for more use {advice}"
+    flags = []
+    for setting in ("batch_size", "local_epochs"):
+        if better[setting] != getattr(run, setting):
+            flags.append(f"--{setting.replace('_', '-')} {better[setting]}")
+
+    line += f"; few at {name}, which has {counts[name]} training images"
+    return f"{line}: for more use {' '.join(flags)}" if flags else line

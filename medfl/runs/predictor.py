@@ -15,14 +15,14 @@ from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.names import is_plain_text
+from medfl.core.names import is_plain_text, slug
 from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.evaluation.mask_metrics import slug, surface_metrics_of
+from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind

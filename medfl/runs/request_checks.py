@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from medfl import datasets
@@ -11,6 +14,8 @@ from medfl.core import portable
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import trust_module
+from medfl.core.release import version_of
+from medfl.core.run import Run
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
 from medfl.runtimes.launch import Launch
@@ -35,6 +40,42 @@ def check_rounds(rounds: int, init: str) -> None:
         "at least 1, or 0 to examine the weights of --init FILE|run:DIR|bundle:DIR",
         "see medfl evaluate",
     )
+
+
+def check_places(bundle: str, requested: Config) -> None:
+    """Raise an InputError for a preset that a shipped bundle lacks, or a folder without its images."""
+    if bundle not in shipped():
+        return
+
+    resolved(bundle, read_protocol(bundle), requested.get("presets", ()))
+    data = requested.get("data")
+    if data not in (None, PHANTOM):
+        datasets.locate(bundle, data)
+
+
+def check_driver(device: str) -> None:
+    """Raise an InputError for a CUDA device where no driver is installed; PyTorch counts the devices later."""
+    if not device.startswith("cuda") or sys.platform != "linux" or "rocm" in version_of("torch"):
+        return
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise InputError(
+            f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"
+        ) from error
+
+
+def require_same_settings(planned: Run, recorded: Run) -> None:
+    """Raise an InputError that names a difference between the planned run and the one to be continued."""
+    different = planned.difference(recorded)
+    if different:
+        more = f" (and {len(different) - 1} more)" if different[1:] else ""
+        raise InputError(
+            f"--resume with other settings: {different[0]}{more}",
+            "a run is resumed with its own settings; only --rounds may grow",
+            "repeat them, or start in another folder",
+        )
 
 
 def check_before_imports(
@@ -74,16 +115,20 @@ def check_before_imports(
     folder = source or (out if launch.resume else None)
     recorded = False
     if folder is not None:
-        recorded = read_run(record_of(folder))[0].portable
+        run = read_run(record_of(folder))[0]
+        recorded = run.portable
+        numbers = {}
+        for name, value in requested.items():
+            if name != "rounds" and isinstance(getattr(run, name, None), int | float):
+                numbers[name] = value
+
+        require_same_settings(replace(run, **numbers), run)
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    elif bundle in shipped():
-        resolved(bundle, read_protocol(bundle), requested.get("presets", ()))
-        if (data := requested.get("data")) not in (None, PHANTOM) and not Path(
-            str(data)
-        ).expanduser().is_dir():
-            datasets.locate(bundle, data)
+    else:
+        check_places(bundle, requested)
 
+    check_driver(str(requested.get("device") or ""))
     if requested.get("portable") or recorded:
         portable.enable()
 

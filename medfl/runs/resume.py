@@ -18,6 +18,7 @@ from medfl.datasets import own
 from medfl.report import partition_plot
 from medfl.runs import text_record
 from medfl.runs.plan import Plan, make_plan, repeat, request_of, versions
+from medfl.runs.request_checks import require_same_settings
 from medfl.runtimes.federation import Federation
 from medfl.storage.places import LOCAL_REFERENCE, record_of
 from medfl.storage.run_documents import read_summary
@@ -76,7 +77,7 @@ def resumed_plan(
         # If the same bundle has changed, `repeat` below says so, and what to do
         if not other_bundle:
             planned = replace(planned, bundle_sha256=run.bundle_sha256)
-        _require_same_settings(planned, run)
+        require_same_settings(planned, run)
 
     _tell_withdrawn(document, say)
     _tell_versions(run, "began", say)
@@ -124,7 +125,7 @@ def has_local(path: Path) -> bool:
 def is_due(run: Run, path: Path) -> bool:
     """Tell whether a Local reference still has rounds to train; raises as `rounds_done`."""
     if _scored(path) == run.rounds:
-        _require_same_settings(run, read_verified_run(path / "run.json")[0])
+        require_same_settings(run, read_verified_run(path / "run.json")[0])
         return False
     rounds_done(run, path)
     return True
@@ -142,7 +143,7 @@ def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
     """Return how many rounds of a run are in a folder, None without one; InputError if that is another or damaged."""
     if not (path / "run.json").is_file():
         return None
-    _require_same_settings(run, read_verified_run(path / "run.json")[0])
+    require_same_settings(run, read_verified_run(path / "run.json")[0])
     done = int((verified_manifest(RunFolder(path), sums) or {"round": 0})["round"])
     _refuse_fewer(run.rounds, done, path)
     return done
@@ -222,15 +223,3 @@ def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
             allowed = "a whole number of at least 1"
 
         raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
-
-
-def _require_same_settings(planned: Run, recorded: Run) -> None:
-    """Raise an InputError that names a difference between the planned run and the one to be continued."""
-    different = planned.difference(recorded)
-    if different:
-        more = f" (and {len(different) - 1} more)" if different[1:] else ""
-        raise InputError(
-            f"--resume with other settings: {different[0]}{more}",
-            "a run is resumed with its own settings; only --rounds may grow",
-            "repeat them, or start in another folder",
-        )

@@ -35,6 +35,7 @@ class Launch:
         callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.
         untested: end before anything is scored on test items, with trial.json in the place of summary.json: the best
             round by the validation metric. With `resume` it can be tested later.
+        followed_by: runs of as many rounds that the same command makes afterwards; counted in the time that is left.
         progress: show bars on stderr.
         command: what run.json says about how the run was made.
         say: where lines for the user go.
@@ -52,6 +53,7 @@ class Launch:
     deadline: float | None = None
     callbacks: Sequence[Callable[..., object]] = ()
     untested: bool = False
+    followed_by: int = 0
     progress: bool = False
     command: str = "medfl.federate(...)"
     say: Print = str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from medfl.core import terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
+from medfl.report.formatting import duration
 from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
@@ -219,6 +221,7 @@ class Simulator:
         fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
         """
         first = self.done + 1
+        began = time.perf_counter()
         training = None
         # a resumed run may have been over already
         if self.done and self._run_callbacks(self.folder.rounds()[-1]):
@@ -235,7 +238,7 @@ class Simulator:
                 )
                 training = self._start_training(round_ + 1, bar) if overlaps else None
                 self._evaluate(entry, results, training)
-                self._show(bar, entry)
+                self._show(bar, entry, (time.perf_counter() - began) / (round_ - first + 1))
 
                 if self._is_eval_round(round_):
                     with profiling.during(profiling.EVALUATION):
@@ -367,8 +370,11 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _show(self, bar: Any, entry: Document) -> None:
-        """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
+    def _show(self, bar: Any, entry: Document, seconds: float) -> None:
+        """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays.
+
+        `seconds` is what a round took in the mean, of which the line says how long all that is left takes.
+        """
         loss = f"loss {entry['train_loss']:.3f}"
         best = self.record["best"]
         value = entry["val"].get(self.key)
@@ -383,10 +389,16 @@ class Simulator:
             shown += f", best {self.key} {best['value']:.3f} ({best['round']})"
             parts.append(f"best {best['value']:.3f} (round {best['round']})")
 
+        following = self.launch.followed_by
+        left = self.run.rounds * (1 + following) - entry["round"]
+        parts.append(f"{entry['seconds']:.1f} s")
+        if left:
+            parts.append(f"about {duration(math.ceil(seconds * left))} left")
+            if following:
+                parts[-1] += f" with {following} more run{'s' * (following > 1)}"
+
         bar.set_postfix_str(shown)
-        self.say(
-            f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s"
-        )
+        self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}")
 
     # End
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.names import slug
 from medfl.core.run import Run
 from medfl.core.setting_values import FROM_MASKS, by_site
 from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.data.prepared import Shard
-from medfl.evaluation.mask_metrics import slug
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runtimes.site_settings import positions, require_sites

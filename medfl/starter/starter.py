@@ -21,9 +21,8 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl import networks
 from medfl.core.errors import InputError, RunError
-from medfl.core.names import is_plain_text, listed
+from medfl.core.names import is_plain_text, listed, slug
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import cases, conventions, grouping, own_folder, pairs, tables, volumes
@@ -31,8 +30,6 @@ from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.evaluation.mask_metrics import check_structures
-from medfl.problem.tasks import KINDS
 from medfl.starter import folder_layouts
 from medfl.starter.folder_layouts import UserLayout
 from medfl.starter.picture_facts import (
@@ -44,7 +41,6 @@ from medfl.starter.picture_facts import (
     sides,
 )
 from medfl.starter.survey import Survey, metadata_of
-from medfl.storage.files import write_atomic
 from medfl.storage.places import require_new_bundle
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
@@ -94,7 +90,7 @@ def survey(
         InputError: no images, some that cannot be read, fewer than two classes, masks of other shapes; names the files.
             Or names that are no names of structures, or fewer than the masks have.
     """
-    check_structures(names)
+    _check_structures(names)
     layout = folder_layouts.find(images, masks, labels, bool(names))
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
@@ -128,6 +124,12 @@ def write(
     """
     root = Path(target).expanduser()
     require_new_bundle(root, size)
+    from medfl import (
+        networks,  # PyTorch takes seconds: what is wrong with the images is told before
+    )
+    from medfl.problem.tasks import KINDS
+    from medfl.storage.files import write_atomic
+
     chosen = network or _NETWORKS[content.kind]
     segments = content.kind != "labelled"
     allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == segments]
@@ -183,6 +185,19 @@ def write(
         ) from error
 
     return root
+
+
+def _check_structures(names: Sequence[str]) -> None:
+    """Raise an InputError unless the names of metrics can tell structures of these names apart."""
+    slugs = [*map(slug, names)]
+    for name, name_slug in zip(names, slugs, strict=True):
+        unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
+        if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
+            raise InputError(
+                f"--classes {','.join(names)}: {name!r}",
+                "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
+                "choose other names",
+            )
 
 
 def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress: bool) -> Survey:
@@ -339,7 +354,7 @@ def _segmented(
 ) -> Survey:
     images = own.path_below(layout.folder, layout.images)
     masks = own.path_below(layout.folder, layout.masks)
-    check_structures([*layout.classes.values()][1:])
+    _check_structures([*layout.classes.values()][1:])
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
+
+from PIL import Image
+
+from tests.support.run_folders import build
 
 QUICK = (
     (["--help"], 0), (["--version"], 0), (["run", "--help"], 0), (["methods"], 0), (["methods", "fedprox"], 0),
@@ -38,7 +43,16 @@ QUICK = (
         "new {there} --images .", "new x --images . --size 5", "new x --images . --size 0",
         "predict {there} {there}/run.json --out {there}", "predict {there} gone.png --out x",
         "predict {there} {there}/run.json --out x --which foo", "export {there} --out {there}",
-        "export {there} --out x --which foo",
+        "export {there} --out x --which foo", "run mednist --data .", "run mednist --data . --folds 3",
+        "compare mednist --methods fedavg --data gone --out g", "compare mednist --methods fedavg --data . --out g",
+        "tune mednist --method fedprox --grid mu=1,2 --data gone --out g", "new x --images .",
+        "new x --images {table} --labels {table}/t.csv --patient-column who",
+        "new x --images {table} --labels gone.csv",
+        "run --resume --out {run} --lr 3", "run --resume --out {run} --seed 7 --rounds 99",
+        *(["run mednist --device cuda", "compare mednist --methods fedavg --device cuda:1 --out g",
+           "tune mednist --method fedprox --grid mu=1,2 --device cuda --out g",
+           "run --resume --out {run} --device cuda"]
+          * (find_library("cuda") is None)),
     )],
 )  # fmt: skip
 PROGRAM = """
@@ -59,14 +73,16 @@ for words, code in json.load(sys.stdin):
 
 
 def test_listings_and_plain_refusals_import_neither_torch_nor_monai(tmp_path: Path) -> None:
-    """Words with {there} name a folder that is taken for a run's."""
+    """Words with {there} name a folder that is taken for a run's, {run} a run, {table} a table beside a picture."""
     there, empty = tmp_path / "there", tmp_path / "empty"
     empty.mkdir()
     there.mkdir()
     (there / "run.json").touch()
-    calls = [
-        ([word.replace("{there}", str(there)) for word in words], code) for words, code in QUICK
-    ]
+    (tmp_path / "table").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "table/1.png")
+    (tmp_path / "table/t.csv").write_text("file,label\n1.png,a\n")
+    places = {"there": there, "table": tmp_path / "table", "run": build(tmp_path)}
+    calls = [([word.format(**places) for word in words], code) for words, code in QUICK]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, timeout=600,
         cwd=empty,

@@ -592,7 +592,7 @@ def test_a_full_disk_leaves_no_part_of_a_bundle(
             raise RunError("no space left") from OSError(errno.ENOSPC, "No space left on device")
         path.touch()
 
-    monkeypatch.setattr("medfl.starter.starter.write_atomic", full)
+    monkeypatch.setattr("medfl.storage.files.write_atomic", full)
     with pytest.raises(InputError, match=r"mine cannot be written: no space left"):
         starter.write(tmp_path / "mine", starter.survey(labelled))
     assert not (tmp_path / "mine").exists()

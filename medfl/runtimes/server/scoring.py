@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from medfl import methods
 from medfl.core.message import Weights
+from medfl.core.names import slug
 from medfl.core.task import SECTIONS
 from medfl.evaluation import undefined
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.mask_metrics import slug
 from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
