@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}", unknown[0].partition("=")[0])
+
         return parsed, unknown
 
     def error(self, message: str, unknown: str = "") -> NoReturn:
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise InputError(
             " ".join(message.split()),
-            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(flags)}",
+            usage if len(usage) < 200 else f"{self.prog} has {len(flags)} options",
             did_you_mean(unknown, flags, f"see {self.prog} --help"),
         )
 

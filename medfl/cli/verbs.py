@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
+    options = None
     try:
         options = parser().parse_args(words)
         options.given = words
@@ -97,7 +98,8 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     except KeyboardInterrupt as signalled:
         terminated = isinstance(signalled, terminal.Terminated)
         word = "ended by SIGTERM" if terminated else "interrupted"
-        warn(f"{word}: what was saved is intact; a run continues with --resume")
+        resumes = "; a run continues with --resume" * hasattr(options, "resume")
+        warn(f"{word}: what was saved is intact{resumes}")
         return 143 if terminated else 130
     except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
         terminal.flush(sys.stdout)

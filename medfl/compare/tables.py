@@ -247,7 +247,8 @@ def all_tables(
         value = comparison.target_value(target, partition)
         scale = scale_of(comparison.key)
         reached = "–" if value is None else _SCALES[scale].text(value)
-        title = f"To reach {reached} on the validation set ({target}), partition {partition}"
+        metric = metrics.title(comparison.key).lower()
+        title = f"To reach {reached} of {metric} on the validation set ({target}), partition {partition}"
         parts.append((title, target_table(comparison, partition, value, format_)))
 
     if tests := comparison.tests(against):

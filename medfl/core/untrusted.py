@@ -42,10 +42,20 @@ class Refused(Exception):
     """The text is refused; the message says why in a few words."""
 
 
+_LEFTWARDS = ("R", "AL", "AN")
+
+
 def printable(text: object, length: int = 100) -> str:
-    """Return untrusted text for a line of output: printable ASCII of limited length, of a path its last part."""
+    """Return untrusted text for a line of output, of limited length; of a path its last part.
+
+    What steers a terminal, breaks or turns a line, or is not seen, is written as an escape; so are letters that run
+    from right to left, which would move their neighbours.
+    """
     try:
-        plain = ascii(str(text))[1:-1]
+        shown = repr(str(text))[1:-1]
+        plain = "".join(
+            ascii(c)[1:-1] if unicodedata.bidirectional(c) in _LEFTWARDS else c for c in shown
+        )
     except ValueError:  # of so many digits that Python writes none
         plain = "a number of thousands of digits"
 

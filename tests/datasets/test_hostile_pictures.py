@@ -111,6 +111,10 @@ def test_positions_of_slices_that_are_none(positions: tuple[str, str], tmp_path:
 
 def test_a_number_of_many_digits_is_said_in_few() -> None:
     assert printable(10**5000, 40) == "a number of thousands of digits"
+    assert printable("Lücke 骨") == "Lücke 骨"
+    assert printable("a\x1bb\u202ec\u200bd\u0627e\ud800\n") == (
+        r"a\x1bb\u202ec\u200bd\u0627e\ud800\n"
+    )
     assert printable("x" * 50, 40) == "x" * 37 + "..."
     assert (
         printable(Path("/deep") / ("x" * 50) / "a.png", 20) == "..." + "x" * 11 + "/a.png"
