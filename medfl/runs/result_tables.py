@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.documents import Document
-from medfl.core.errors import InputError, did_you_mean, without_package
+from medfl.core.errors import InputError, did_you_mean
 from medfl.evaluation.metrics import title
 
 if TYPE_CHECKING:
@@ -50,16 +50,13 @@ class ResultTables(ABC):
                 "predictions" (by id), with the columns of the attribute of this name.
 
         Raises:
-            InputError: no such table, the run has not come that far, or pandas is not installed.
+            InputError: no such table, or the run has not come that far.
         """
         if table not in TABLES:
             advice = did_you_mean(table, TABLES, "choose one")
             raise InputError(f"table {table!r}", f"tables are {', '.join(TABLES)}", advice)
 
-        try:
-            import pandas
-        except ImportError as error:
-            raise without_package("to_frame", "pandas") from error
+        import pandas  # here: importing it takes a second
 
         frame = pandas.DataFrame.from_records(getattr(self, table))
         if frame.empty:

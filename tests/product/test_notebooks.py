@@ -65,7 +65,6 @@ def test_a_notebook_runs(
 ) -> None:
     client = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    pytest.importorskip("pandas")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(
         "TMPDIR", str(tmp_path)

@@ -31,7 +31,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> medfl.Result:
 
 
 def test_each_list_of_records_is_a_table(run: medfl.Result) -> None:
-    pytest.importorskip("pandas")
     rounds = run.to_frame()
     assert rounds.index.tolist() == [1, 2, 3]
     assert rounds["val_accuracy"].tolist() == [row["val_accuracy"] for row in run.rounds]
