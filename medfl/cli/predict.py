@@ -118,13 +118,14 @@ def _lines(document: Config, width: int) -> list[str]:
         lines += _vectors(document["predictions"], document["classes"], width)
 
     if (scores := document["scores"]) is not None:
-        from medfl.evaluation.metrics import title
+        from medfl.evaluation.metrics import title, without_repeats
 
         lines += ["", f"scores by the references of {document['scored']} images"]
         units = {name: f" ({unit})" for name, unit in document["units"].items()}
         rows = []
 
-        for name, value in scores.items():
+        for name in without_repeats([*scores], [scores]):
+            value = scores[name]
             if not name.endswith("_cases"):
                 cases = scores.get(f"{name}_cases", document["scored"])
                 rows.append([title(name) + units.get(name, ""), f"{value:.3f}", f"{cases:.0f}"])

@@ -72,9 +72,12 @@ def _subgroups(args: Any) -> int:
 
 def text(subgroups: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
-    from medfl.evaluation.metrics import title
+    from medfl.evaluation.metrics import title, without_repeats
 
     names = [name for name in subgroups.metrics if name != "loss"]
+    names = without_repeats(
+        names, (group.metrics for group in (*subgroups.groups, subgroups.total))
+    )
     rows = []
     for group in (*subgroups.groups, subgroups.total):
         count = "not told" if group.count is None else str(group.count)

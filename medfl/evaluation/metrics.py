@@ -7,7 +7,7 @@ compare them), but are computed from one confusion matrix and one ranking: every
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -360,6 +360,18 @@ def spread(
 
     result["count"] = len(by_site)
     return result
+
+
+def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
+    rows = [*rows]
+    kept = []
+    for name in names:
+        wholes = [whole for whole in names if name.startswith(f"{whole}_")]
+        if not any(all(row.get(name) == row.get(whole) for row in rows) for whole in wholes):
+            kept.append(name)
+
+    return kept
 
 
 def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def result_table(run_folder: Path) -> str:
     lines = [
         *_site_lines(run, columns),
         *_pooled_lines(run),
-        *structure_lines(run, run.structures, model),
+        *structure_lines(run, {} if _has_one(run) else run.structures, model),
     ]
     differences = Differences(run)
     for name, text in (
@@ -79,6 +79,13 @@ def result_table(run_folder: Path) -> str:
 
     lines.append(_data_line(run))
     return "\n".join(lines)
+
+
+def _has_one(run: RunFiles) -> bool:
+    """Tell whether all is of one structure that every test case has: then its figures are told already."""
+    tested = sum(run.size(site, "test") for site in run.site_names)
+    cases = [scores.get("cases") for scores in run.structures.values()]
+    return run.kind.noun == "structure" and cases == [tested]
 
 
 def _site_lines(

@@ -18,6 +18,7 @@ from medfl.evaluation.metrics import (
     spread,
     summarise,
     title,
+    without_repeats,
 )
 from medfl.problem.tasks import KINDS
 
@@ -208,6 +209,34 @@ def test_spread_by_hand() -> None:
 )
 def test_direction(name: str, better: bool) -> None:
     assert higher_is_better(name) is better
+
+
+def test_a_mean_over_sites_is_of_those_that_have_all_classes() -> None:
+    """So it is never below the worst; without one all count, and there is no worst."""
+    values = {"a": 0.8, "b": 0.9, "c": 0.5}
+    of_two = spread(values, ranked=["a", "b"])
+    assert (of_two["mean"], of_two["worst_site"], of_two["count"]) == (pytest.approx(0.85), "a", 2)
+    of_none = spread(values, ranked=[])
+    assert of_none["mean"] == pytest.approx(np.mean([*values.values()]))
+    assert "worst" not in of_none
+
+
+def test_the_only_structure_has_no_columns_of_its_own() -> None:
+    names = ["dice", "dice_lung", "surface_dice", "surface_dice_lung", "loss"]
+    once = {
+        "dice": 0.5,
+        "dice_lung": 0.5,
+        "surface_dice": 1.0,
+        "surface_dice_lung": 1.0,
+        "loss": 0.5,
+    }
+    assert without_repeats(names, [once]) == ["dice", "surface_dice", "loss"]
+    assert without_repeats(names, [once, {**once, "dice_lung": 0.4}]) == [
+        "dice",
+        "dice_lung",
+        "surface_dice",
+        "loss",
+    ]
 
 
 def test_tables_agree() -> None:
