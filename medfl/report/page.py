@@ -12,7 +12,7 @@ from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
-from medfl.report import charts, folds, saved_pictures
+from medfl.report import charts, cross_site, folds, saved_pictures
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
@@ -104,6 +104,7 @@ def context(run: RunFiles) -> Document:
         "scale": scale,
         "gains": gains,
         **_differences(run),
+        "cross_site": cross_site.read(run),
         "learning": learning_curves(run),
         "costs": costs(run),
         "traffic": _traffic(run),

@@ -32,6 +32,7 @@ from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
 from medfl.storage.files import State
+from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 
@@ -127,6 +128,10 @@ class Simulator:
             )
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.launch.untested
+            # one that an earlier part of the run wrote is kept up to date
+            self.scoring.cross_site = (
+                self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            )
             summary = self._execute(bool(manifest))
 
         write = self.folder.write_trial if self.launch.untested else self.folder.write_summary
