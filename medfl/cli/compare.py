@@ -126,7 +126,7 @@ def _compare(args: Any) -> int:
         check_options(entry.method, entry.options)
 
     with without_gc():
-        from medfl.compare import cross_site, left_out
+        from medfl.compare import contribution, cross_site, left_out
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
@@ -140,7 +140,13 @@ def _compare(args: Any) -> int:
     tests = {"against": args.against, "target": args.target}
     comparison, failed = compare(
         grid,
-        Launch(out=args.out, jobs=args.jobs, cross_site=args.cross_site, **telling(args)),
+        Launch(
+            out=args.out,
+            jobs=args.jobs,
+            cross_site=args.cross_site,
+            contribution=args.contribution,
+            **telling(args),
+        ),
         **tests,
     )
     document: Document = {"folder": str(args.out), "failed": failed}
@@ -161,6 +167,7 @@ def _compare(args: Any) -> int:
         written["md"].read_text(),
         left_out.write(comparison, args.out),
         cross_site.write(comparison, args.out),
+        contribution.write(comparison, args.out),
         *(f"written: {path}" for path in written.values()),
     ]
     if args.published:

@@ -281,7 +281,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                 while left and len(busy) < (launch.jobs or 1):
                     cell = left.popleft()
                     process: BaseProcess = context.Process(
-                        target=_run, args=(grid, cell, shared, launch.cross_site), daemon=False
+                        target=_run, args=(grid, cell, shared, launch), daemon=False
                     )
                     process.start()
                     busy[process.sentinel] = (process, cell, time.monotonic())
@@ -324,7 +324,7 @@ def _log_file(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-log.txt")
 
 
-def _run(grid: Grid, cell: Cell, shared: Shared, cross_site: bool) -> None:
+def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
@@ -339,7 +339,8 @@ def _run(grid: Grid, cell: Cell, shared: Shared, cross_site: bool) -> None:
                 out=cell.folder,
                 resume=(cell.folder / "run.json").is_file(),
                 jobs=1,
-                cross_site=cross_site,
+                cross_site=of_grid.cross_site,
+                contribution=of_grid.contribution and _has_contributions(cell.entry.method),
                 untested=cell.untested,
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
@@ -367,6 +368,12 @@ def _run(grid: Grid, cell: Cell, shared: Shared, cross_site: bool) -> None:
 
             failure.write_text(text)
             sys.exit(code)
+
+
+def _has_contributions(name: str) -> bool:
+    """Tell whether what sites contribute to a method's model can be estimated: one model, the mean of theirs."""
+    cls = methods.method_class(name)
+    return cls.judged == "global" and methods.has_fedavg_server(cls)
 
 
 def _exit_with(parent: BaseProcess | None) -> None:

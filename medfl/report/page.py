@@ -21,9 +21,9 @@ from medfl.report.prediction_analysis import analyse_predictions, numbers_of
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
-from medfl.storage.places import FOLDS
-from medfl.storage.run_documents import damaged
-from medfl.storage.run_reader import SUMMARY_KINDS
+from medfl.storage.places import CONTRIBUTION, FOLDS
+from medfl.storage.run_documents import damaged, read_rows
+from medfl.storage.run_reader import SUMMARY_KINDS, Table
 
 _SHOWN = (
     "key",
@@ -105,6 +105,7 @@ def context(run: RunFiles) -> Document:
         "gains": gains,
         **_differences(run),
         "cross_site": cross_site.read(run),
+        "contribution": contribution_of(run),
         "learning": learning_curves(run),
         "costs": costs(run),
         "traffic": _traffic(run),
@@ -133,6 +134,21 @@ def _differences(run: RunFiles) -> Document:
         "differences": rows,
         "pooled_difference": differences.pooled,
     }
+
+
+def contribution_of(run: RunFiles) -> list[tuple[str, dict[str, float]]]:
+    """Return each site with what it contributed, [] where that was not estimated."""
+    path = run.path / CONTRIBUTION
+    if not path.is_file():
+        return []
+
+    table = Table(path, read_rows(path, ("site", "rounds")))
+    columns = {name: table.numbers(name) for name in table.columns if name != "site"}
+    rows = []
+    for index, site in enumerate(table.texts("site")):
+        rows.append((site, {name: float(values[index]) for name, values in columns.items()}))
+
+    return rows
 
 
 def _notes(data: Config) -> list[str]:

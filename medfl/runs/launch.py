@@ -48,6 +48,7 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
+from medfl.runtimes.server import contribution
 from medfl.storage.places import (
     CROSS_SITE,
     LOCAL_REFERENCE,
@@ -180,6 +181,9 @@ def federate(
             progress=launch.progress,
         )
         tolerance.check(federation)
+        if launch.contribution:
+            contribution.check(federation, runtime.remote)
+            say(contribution.cost(federation))
 
         if config and not launch.resume:
             try_training_step(federation, config)
@@ -311,7 +315,13 @@ def _execute(
         )
         # The rest of a launch is for the run itself, not for its reference
         reference_launch = replace(
-            launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False
+            launch,
+            contribution=False,
+            save_predictions=False,
+            profile=False,
+            track=None,
+            callbacks=(),
+            untested=False,
         )
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
 

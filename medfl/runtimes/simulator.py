@@ -316,6 +316,7 @@ class Simulator:
                 federation, round_, self.server, replies, self.tolerance, left_out, self.say
             )
 
+        before = self.server
         self.server = outcome.server
         # in the cohort's order, not in which they came: sums over sites depend on it
         present = [name for name in cohort if name in results and name not in left_out]
@@ -344,6 +345,9 @@ class Simulator:
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
             **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
+        if self.launch.contribution and self._is_eval_round(round_):
+            with profiling.during(profiling.EVALUATION):
+                entry["contribution"] = self.scoring.contributions(round_, before, outcome.replies)
 
         return entry, results
 

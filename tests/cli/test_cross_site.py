@@ -54,6 +54,24 @@ def test_what_one_model_has_is_said_and_flare_is_refused(
     assert not out.exists()
 
 
+def test_contributions_and_what_has_none(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["run", "mednist", "--data", str(scans), *FEW, "--contribution", "--out"]
+    assert main([*arguments, str(out)]) == 0
+    assert "contribution: 4 models of 2 sites scored on all " in capsys.readouterr().err
+    rows = csv.DictReader((out / "contribution.csv").read_text().splitlines())
+    assert [row["site"] for row in rows] == ["site-1", "site-2"]
+    assert "What each site contributed" in (out / "report.html").read_text()
+
+    other = tmp_path / "other"
+    assert main([*arguments, str(other), "--method", "scaffold"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: --contribution with method scaffold: its server does more")
+    assert not other.exists()
+
+
 @pytest.mark.slow
 def test_a_comparison_has_a_matrix_and_makes_it_later(scans: Path, tmp_path: Path) -> None:
     out = tmp_path / "grid"
@@ -62,7 +80,14 @@ def test_a_comparison_has_a_matrix_and_makes_it_later(scans: Path, tmp_path: Pat
     assert main(arguments) == 0
     assert not (out / "cross_site.csv").exists()
     assert main([*arguments, "--cross-site"]) == 0
+    assert not (out / "contribution.md").exists()
     rows = list(csv.DictReader((out / "cross_site.csv").read_text().splitlines()))
     models = ["fedavg: Global model", "local: Personalised, site-1", "local: Personalised, site-2"]
     assert list(dict.fromkeys(row["model"] for row in rows)) == models
     assert "## Every model at every site" in (out / "cross_site.md").read_text()
+    # of local there is nothing to estimate; runs that are done are not trained again
+    arguments[arguments.index("0,1")] = "2"
+    assert main([*arguments, "--contribution"]) == 0
+    text = (out / "contribution.md").read_text()
+    assert "| fedavg | site-1 |" in text
+    assert "| local |" not in text

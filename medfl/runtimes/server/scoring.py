@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.message import Weights
+from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, undefined
@@ -20,11 +21,12 @@ from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.registry import Document
+from medfl.runtimes.server import contribution
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
 from medfl.storage.files import State, file_sha256, weights_sha256
-from medfl.storage.places import CROSS_SITE
+from medfl.storage.places import CONTRIBUTION, CROSS_SITE
 from medfl.storage.run_folder import RunFolder
 
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
@@ -112,6 +114,26 @@ class Scoring:
             entry["undefined"] = why
 
         return entry
+
+    def contributions(
+        self, round_: int, server: State, replies: Mapping[str, Message]
+    ) -> dict[str, dict[str, float]]:
+        """Return what each reply contributes to a round; `server` is the State before it."""
+        sign = 1 if higher_is_better(self.key) else -1
+
+        def value(names: frozenset[str]) -> float:
+            state = server
+            if names:
+                # in the sites' order, on which the bits of a mean depend
+                some = {name: replies[name] for name in replies if name in names}
+                state = self.federation.aggregate(round_, server, some)
+
+            cases = self._global(round_, "validate", state)
+            metric = self.summarise(cases).get(self.key) if cases is not None else None
+            return math.nan if metric is None else sign * metric
+
+        seed = derive(self.run.seed, "contribution", round_)
+        return contribution.contributions(list(replies), value, seed)
 
     def _remember(self, round_: int, server: State, val: Metrics) -> None:
         value = val.get(self.key)
@@ -291,6 +313,9 @@ class Scoring:
                 columns[name] |= _columns(model, scores.get(name), classes)
 
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
+        if contributed := contribution.rows(self.folder.rounds()):
+            self.folder.write_table(CONTRIBUTION, contributed)
+
         if self.cross_site:
             self._score_everywhere(server, global_by_site)
 
