@@ -22,10 +22,12 @@ def write(comparison: Comparison, folder: Path) -> str:
             for site, values in contribution_of(run):
                 by_site.setdefault(site, []).append(values)
 
-        for site, found in by_site.items():
-            means = [fmean(values[name] for values in found) for name in ("shapley", "left_out")]
-            cells = [formatting.signed(value) for value in means]
-            lines.append([row.partition, row.method, site, *cells, str(len(found))])
+        for site, runs in by_site.items():
+            cells = []
+            for name in ("shapley", "left_out"):
+                cells.append(formatting.signed(fmean(values[name] for values in runs)))
+
+            lines.append([row.partition, row.method, site, *cells, str(len(runs))])
 
     if not lines:
         return ""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping
+from math import isnan
 from pathlib import Path
 
 from medfl.compare.comparison import Comparison
-from medfl.core.names import as_cell
 from medfl.evaluation import metrics
 from medfl.report import cross_site
 from medfl.report.cross_site import Cell, Matrix
 from medfl.storage.files import write_atomic
 from medfl.storage.places import CROSS_SITE
+from medfl.storage.run_folder import RunFolder
 
 
 def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
@@ -21,10 +20,10 @@ def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
     for partition in comparison.partitions:
         rows: dict[str, Mapping[str, Cell]] = {}
         for row in comparison.on(partition):
-            found = [m for run in row.runs.values() if (m := cross_site.read(run)) is not None]
-            if found:
-                of_method = cross_site.mean(found).rows
-                rows |= {f"{row.method}: {title}": cells for title, cells in of_method.items()}
+            of_runs = list(filter(None, map(cross_site.read, row.runs.values())))
+            if of_runs:
+                models = cross_site.mean(of_runs).rows
+                rows |= {f"{row.method}: {title}": cells for title, cells in models.items()}
 
         if rows:
             yield partition, Matrix(comparison.key, rows)
@@ -32,24 +31,19 @@ def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
 
 def write(comparison: Comparison, folder: Path) -> str:
     """Write cross_site.md and cross_site.csv into a comparison's folder; return the tables, "" without any."""
-    found = dict(matrices(comparison))
-    if not found:
-        return ""
-
     sections = [f"## Every model at every site: {metrics.title(comparison.key)}"]
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    writer.writerow(["partition", "model", "at", "cases", comparison.key])
-    for partition, matrix in found.items():
+    table = []
+    for partition, matrix in matrices(comparison):
         sections.append(f"Partition {partition}, means over the seeds:\n\n{matrix.markdown()}")
         for title, cells in matrix.rows.items():
             for site, cell in cells.items():
-                value = "" if cell.value != cell.value else cell.value
-                names = map(as_cell, (partition, title, site))
-                writer.writerow([*names, cell.cases, value])
+                place = {"partition": partition, "model": title, "at": site, "cases": cell.cases}
+                table.append({**place, comparison.key: "" if isnan(cell.value) else cell.value})
+
+    if not table:
+        return ""
 
     text = "\n\n".join(sections)
-    path = folder / CROSS_SITE
-    write_atomic(path, buffer.getvalue().encode())
-    write_atomic(path.with_suffix(".md"), f"{text}\n".encode())
+    RunFolder(folder).write_table(CROSS_SITE, table)
+    write_atomic((folder / CROSS_SITE).with_suffix(".md"), f"{text}\n".encode())
     return text

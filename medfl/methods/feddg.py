@@ -53,9 +53,9 @@ class FedDG(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights and the other sites' means, without their names."""
-        known = server["amplitudes"]
-        others = [known[name] for name in sorted(known) if name != site_name]
-        means = {str(index): mean for index, mean in enumerate(others)}
+        amplitudes = server["amplitudes"]
+        of_sites = [amplitudes[name] for name in sorted(amplitudes) if name != site_name]
+        means = {str(index): mean for index, mean in enumerate(of_sites)}
         return Message({"weights": server["weights"], "amplitudes": means})
 
     def init_site(self, site: Site) -> State:
@@ -74,28 +74,28 @@ class FedDG(Method):
         """Train on images that are mixed with the means of others."""
         sent = down.tensors.get("amplitudes", {})
         # a wire does not keep their order
-        others = [sent[key] for key in sorted(sent, key=int)]
-        if not others or self.probability == 0:
+        means = [sent[key] for key in sorted(sent, key=int)]
+        if not means or self.probability == 0:
             return fit(model, site)
 
         def feed(x: Collated, y: Collated) -> tuple[Collated, Collated]:
             images = checked(x, site, self.frequencies)
             # drawn on the CPU, so that a GPU gets the same
-            drawn = torch.randint(len(others), (len(images),))
+            drawn = torch.randint(len(means), (len(images),))
             degree = torch.rand(len(images)) * (torch.rand(len(images)) < self.probability)
-            target = torch.stack(others)[drawn].to(images)
+            target = torch.stack(means)[drawn].to(images)
             return mixed(images, target, degree.to(images), self.frequencies), y
 
         return fit(model, site, feed=feed)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the weights, and keep the newest mean of each site."""
-        known: Tensors = dict(server["amplitudes"])
+        amplitudes: Tensors = dict(server["amplitudes"])
         for name in sorted(replies):
             if "amplitude" in replies[name]:
-                known[name] = replies[name]["amplitude"]["mean"]
+                amplitudes[name] = replies[name]["amplitude"]["mean"]
 
-        return {**super().aggregate(host, server, replies, num_sites), "amplitudes": known}
+        return {**super().aggregate(host, server, replies, num_sites), "amplitudes": amplitudes}
 
 
 def mixed(x: Tensor, target: Tensor, degree: Tensor, frequencies: int) -> Tensor:
@@ -112,10 +112,10 @@ def mixed(x: Tensor, target: Tensor, degree: Tensor, frequencies: int) -> Tensor
     block = _block(x, frequencies)
     amplitude = spectrum[block].abs()
     weight = degree.view(-1, *[1] * (x.ndim - 1))
-    wanted = (1 - weight) * amplitude + weight * target
-    spectrum[block] = torch.polar(wanted, spectrum[block].angle())
-    changed: Tensor = ifftn(spectrum, dim=axes, norm="forward")
-    return changed.real
+    changed = (1 - weight) * amplitude + weight * target
+    spectrum[block] = torch.polar(changed, spectrum[block].angle())
+    images: Tensor = ifftn(spectrum, dim=axes, norm="forward")
+    return images.real
 
 
 def mean_amplitude(site: Site, frequencies: int) -> Tensor:

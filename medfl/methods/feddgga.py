@@ -84,10 +84,10 @@ class FedDGGA(Method):
         shares = adjusted(before, gaps, decayed)
         # what a cohort has of all weight stays with it
         total = sum(before.values())
-        kept = {name: total * share for name, share in shares.items()}
+        cohort_shares = {name: total * share for name, share in shares.items()}
         return {
             "weights": weighted_mean(replies, "weights", shares),
-            "shares": {**server["shares"], **kept},
+            "shares": {**server["shares"], **cohort_shares},
         }
 
     def observed(self, server: State, replies: Messages) -> Mapping[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +19,6 @@ from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_documents import read_rows
 from medfl.storage.run_reader import Table
 
-_TITLES = dict(MODEL_KINDS)
 _COLUMNS = ("model", "of", "at", "cases")
 
 
@@ -48,35 +49,28 @@ class Matrix:
         """Where models were examined, in order."""
         return list(dict.fromkeys(site for cells in self.rows.values() for site in cells))
 
-    @property
-    def lines(self) -> list[tuple[str, list[Cell | None], list[float]]]:
-        """Each model with its cells, and how dark each is, 0 to 1 from the worst cell of all to the best."""
-        values = [
-            c.value for cells in self.rows.values() for c in cells.values() if c.value == c.value
-        ]
-        low, high = min(values, default=0.0), max(values, default=0.0)
-        lines = []
-        for title, cells in self.rows.items():
-            shown = [cells.get(site) for site in self.sites]
-            shades = []
-            for cell in shown:
-                shade = 0.0
-                if cell is not None and cell.value == cell.value and high > low:
-                    shade = (cell.value - low) / (high - low)
-                    if not metrics.higher_is_better(self.metric):
-                        shade = 1 - shade
+    @cached_property
+    def _worst_and_best(self) -> tuple[float, float]:
+        values = []
+        for cells in self.rows.values():
+            values += [cell.value for cell in cells.values() if not isnan(cell.value)]
 
-                shades.append(shade)
+        values.sort(reverse=not metrics.higher_is_better(self.metric))
+        return (values[0], values[-1]) if values else (0.0, 0.0)
 
-            lines.append((title, shown, shades))
+    def shade(self, cell: Cell) -> float:
+        """Return how dark a cell is: from 0, the worst of all, to 1, the best."""
+        worst, best = self._worst_and_best
+        if isnan(cell.value) or worst == best:
+            return 0.0
 
-        return lines
+        return (cell.value - worst) / (best - worst)
 
     def markdown(self) -> str:
         """Return the matrix as a table; a site's own model at the site is bold."""
         lines = []
-        for title, cells, _ in self.lines:
-            lines.append([title, *map(_text, cells)])
+        for title, cells in self.rows.items():
+            lines.append([title, *(_text(cells.get(site)) for site in self.sites)])
 
         return markdown_table(["model", *(f"at {site}" for site in self.sites)], lines)
 
@@ -88,35 +82,30 @@ def read(run: RunFiles) -> Matrix | None:
         return None
 
     table = Table(path, read_rows(path, _COLUMNS))
-    numbers = {name: table.numbers(name) for name in ("cases", run.key, "low", "high")}
+    columns = [table.numbers(name).tolist() for name in (run.key, "low", "high", "cases")]
     rows: dict[str, dict[str, Cell]] = {}
-    models = zip(*(table.texts(name) for name in _COLUMNS[:3]), strict=True)
-    for index, (model, of, at) in enumerate(models):
-        title = _TITLES.get(model, model) + (f", {of}" if of else "")
-        low, high = (float(numbers[name][index]) for name in ("low", "high"))
-        rows.setdefault(title, {})[at] = Cell(
-            float(numbers[run.key][index]),
-            (low, high) if low == low and high == high else None,
-            int(numbers["cases"][index]),
-            of == at,
-        )
+    for (_, row), value, low, high, cases in zip(table.rows, *columns, strict=True):
+        title = dict(MODEL_KINDS).get(row["model"], row["model"])
+        if row["of"]:
+            title += f", {row['of']}"
+
+        ends = None if isnan(low) else (low, high)
+        cell = Cell(value, ends, int(cases), row["of"] == row["at"])
+        rows.setdefault(title, {})[row["at"]] = cell
 
     return Matrix(run.key, rows)
 
 
 def mean(matrices: Sequence[Matrix]) -> Matrix:
-    """Return the means over several runs' matrices of the same models, without intervals."""
+    """Return the means over several runs' matrices of the same models and sites, without intervals."""
     rows: dict[str, dict[str, Cell]] = {}
-    first = matrices[0]
-    for title, cells in first.rows.items():
+    for title, cells in matrices[0].rows.items():
         rows[title] = {}
         for site, cell in cells.items():
-            found = [matrix.rows.get(title, {}).get(site, cell) for matrix in matrices]
-            values = [other.value for other in found if other.value == other.value]
-            value = fmean(values) if values else float("nan")
-            rows[title][site] = Cell(value, None, cell.cases, cell.is_own)
+            values = [matrix.rows[title][site].value for matrix in matrices]
+            rows[title][site] = replace(cell, value=fmean(values), ends=None)
 
-    return Matrix(first.metric, rows)
+    return Matrix(matrices[0].metric, rows)
 
 
 def write(folder: Path) -> None:

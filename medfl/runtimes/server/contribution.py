@@ -1,23 +1,24 @@
 """What each site contributes to a round, as an estimate: its Shapley value, and what is lost without it.
 
 v(S) is the key metric, on everybody's validation images, of the model that is made of the replies of the sites S alone;
-of none it is the model before the round. A site is worth
+of none it is the model before the round. A site i is worth
 
     left out    v(all) - v(all but i)
-    Shapley     phi_i = sum over S without i of (v(S and i) - v(S)) / (n (n - 1 over |S|)),    their sum is v(all) - v()
+    Shapley     the mean of v(S and i) - v(S) over the orders in which sites may come, S those before i
 
-exactly for the round with up to five sites. Of more, phi_i is the mean gain of i over n orders of the sites, each of
-which begins one, and an order ends where v(S) is within 1 % of the round's whole gain: guided sampling and truncation
-as in GTG-Shapley (Liu et al., ACM TIST 2022), which also leaves out rounds that gain little. It says what replies were
-worth to these rounds by these images, not what a site's data would be worth to another run.
+of which the latter add up to v(all) - v(none). Up to five sites it is over all orders, and exact for the round. Of more
+it is over n orders, each of which another site begins, and an order ends where v(S) is within 1 % of the round's gain
+of v(all): guided sampling and truncation as in GTG-Shapley (Liu et al., ACM TIST 2022), which also leaves out rounds
+that gain little. It says what replies were worth to these rounds by these images, not what a site's data would be
+worth to another run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import combinations
-from math import comb, isnan, sqrt
+from itertools import permutations
+from math import isnan, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
@@ -80,71 +81,62 @@ def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, di
     """Return "shapley" and "left_out" -> site -> what it contributes; {} where a model's value is undefined."""
     value = cache(value)
     everybody = frozenset(names)
-    whole = value(everybody)
-    left_out = {name: whole - value(everybody - {name}) for name in names}
-    if len(names) <= EXACT:
-        shares = _exact(names, value)
-    else:
-        shares = _sampled(names, value, seed)
-
-    if any(map(isnan, [*left_out.values(), *shares.values()])):
-        return {}
-
-    return {SHAPLEY: shares, LEFT_OUT: left_out}
-
-
-def _exact(names: Sequence[str], value: Value) -> dict[str, float]:
-    shares = {}
-    for name in names:
-        others = [other for other in names if other != name]
-        total = 0.0
-        for size in range(len(names)):
-            for group in map(frozenset, combinations(others, size)):
-                total += (value(group | {name}) - value(group)) / comb(len(others), size)
-
-        shares[name] = total / len(names)
-
-    return shares
-
-
-def _sampled(names: Sequence[str], value: Value, seed: int) -> dict[str, float]:
-    draws = np.random.default_rng(seed)
-    whole = value(frozenset(names))
-    nothing = value(frozenset())
+    last = value(everybody)
+    left_out = {name: last - value(everybody - {name}) for name in names}
+    first = value(frozenset())
+    least = _TRUNCATED * abs(last - first) if len(names) > EXACT else -1.0
     gains = dict.fromkeys(names, 0.0)
-    for first in names:
-        others = [name for name in names if name != first]
+    orders = _orders(names, seed)
+
+    for order in orders:
         group = frozenset[str]()
-        before = nothing
-        for name in (first, *draws.permutation(others).tolist()):
-            if abs(whole - before) <= _TRUNCATED * abs(whole - nothing):
+        before = first
+        for name in order:
+            if abs(last - before) <= least:
                 break
 
             group |= {name}
             after = value(group)
-            gains[name] += after - before
+            gains[name] += (after - before) / len(orders)
             before = after
 
-    return {name: gain / len(names) for name, gain in gains.items()}
+    if any(map(isnan, [*left_out.values(), *gains.values()])):
+        return {}
+
+    return {SHAPLEY: gains, LEFT_OUT: left_out}
+
+
+def _orders(names: Sequence[str], seed: int) -> list[tuple[str, ...]]:
+    """Return all orders of few sites, and of many as many as there are sites, each of which begins one."""
+    if len(names) <= EXACT:
+        return list(permutations(names))
+
+    draws = np.random.default_rng(seed)
+    orders = []
+    for name in names:
+        after = [other for other in names if other != name]
+        orders.append((name, *draws.permutation(after).tolist()))
+
+    return orders
 
 
 def rows(rounds: Sequence[Mapping[str, Document]]) -> list[Document]:
     """Return the rows of contribution.csv: each site's means over its rounds, with 95 % intervals by Student's t."""
     by_site: dict[str, list[tuple[float, float]]] = {}
     for entry in rounds:
-        found = entry.get("contribution") or {}
-        for name, share in found.get(SHAPLEY, {}).items():
-            by_site.setdefault(name, []).append((share, found[LEFT_OUT][name]))
+        values = entry.get("contribution") or {}
+        for name, share in values.get(SHAPLEY, {}).items():
+            by_site.setdefault(name, []).append((share, values[LEFT_OUT][name]))
 
     table = []
     for name in sorted(by_site):
         shares, left_out = zip(*by_site[name], strict=True)
         row: Document = {"site": name, "rounds": len(shares), "shapley_sum": sum(shares)}
-        for title, values in ((SHAPLEY, shares), (LEFT_OUT, left_out)):
-            row[title] = fmean(values)
+        for title, gains in ((SHAPLEY, shares), (LEFT_OUT, left_out)):
+            row[title] = fmean(gains)
             row[f"{title}_low"] = row[f"{title}_high"] = ""
-            if len(values) > 1:
-                half = student.ppf(0.975, len(values) - 1) * stdev(values) / sqrt(len(values))
+            if len(gains) > 1:
+                half = student.ppf(0.975, len(gains) - 1) * stdev(gains) / sqrt(len(gains))
                 row[f"{title}_low"] = row[title] - half
                 row[f"{title}_high"] = row[title] + half
 
