@@ -47,6 +47,14 @@ def add_switch(group: Any, flag: str, text: str) -> None:
     group.add_argument(flag, action="store_true", help=text)
 
 
+def add_examinations(group: Any) -> None:
+    """Add the flags that ask for more scores than a run needs."""
+    text = "score each site's own model at every site too (cross_site.md, a heat map in the report)"
+    add_switch(group, "--cross-site", text)
+    text = "estimate what each site contributes to each evaluated round (contribution.csv, a table in the report)"
+    add_switch(group, "--contribution", text)
+
+
 def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
     """Add the flags that say what is trained, and with `data` on what, but for the method."""
     group.add_argument(

@@ -80,6 +80,7 @@ def add(verbs: Any) -> None:
     )  # fmt: skip
     text = "also print the published figures of these methods"
     arguments.add_switch(output, "--published", text)
+    arguments.add_examinations(output)
     arguments.add_quiet(output)
 
 
@@ -129,7 +130,7 @@ def _compare(args: Any) -> int:
         check_options(entry.method, entry.options)
 
     with without_gc():
-        from medfl.compare import left_out
+        from medfl.compare import contribution, cross_site, left_out
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
@@ -142,7 +143,15 @@ def _compare(args: Any) -> int:
     grid = Grid(args.bundle, tuple(entries), partitions, seeds, **shared)
     tests = {"against": args.against, "target": args.target}
     comparison, failed = compare(
-        grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests
+        grid,
+        Launch(
+            out=args.out,
+            jobs=args.jobs,
+            cross_site=args.cross_site,
+            contribution=args.contribution,
+            **telling(args),
+        ),
+        **tests,
     )
     document: Document = {"folder": str(args.out), "failed": failed}
 
@@ -161,6 +170,8 @@ def _compare(args: Any) -> int:
     lines = [
         written["md"].read_text(),
         left_out.write(comparison, args.out),
+        cross_site.write(comparison, args.out),
+        contribution.write(comparison, args.out),
         *(f"written: {path}" for path in written.values()),
     ]
     if args.published:

@@ -83,6 +83,7 @@ def add_flags(run: Any) -> None:
         "--with-local",
         "first train each site alone for the same number of steps, as a baseline",
     )
+    arguments.add_examinations(output)
     arguments.add_switch(
         output,
         "--save-predictions",

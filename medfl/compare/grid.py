@@ -41,7 +41,7 @@ from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_json
-from medfl.storage.places import TRIAL
+from medfl.storage.places import CROSS_SITE, TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
 
@@ -186,7 +186,12 @@ def run_missing(
 
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
-    done = [cell for cell in cells if cell.done(rounds)]
+    done = []
+    for cell in cells:
+        lacks_matrix = launch.cross_site and not (cell.folder / CROSS_SITE).is_file()
+        if cell.done(rounds) and not lacks_matrix:
+            done.append(cell)
+
     missing = [cell for cell in cells if cell not in done]
     shared = Shared()
     finished = [cell.folder for cell in done]
@@ -280,7 +285,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                 while left and len(busy) < (launch.jobs or 1):
                     cell = left.popleft()
                     process: BaseProcess = context.Process(
-                        target=_run, args=(grid, cell, shared), daemon=False
+                        target=_run, args=(grid, cell, shared, launch), daemon=False
                     )
                     process.start()
                     busy[process.sentinel] = (process, cell, time.monotonic())
@@ -331,7 +336,7 @@ def _log_file(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-log.txt")
 
 
-def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
+def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
@@ -346,6 +351,8 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 out=cell.folder,
                 resume=(cell.folder / "run.json").is_file(),
                 jobs=1,
+                cross_site=of_grid.cross_site,
+                contribution=of_grid.contribution and _has_contributions(cell.entry.method),
                 untested=cell.untested,
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
@@ -373,6 +380,12 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
 
             failure.write_text(text)
             sys.exit(code)
+
+
+def _has_contributions(name: str) -> bool:
+    """Tell whether what sites contribute to a method's model can be estimated: one model, the mean of theirs."""
+    cls = methods.method_class(name)
+    return cls.judged == "global" and methods.has_fedavg_server(cls)
 
 
 def _exit_with(parent: BaseProcess | None) -> None:

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from medfl.compare.checks import GRID
 from medfl.compare.comparison import Comparison
 from medfl.compare.cost_curves import embedded
+from medfl.compare.cross_site import matrices
 from medfl.compare.side_by_side import over_rounds
 from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
@@ -84,6 +85,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, object]:
         "judged_by": comparison.judged_by.title,
         "tables": tables,
         "undefined": comparison.undefined,
+        "cross_site": list(matrices(comparison)),
         "learning": [_learning(comparison, partition) for partition in comparison.partitions],
         "costs": costs,
     }

@@ -12,7 +12,7 @@ from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
-from medfl.report import charts, folds, saved_pictures
+from medfl.report import charts, cross_site, folds, saved_pictures
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
@@ -21,9 +21,9 @@ from medfl.report.prediction_analysis import analyse_predictions, numbers_of
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
-from medfl.storage.places import FOLDS
-from medfl.storage.run_documents import damaged
-from medfl.storage.run_reader import SUMMARY_KINDS
+from medfl.storage.places import CONTRIBUTION, FOLDS
+from medfl.storage.run_documents import damaged, read_rows
+from medfl.storage.run_reader import SUMMARY_KINDS, Table
 
 _SHOWN = (
     "key",
@@ -104,6 +104,8 @@ def context(run: RunFiles) -> Document:
         "scale": scale,
         "gains": gains,
         **_differences(run),
+        "cross_site": cross_site.read(run),
+        "contribution": contribution_of(run),
         "learning": learning_curves(run),
         "costs": costs(run),
         "traffic": _traffic(run),
@@ -132,6 +134,21 @@ def _differences(run: RunFiles) -> Document:
         "differences": rows,
         "pooled_difference": differences.pooled,
     }
+
+
+def contribution_of(run: RunFiles) -> list[tuple[str, dict[str, float]]]:
+    """Return each site with what it contributed, [] where that was not estimated."""
+    path = run.path / CONTRIBUTION
+    if not path.is_file():
+        return []
+
+    table = Table(path, read_rows(path, ("site", "rounds")))
+    columns = {name: table.numbers(name) for name in table.columns if name != "site"}
+    rows = []
+    for index, site in enumerate(table.texts("site")):
+        rows.append((site, {name: float(values[index]) for name, values in columns.items()}))
+
+    return rows
 
 
 def _notes(data: Config) -> list[str]:

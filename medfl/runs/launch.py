@@ -26,7 +26,7 @@ from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.problem.parts import is_parts
 from medfl.problem.problem import prepared_sections
-from medfl.report import RunFiles, write_report
+from medfl.report import RunFiles, cross_site, write_report
 from medfl.runs import request_checks
 from medfl.runs.pace import standstill, steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
@@ -48,7 +48,9 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
+from medfl.runtimes.server import contribution
 from medfl.storage.places import (
+    CROSS_SITE,
     LOCAL_REFERENCE,
     default_run_folder,
     folder_to_resume,
@@ -58,6 +60,8 @@ from medfl.storage.run_documents import read_rows, read_summary
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads
+
+_MOST_SITES = 100  # of which every model is scored at every one
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -155,6 +159,8 @@ def federate(
         require_unused(path, LOCAL_REFERENCE)
 
     _say_notes(plan, say)
+    if launch.cross_site:
+        say(_cost_of_cross_site(plan, launch.with_local))
 
     workers = launch.jobs
     if workers is None:
@@ -178,6 +184,9 @@ def federate(
             progress=launch.progress,
         )
         tolerance.check(federation)
+        if launch.contribution:
+            contribution.check(federation, runtime.remote)
+            say(contribution.cost(federation))
 
         if config and not launch.resume:
             try_training_step(federation, config)
@@ -202,6 +211,7 @@ def federate(
         )
 
     if not launch.untested:
+        cross_site.write(path)
         write_report(path)
         _say_if_rising(path, run, say)
 
@@ -231,6 +241,14 @@ def _check_outputs(plan: Plan, launch: Launch) -> None:
             "leave one out",
         )
 
+    sites = len(plan.run.partition.sites)
+    if launch.cross_site and (sites > _MOST_SITES or registry.load(launch.runtime).remote):
+        raise InputError(
+            f"--cross-site with {sites} sites and --runtime {launch.runtime}",
+            f"at most {_MOST_SITES} sites, whose test images are all here: the runtimes simulator and monai-fl",
+            "leave it out",
+        )
+
     bundle = plan.bundle
     if launch.save_predictions and bundle.task != "segmentation":
         raise InputError(
@@ -256,6 +274,23 @@ def _say_notes(plan: Plan, say: Print) -> None:
     say(steps_note(run))
 
 
+def _cost_of_cross_site(plan: Plan, with_local: bool) -> str:
+    """Say how many examinations --cross-site adds, and how long they take."""
+    sites = len(plan.run.partition.sites)
+    models = sites * (methods.has_site_models(plan.method) + with_local)
+    if not models:
+        return (
+            f"note: --cross-site: {plan.run.method} has one model for all sites, which is scored at each in any case; "
+            "add --with-local for what each site trains alone, or take a method with a model for each"
+        )
+
+    images = sum(len(ids["test"]) for ids in plan.run.partition.sites.values())
+    return (
+        f"cross-site: {models} models at {sites} sites, {models * sites} examinations at the end; each model goes "
+        f"through all {images} test images, about {models} times as long as scoring one model takes"
+    )
+
+
 def _execute(
     plan: Plan,
     federation: Federation,
@@ -277,11 +312,14 @@ def _execute(
         # The folder of the reference lies in that of the run, which is therefore made first
         local = _local(plan)
         alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
-        is_local_due = is_due(local.run, path / "local")
+        local_matrix = path / "local" / CROSS_SITE
+        is_local_due = is_due(local.run, path / "local") or (
+            launch.cross_site and not local_matrix.is_file()
+        )
         # The rest of a launch is for the run itself, not for its reference
         reference_launch = replace(
-            launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False,
-            followed_by=2 * launch.followed_by + 1,
+            launch, contribution=False, save_predictions=False, profile=False, track=None, callbacks=(),
+            untested=False, followed_by=2 * launch.followed_by + 1,
         )  # fmt: skip
         launch = replace(launch, followed_by=2 * launch.followed_by)
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
@@ -514,4 +552,9 @@ def _add_local(path: Path) -> Document:
                 row[f"local_{column.removeprefix('personal_')}"] = value
 
     folder.write_table("sites.csv", rows)
+    if (path / CROSS_SITE).is_file() and (path / "local" / CROSS_SITE).is_file():
+        ours = [row for _, row in read_rows(path / CROSS_SITE)]
+        theirs = [{**row, "model": "local"} for _, row in read_rows(path / "local" / CROSS_SITE)]
+        folder.write_table(CROSS_SITE, [*ours, *theirs])
+
     return dict(summary)

@@ -24,6 +24,8 @@ class Launch:
             what fits in memory.
         with_local: run the method Local first, into `out`/local, as each site's reference; a run that has one is
             resumed with it.
+        cross_site: score the sites' own models on the test images of every site too, into cross_site.csv.
+        contribution: estimate in each evaluated round what each site contributes to it, into contribution.csv.
         save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
         profile: say where the time went, and write profile.json, a trace for a viewer; all in one process, whatever
             `jobs` says.
@@ -45,6 +47,8 @@ class Launch:
     resume: bool = False
     jobs: int | None = None
     with_local: bool = False
+    cross_site: bool = False
+    contribution: bool = False
     save_predictions: bool = False
     profile: bool = False
     track: str | None = None

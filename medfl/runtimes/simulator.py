@@ -34,6 +34,7 @@ from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
 from medfl.storage.files import State
+from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 
@@ -129,6 +130,10 @@ class Simulator:
             )
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.launch.untested
+            # one that an earlier part of the run wrote is kept up to date
+            self.scoring.cross_site = (
+                self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            )
             summary = self._execute(bool(manifest))
 
         write = self.folder.write_trial if self.launch.untested else self.folder.write_summary
@@ -314,6 +319,7 @@ class Simulator:
                 federation, round_, self.server, replies, self.tolerance, left_out, self.say
             )
 
+        before = self.server
         self.server = outcome.server
         # in the cohort's order, not in which they came: sums over sites depend on it
         present = [name for name in cohort if name in results and name not in left_out]
@@ -342,6 +348,9 @@ class Simulator:
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
             **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
+        if self.launch.contribution and self._is_eval_round(round_):
+            with profiling.during(profiling.EVALUATION):
+                entry["contribution"] = self.scoring.contributions(round_, before, outcome.replies)
 
         return entry, results
 

@@ -25,6 +25,12 @@ FOLDS = "folds.json"
 TRIAL = "trial.json"
 """What is said of a run that was validated only, in the place of summary.json."""
 
+CROSS_SITE = "cross_site.csv"
+"""Scores of every model at every site, in a run folder."""
+
+CONTRIBUTION = "contribution.csv"
+"""What each site contributed, in a run folder."""
+
 _LEAST_SIDE = 16
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),

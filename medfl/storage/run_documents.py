@@ -66,7 +66,8 @@ _COSTS = dict.fromkeys(
 ROUND: Form = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
-    "observed": _METRICS, "left_out": dict[str, str] | None, "undefined": str | None,
+    "observed": _METRICS, "contribution": dict[str, dict[str, float]] | None,
+    "left_out": dict[str, str] | None, "undefined": str | None,
 }  # fmt: skip
 SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,

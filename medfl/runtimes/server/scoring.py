@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.message import Weights
+from medfl.core.message import Message, Weights
 from medfl.core.names import slug
+from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
-from medfl.evaluation import undefined
+from medfl.evaluation import bootstrap, undefined
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
 from medfl.evaluation.slices import unit
@@ -19,10 +21,12 @@ from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.registry import Document
+from medfl.runtimes.server import contribution
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
 from medfl.storage.files import State, file_sha256, weights_sha256
+from medfl.storage.places import CONTRIBUTION, CROSS_SITE
 from medfl.storage.run_folder import RunFolder
 
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
@@ -65,6 +69,7 @@ class Scoring:
         self.summarise = federation.bundle.summarise
         self.last = self.run.rounds  # the round after which the run ends
         self.untested = False  # whether nothing is to be scored on test items
+        self.cross_site = False  # whether sites' models are scored at every site
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +114,26 @@ class Scoring:
             entry["undefined"] = why
 
         return entry
+
+    def contributions(
+        self, round_: int, server: State, replies: Mapping[str, Message]
+    ) -> dict[str, dict[str, float]]:
+        """Return what each reply contributes to a round; `server` is the State before it."""
+        sign = 1 if higher_is_better(self.key) else -1
+
+        def value(names: frozenset[str]) -> float:
+            state = server
+            if names:
+                # in the sites' order, on which the bits of a mean depend
+                some = {name: replies[name] for name in replies if name in names}
+                state = self.federation.aggregate(round_, server, some)
+
+            cases = self._global(round_, "validate", state)
+            metric = self.summarise(cases).get(self.key) if cases is not None else None
+            return math.nan if metric is None else sign * metric
+
+        seed = derive(self.run.seed, "contribution", round_)
+        return contribution.contributions(list(replies), value, seed)
 
     def _remember(self, round_: int, server: State, val: Metrics) -> None:
         value = val.get(self.key)
@@ -288,6 +313,11 @@ class Scoring:
                 columns[name] |= _columns(model, scores.get(name), classes)
 
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
+        if contributed := contribution.rows(self.folder.rounds()):
+            self.folder.write_table(CONTRIBUTION, contributed)
+
+        if self.cross_site:
+            self._score_everywhere(server, global_by_site)
 
         return Final(summary, judged_cases)
 
@@ -452,6 +482,34 @@ class Scoring:
             models["sd"][metric] = over_sites["sd"]
 
         return models
+
+    def _score_everywhere(self, server: State, global_by_site: Mapping[str, Cases]) -> None:
+        """Write cross_site.csv: the global model and each site's own, on the test items of each site."""
+        rows = self._at_each_site("received", "", global_by_site)
+        if methods.has_site_models(self.method):
+            answers = self.dispatcher.at_sites(
+                tasks.ScoreSiteOnAll, self.last, server, self.names, ("test",)
+            )
+            for name, cases in _in_order(self.names, answers).items():
+                decided = self.kind.decided(cases, None)
+                rows += self._at_each_site("personal", name, self._by_site(decided, "test"))
+
+        self.folder.write_table(CROSS_SITE, rows)
+
+    def _at_each_site(
+        self, model: str, owner: str, cases_of: Mapping[str, Cases]
+    ) -> list[Document]:
+        rows = []
+        for name, cases in self.kind.comparable(cases_of).items():
+            draws = bootstrap.draw(self.kind.strata(cases), derive(self.run.seed, CROSS_SITE, name))
+            redrawn = self.kind.redrawn(cases, draws, [self.key])
+            low, high = self.kind.intervals(cases, redrawn).get(self.key, ("", ""))
+            # the key metric has a column even where it is undefined at all sites
+            scores = {self.key: "", **self.summarise(cases)}
+            row = {"model": model, "of": owner, "at": name, "cases": len(cases)}
+            rows.append({**row, "low": low, "high": high, **scores})
+
+        return rows
 
     def _best_global(self, last_cases: Cases | None) -> Metrics | None:
         """Score the global model of the best round; `last_cases` are the outcomes of the last one's."""

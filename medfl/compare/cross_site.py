@@ -1,0 +1,49 @@
+"""The matrices of a comparison: every model at every site, means over the seeds, a table for each partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isnan
+from pathlib import Path
+
+from medfl.compare.comparison import Comparison
+from medfl.evaluation import metrics
+from medfl.report import cross_site
+from medfl.report.cross_site import Cell, Matrix
+from medfl.storage.files import write_atomic
+from medfl.storage.places import CROSS_SITE
+from medfl.storage.run_folder import RunFolder
+
+
+def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
+    """Yield each partition with its matrix: the models of all methods, each the mean over its seeds."""
+    for partition in comparison.partitions:
+        rows: dict[str, Mapping[str, Cell]] = {}
+        for row in comparison.on(partition):
+            of_runs = list(filter(None, map(cross_site.read, row.runs.values())))
+            if of_runs:
+                models = cross_site.mean(of_runs).rows
+                rows |= {f"{row.method}: {title}": cells for title, cells in models.items()}
+
+        if rows:
+            yield partition, Matrix(comparison.key, rows)
+
+
+def write(comparison: Comparison, folder: Path) -> str:
+    """Write cross_site.md and cross_site.csv into a comparison's folder; return the tables, "" without any."""
+    sections = [f"## Every model at every site: {metrics.title(comparison.key)}"]
+    table = []
+    for partition, matrix in matrices(comparison):
+        sections.append(f"Partition {partition}, means over the seeds:\n\n{matrix.markdown()}")
+        for title, cells in matrix.rows.items():
+            for site, cell in cells.items():
+                place = {"partition": partition, "model": title, "at": site, "cases": cell.cases}
+                table.append({**place, comparison.key: "" if isnan(cell.value) else cell.value})
+
+    if not table:
+        return ""
+
+    text = "\n\n".join(sections)
+    RunFolder(folder).write_table(CROSS_SITE, table)
+    write_atomic((folder / CROSS_SITE).with_suffix(".md"), f"{text}\n".encode())
+    return text

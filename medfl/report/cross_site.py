@@ -1,0 +1,138 @@
+"""Every model at every site: the global model and the sites' own, each on each site's test images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isnan
+from pathlib import Path
+from statistics import fmean
+
+from medfl.core.tables import markdown_table
+from medfl.evaluation import metrics
+from medfl.evaluation.bootstrap import Interval
+from medfl.report import formatting
+from medfl.report.run_files import MODEL_KINDS, RunFiles
+from medfl.storage.files import write_atomic
+from medfl.storage.places import CROSS_SITE
+from medfl.storage.run_documents import read_rows
+from medfl.storage.run_reader import Table
+
+_COLUMNS = ("model", "of", "at", "cases")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model at a site: its metric there, NaN where that is undefined, with its interval over the test cases."""
+
+    value: float
+    ends: Interval | None
+    cases: int
+    is_own: bool
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Models by sites.
+
+    Attributes:
+        metric: the key metric's name.
+        rows: title of a model -> site -> cell.
+    """
+
+    metric: str
+    rows: Mapping[str, Mapping[str, Cell]]
+
+    @property
+    def sites(self) -> list[str]:
+        """Where models were examined, in order."""
+        return list(dict.fromkeys(site for cells in self.rows.values() for site in cells))
+
+    @cached_property
+    def _worst_and_best(self) -> tuple[float, float]:
+        values = []
+        for cells in self.rows.values():
+            values += [cell.value for cell in cells.values() if not isnan(cell.value)]
+
+        values.sort(reverse=not metrics.higher_is_better(self.metric))
+        return (values[0], values[-1]) if values else (0.0, 0.0)
+
+    def shade(self, cell: Cell) -> float:
+        """Return how dark a cell is: from 0, the worst of all, to 1, the best."""
+        worst, best = self._worst_and_best
+        if isnan(cell.value) or worst == best:
+            return 0.0
+
+        return (cell.value - worst) / (best - worst)
+
+    def markdown(self) -> str:
+        """Return the matrix as a table; a site's own model at the site is bold."""
+        lines = []
+        for title, cells in self.rows.items():
+            lines.append([title, *(_text(cells.get(site)) for site in self.sites)])
+
+        return markdown_table(["model", *(f"at {site}" for site in self.sites)], lines)
+
+
+def read(run: RunFiles) -> Matrix | None:
+    """Return the matrix of a run, None where it has none; InputError where its file is damaged."""
+    path = run.path / CROSS_SITE
+    if not path.is_file():
+        return None
+
+    table = Table(path, read_rows(path, _COLUMNS))
+    columns = [table.numbers(name).tolist() for name in (run.key, "low", "high", "cases")]
+    rows: dict[str, dict[str, Cell]] = {}
+    for (_, row), value, low, high, cases in zip(table.rows, *columns, strict=True):
+        title = dict(MODEL_KINDS).get(row["model"], row["model"])
+        if row["of"]:
+            title += f", {row['of']}"
+
+        ends = None if isnan(low) else (low, high)
+        cell = Cell(value, ends, int(cases), row["of"] == row["at"])
+        rows.setdefault(title, {})[row["at"]] = cell
+
+    return Matrix(run.key, rows)
+
+
+def mean(matrices: Sequence[Matrix]) -> Matrix:
+    """Return the means over several runs' matrices of the same models and sites, without intervals."""
+    rows: dict[str, dict[str, Cell]] = {}
+    for title, cells in matrices[0].rows.items():
+        rows[title] = {}
+        for site, cell in cells.items():
+            values = [matrix.rows[title][site].value for matrix in matrices]
+            rows[title][site] = replace(cell, value=fmean(values), ends=None)
+
+    return Matrix(matrices[0].metric, rows)
+
+
+def write(folder: Path) -> None:
+    """Write a run's cross_site.md, where it has a matrix."""
+    run = RunFiles(folder)
+    matrix = read(run)
+    if matrix is None:
+        return
+
+    text = f"""## Every model at every site: {run.title(run.key)}
+
+{matrix.markdown()}
+
+Rows are models, columns the sites on whose test images they were scored, with 95 % bootstrap intervals over these.
+Bold: a site's own model at the site. Compare within a column: sites have other images.
+"""
+    write_atomic((folder / CROSS_SITE).with_suffix(".md"), text.encode())
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+
+    text = formatting.number(cell.value)
+    if cell.is_own:
+        text = f"**{text}**"
+    if cell.ends is not None:
+        text += f" ({formatting.interval(cell.ends)})"
+
+    return text

@@ -1,0 +1,145 @@
+"""What each site contributes to a round, as an estimate: its Shapley value, and what is lost without it.
+
+v(S) is the key metric, on everybody's validation images, of the model that is made of the replies of the sites S alone;
+of none it is the model before the round. A site i is worth
+
+    left out    v(all) - v(all but i)
+    Shapley     the mean of v(S and i) - v(S) over the orders in which sites may come, S those before i
+
+of which the latter add up to v(all) - v(none). Up to five sites it is over all orders, and exact for the round. Of more
+it is over n orders, each of which another site begins, and an order ends where v(S) is within 1 % of the round's gain
+of v(all): guided sampling and truncation as in GTG-Shapley (Liu et al., ACM TIST 2022), which also leaves out rounds
+that gain little. It says what replies were worth to these rounds by these images, not what a site's data would be
+worth to another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import permutations
+from math import isnan, sqrt
+from statistics import fmean, stdev
+
+import numpy as np
+from scipy.stats import t as student
+
+from medfl import methods
+from medfl.core.documents import Document
+from medfl.core.errors import InputError
+from medfl.core.settings import MEAN
+from medfl.runtimes.federation import Federation
+
+EXACT = 5
+"""Sites of a round up to which every subset is scored."""
+MOST = 20
+"""Sites of a round for which contributions are estimated at all."""
+SHAPLEY = "shapley"
+LEFT_OUT = "left_out"
+_TRUNCATED = 0.01  # of a round's gain
+Value = Callable[[frozenset[str]], float]
+"""Sites -> how good the model of their replies is; NaN where that is undefined."""
+
+
+def check(federation: Federation, is_remote: bool) -> None:
+    """Raise an InputError if contributions to a run cannot be estimated."""
+    run = federation.run
+    cohort = len(federation.cohort(1))
+    why = ""
+    if is_remote:
+        why = "the validation images of all sites are not here"
+    elif not methods.has_fedavg_server(federation.method):
+        why = "its server does more than to average the sites' weights"
+    elif federation.message_rules(federation.names[0]).personal:
+        why = "it has no model for all sites, as a part of each stays there"
+    elif run.aggregation != MEAN:
+        why = f"--aggregation {run.aggregation} is no mean of the sites' weights"
+    elif cohort > MOST:
+        why = f"{cohort} sites take part in a round, at most {MOST} can"
+    elif not len(federation.pooled("validate")):
+        why = "there are no validation images"
+
+    if why:
+        raise InputError(
+            f"--contribution with method {run.method}: {why}",
+            "a weighted mean of weights, on the runtimes simulator and monai-fl",
+            "leave it out, or take fedavg",
+        )
+
+
+def cost(federation: Federation) -> str:
+    """Say how many models a round is asked for."""
+    count = len(federation.cohort(1))
+    models = f"{2**count}" if count <= EXACT else f"up to {count * (count - 1) + 2}"
+    return (
+        f"contribution: {models} models of {count} sites scored on all {len(federation.pooled('validate'))} validation "
+        "images in each evaluated round (--eval-every N for fewer)"
+    )
+
+
+def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, dict[str, float]]:
+    """Return "shapley" and "left_out" -> site -> what it contributes; {} where a model's value is undefined."""
+    value = cache(value)
+    everybody = frozenset(names)
+    last = value(everybody)
+    left_out = {name: last - value(everybody - {name}) for name in names}
+    first = value(frozenset())
+    least = _TRUNCATED * abs(last - first) if len(names) > EXACT else -1.0
+    gains = dict.fromkeys(names, 0.0)
+    orders = _orders(names, seed)
+
+    for order in orders:
+        group = frozenset[str]()
+        before = first
+        for name in order:
+            if abs(last - before) <= least:
+                break
+
+            group |= {name}
+            after = value(group)
+            gains[name] += (after - before) / len(orders)
+            before = after
+
+    if any(map(isnan, [*left_out.values(), *gains.values()])):
+        return {}
+
+    return {SHAPLEY: gains, LEFT_OUT: left_out}
+
+
+def _orders(names: Sequence[str], seed: int) -> list[tuple[str, ...]]:
+    """Return all orders of few sites, and of many as many as there are sites, each of which begins one."""
+    if len(names) <= EXACT:
+        return list(permutations(names))
+
+    draws = np.random.default_rng(seed)
+    orders = []
+    for name in names:
+        after = [other for other in names if other != name]
+        orders.append((name, *draws.permutation(after).tolist()))
+
+    return orders
+
+
+def rows(rounds: Sequence[Mapping[str, Document]]) -> list[Document]:
+    """Return the rows of contribution.csv: each site's means over its rounds, with 95 % intervals by Student's t."""
+    by_site: dict[str, list[tuple[float, float]]] = {}
+    for entry in rounds:
+        values = entry.get("contribution") or {}
+        for name, share in values.get(SHAPLEY, {}).items():
+            by_site.setdefault(name, []).append((share, values[LEFT_OUT][name]))
+
+    table = []
+    for name in sorted(by_site):
+        shares, left_out = zip(*by_site[name], strict=True)
+        row: Document = {"site": name, "rounds": len(shares), "shapley_sum": sum(shares)}
+        for title, gains in ((SHAPLEY, shares), (LEFT_OUT, left_out)):
+            row[title] = fmean(gains)
+            row[f"{title}_low"] = row[f"{title}_high"] = ""
+            if len(gains) > 1:
+                half = student.ppf(0.975, len(gains) - 1) * stdev(gains) / sqrt(len(gains))
+                row[f"{title}_low"] = row[title] - half
+                row[f"{title}_high"] = row[title] + half
+
+        table.append(row)
+
+    return table
