@@ -34,8 +34,9 @@ $(TOOLS)/.installed: Makefile
 
 # Four hospitals with different cameras and case mix; phantom images, so nothing is downloaded.
 demo: $(DEMO)/.installed
-	rm -rf runs/demo
-	$(DEMO)/bin/medfl run ham10000 --data phantom --method fedbm --preset demo --with-local --out runs/demo
+	rm -rf runs/demo runs/demo-images
+	$(DEMO)/bin/medfl data make ham10000 --per-class 800 --size 32 --out runs/demo-images
+	$(DEMO)/bin/medfl run ham10000 --data runs/demo-images --method fedbm --preset demo --with-local --cross-site --out runs/demo
 
 test: $(TEST)/.installed
 	$(TEST)/bin/python -m pytest $(WORKERS)

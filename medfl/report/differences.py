@@ -10,9 +10,10 @@ and the others the cases of each apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
 from medfl.evaluation.metrics import Cases
+from medfl.report import cross_site
 from medfl.report.formatting import number, signed
 from medfl.report.run_files import Predictions, RunFiles
 
@@ -215,8 +217,61 @@ class Differences:
 
         return differences
 
-    def everybody(self) -> str:
-        """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
+    def answers(self) -> dict[str, str]:
+        """Return what a hospital asks of the model, and what the run answers; only what it can answer."""
+        answers = {
+            "At your own hospital": self._at_own_sites(),
+            "At a hospital that sent nothing": "; ".join(self._at_unseen_sites()),
+            "On everybody's test images": self._on_all(),
+        }
+        return {question: answer for question, answer in answers.items() if answer}
+
+    def _at_own_sites(self) -> str:
+        """Return in how many sites the model is better than Local."""
+        if not self.against_local:
+            return ""
+
+        means = []
+        for model, how in (
+            (self.run.judged, f"with {self.run.record['method']}"),
+            ("local", "alone"),
+        ):
+            mean = self.run.spread(model, self.run.key).get("mean")
+            if mean is not None:
+                means.append(f"{number(mean)} {how}")
+
+        text = f"{self._metric} {', '.join(means)}, in the mean of the sites, each on its own test cases: "
+        words = [difference.word for difference in self.against_local.values()]
+        text += counted(words, "site")
+        if self.pooled is not None:
+            text += (
+                f"; on these {self.pooled.cases} test cases together: "
+                f"{self.pooled.word} ({signed(self.pooled.value)})"
+            )
+
+        return text
+
+    def _at_unseen_sites(self) -> Iterator[str]:
+        """Yield what the model reaches at each site that trained nothing, beside the models that others train alone."""
+        alone = None if self.local is None else cross_site.read(self.local)
+        reached = self.run.site_values(self.run.judged, self.run.key)
+        for site in self._sites:
+            if self.run.size(site, "train") or site not in reached:
+                continue
+
+            cases = self.run.size(site, "test")
+            text = f"{self._metric} {number(reached[site])} at {site} ({cases} test cases)"
+            cells = [cells.get(site) for cells in (alone.rows if alone else {}).values()]
+            values = [cell.value for cell in cells if cell is not None and not cell.is_own]
+            if values:
+                higher = metrics.higher_is_better(self.run.key)
+                best = number((max if higher else min)(values))
+                text += f"; models that sites train alone {number(fmean(values))} in the mean, the best {best}"
+
+            yield text
+
+    def _on_all(self) -> str:
+        """Return what the model reaches on everybody's test images, beside Local models."""
         values = {(kind, when): entry.get(self.run.key) for kind, when, entry in self.run.pooled()}
         ours = values.get((self.run.judged, "last"))
         mean = values.get(("local", "mean"))
@@ -228,22 +283,11 @@ class Differences:
         if sd is not None:
             local += f" ± {number(sd)}"
 
-        return f"{self.run.title(self.run.key).lower()} {number(ours)}; the models that sites train alone: {local}"
+        return f"{self._metric} {number(ours)}; models that sites train alone {local}"
 
-    def sentence(self) -> str:
-        """Return in how many sites the model is better than Local, "" where this is not known."""
-        if not self.against_local:
-            return ""
-
-        words = [difference.word for difference in self.against_local.values()]
-        text = f"{counted(words, 'site')}, each on its own test cases"
-        if self.pooled is not None:
-            text += (
-                f"; on these {self.pooled.cases} test cases together, each with its own site's Local model: "
-                f"{self.pooled.word} ({signed(self.pooled.value)})"
-            )
-
-        return text
+    @property
+    def _metric(self) -> str:
+        return self.run.title(self.run.key).lower()
 
 
 def counted(words: Sequence[str], of: str) -> str:

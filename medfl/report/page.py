@@ -129,8 +129,8 @@ def _differences(run: RunFiles) -> Document:
             rows.append((site, tested[site], local, sites))
 
     return {
-        "everybody": differences.everybody(),
-        "against_local": differences.sentence(),
+        "answers": differences.answers(),
+        "against_local": bool(differences.against_local),
         "differences": rows,
         "pooled_difference": differences.pooled,
     }

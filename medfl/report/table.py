@@ -53,12 +53,8 @@ def result_table(run_folder: Path) -> str:
         *_pooled_lines(run),
         *structure_lines(run, {} if _has_one(run) else run.structures, model),
     ]
-    differences = Differences(run)
-    for name, text in (
-        ("personal", run.personal_model),
-        ("everybody's test images", differences.everybody()),
-        ("against Local", differences.sentence()),
-    ):
+    answers = {"personal": run.personal_model, **Differences(run).answers()}
+    for name, text in answers.items():
         if text:
             lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
 
@@ -145,8 +141,8 @@ def _site_lines(
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:
-    """Return a line for each model's last and best round, with as many metrics as fit."""
-    pooled = run.pooled()
+    """Return a line for each model's best and last round, with as many metrics as fit."""
+    pooled = sorted(run.pooled(), key=lambda entry: entry[1] != "best")
     if not pooled:
         return []
 
@@ -156,7 +152,9 @@ def _pooled_lines(run: RunFiles) -> list[str]:
         label = f"{SUMMARY_KINDS[kind][1].lower()} {when}"
         lines.append(label_row([label, str(values.get("round", "–"))], widths))
 
-    for name in run.metric_names():
+    # the loss of models that sites train alone, on images of others, has no bound and says nothing
+    names = [name for name in run.metric_names() if name != "loss" or run.key == "loss"]
+    for name in names:
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [
             formatting.plain(f"{name}{unit}"),

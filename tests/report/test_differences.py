@@ -205,14 +205,13 @@ def segmented(make: Make) -> Path:
 
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
-    sentence = "better at 1 of 3 sites, no clear difference at 1, too few cases at 1, each on its own test cases"
-    together = (
-        "on these 33 test cases together, each with its own site's Local model: better (+0.149)"
-    )
-    assert Differences(RunFiles(folder)).sentence() == f"{sentence}; {together}"
+    sentence = "better at 1 of 3 sites, no clear difference at 1, too few cases at 1; "
+    together = "on these 33 test cases together: better (+0.149)"
+    answer = Differences(RunFiles(folder)).answers()["At your own hospital"]
+    assert answer.endswith(f"each on its own test cases: {sentence}{together}")
     _, page = render(folder)
     words = " ".join(page.text.split())
-    assert f"the global model is {sentence}; {together}" in words
+    assert f"At your own hospital: {answer}." in words
     assert "a12 test cases+0.240+0.235 to +0.245better" in words
     assert "c9 test cases+0.241too few cases" in words
     assert sentence in " ".join(result_table(folder).split())
