@@ -12,7 +12,7 @@ from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
-from medfl.report import charts, folds, saved_pictures
+from medfl.report import charts, coverage, folds, saved_pictures
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
@@ -26,6 +26,7 @@ from medfl.storage.run_documents import damaged
 from medfl.storage.run_reader import SUMMARY_KINDS
 
 _SHOWN = (
+    "promised",
     "key",
     "judged",
     "personal_model",
@@ -110,6 +111,7 @@ def context(run: RunFiles) -> Document:
         "changes": _changes(run),
         "class_counts": _class_counts(run),
         **_predicted(run),
+        "coverage_tables": coverage.tables_of(run.promised) if run.promised else [],
         **_pictures(run),
         "settings": _settings(record),
     }

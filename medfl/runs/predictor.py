@@ -10,6 +10,7 @@ import torch
 from monai.transforms import Transform
 from torch import Tensor, nn
 
+from medfl import methods
 from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
@@ -21,6 +22,7 @@ from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
+from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import slug, surface_metrics_of
 from medfl.policy import admission
@@ -30,7 +32,9 @@ from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
-from medfl.storage.places import check_which, is_run
+from medfl.storage.files import file_sha256
+from medfl.storage.places import CALIBRATION, check_which, is_run
+from medfl.storage.run_documents import ALL_SITES, read_calibration
 
 VectorEvaluator = ClassEvaluator | FindingEvaluator | NumberEvaluator
 
@@ -53,6 +57,7 @@ class Predictor:
         threads: that it computes with, None for as many as PyTorch takes.
         tf32: as the run had it.
         thresholds: of each finding, () for other tasks.
+        rule: by which sets, intervals or masks are made, None where nothing was calibrated.
     """
 
     title: str
@@ -69,6 +74,7 @@ class Predictor:
     threads: int | None = None
     tf32: bool = False
     thresholds: tuple[float, ...] = ()
+    rule: Rule | None = None
 
     @property
     def kind(self) -> Kind:
@@ -77,7 +83,12 @@ class Predictor:
 
 
 def open_predictor(
-    where: str | Path, which: str, site: str | None, device: str, say: Print
+    where: str | Path,
+    which: str,
+    site: str | None,
+    device: str,
+    say: Print,
+    calibrated: bool = True,
 ) -> Predictor:
     """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
 
@@ -87,14 +98,60 @@ def open_predictor(
     path = Path(where).expanduser()
     placed = torch.device(device_named(device))
     check_which(which)
-    if is_run(path):
-        return _checked(_of_run(path, which, site, placed, say))
-    if site is not None or which != "last":
+    of_run = is_run(path)
+    file = path / CALIBRATION if of_run else path / "docs" / CALIBRATION
+    document = None
+    if calibrated and file.is_file():
+        document = read_calibration(file)
+
+    if of_run:
+        return _checked(_of_run(path, which, site, placed, say, document))
+    if (site is not None and document is None) or which != "last":
         raise InputError(
             f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
         )
 
-    return _checked(_of_bundle(path, placed))
+    predictor = _of_bundle(path, placed)
+    if document is not None:
+        weights = path / "models" / "model.safetensors"
+        sha256 = file_sha256(weights) if weights.is_file() else ""
+        predictor = _with_rule(predictor, document, site, sha256 == document["weights_sha256"], say)
+
+    return _checked(predictor)
+
+
+def _with_rule(
+    predictor: Predictor, document: Config, site: str | None, fits: bool, say: Print
+) -> Predictor:
+    """Return a predictor that makes sets by what `medfl calibrate` wrote, if it `fits` the model; says which."""
+    if not fits or document["task"] != predictor.task:
+        say("note: calibration.json is of another model, and left out: run medfl calibrate again")
+        return predictor
+
+    name = site or document["site"]
+    way = document["share"] if name else "pooled"
+    threshold = None
+    for row in document["rows"]:
+        if row["way"] == way and row["name"] == (name or ALL_SITES):
+            threshold = row["threshold"]
+
+    if threshold is None:
+        raise InputError(
+            f"--site {name}",
+            f"a site that {CALIBRATION} has a threshold of",
+            "name one, leave it out, or add --uncalibrated",
+        )
+
+    say(
+        f"note: coverage {document['coverage']:g} is promised of {document['promise']} ({way}, threshold "
+        f"{threshold:.4g}); --uncalibrated leaves it out"
+    )
+    rule = Rule(float(threshold), document["scores"], tuple(document["scale"]))
+    evaluator = predictor.evaluator
+    if isinstance(evaluator, MaskEvaluator):
+        evaluator = replace(evaluator, background_limit=rule.threshold)
+
+    return replace(predictor, rule=rule, evaluator=evaluator)
 
 
 def _checked(predictor: Predictor) -> Predictor:
@@ -103,6 +160,7 @@ def _checked(predictor: Predictor) -> Predictor:
         if (
             not is_plain_text(name)
             or name in ("id", "prediction")
+            or (predictor.rule and name in ("set", "abstain"))
             or predictor.classes.count(name) > 1
         ):
             raise InputError(
@@ -124,9 +182,17 @@ def _checked(predictor: Predictor) -> Predictor:
 
 
 def _of_run(
-    path: Path, which: str, site: str | None, device: torch.device, say: Print
+    path: Path,
+    which: str,
+    site: str | None,
+    device: torch.device,
+    say: Print,
+    calibration: Config | None,
 ) -> Predictor:
     networks = RunNetworks(path, which, say)
+    calibrated_site = site
+    if calibration is not None and not methods.has_site_models(networks.method):
+        site = None  # it names a threshold: all sites have one model
     run = networks.run
     bundle = networks.bundle
     task = networks.task
@@ -161,7 +227,7 @@ def _of_run(
 
     structures = bundle.structures if task.kind == "segmentation" else None
     whose = f"the model of site {site}" if site else "the global model"
-    return Predictor(
+    predictor = Predictor(
         f"{whose} of {path} ({run.method} on {run.bundle}, round {model.round})",
         task.kind,
         task.classes if structures is None else structures,
@@ -177,6 +243,13 @@ def _of_run(
         run.tf32,
         thresholds_of(networks, site, say),
     )
+    if calibration is None:
+        return predictor
+
+    sha256 = (networks.summary or {}).get("weights_sha256" if which == "last" else "best_sha256")
+    is_same = (calibration["which"], calibration["weights_sha256"]) == (which, sha256)
+    fits = is_same and (calibration["model"] == "personal") == (site is not None)
+    return _with_rule(predictor, calibration, calibrated_site, fits, say)
 
 
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:

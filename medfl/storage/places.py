@@ -25,6 +25,9 @@ FOLDS = "folds.json"
 TRIAL = "trial.json"
 """What is said of a run that was validated only, in the place of summary.json."""
 
+CALIBRATION = "calibration.json"
+"""What `medfl calibrate` writes into a run folder, and `medfl export` into the docs/ of a bundle."""
+
 _LEAST_SIDE = 16
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),

@@ -44,6 +44,22 @@ class _Site(TypedDict):
     personal: _METRICS
 
 
+class CoverageRow(TypedDict):
+    """A row of calibration.json: what was promised and reached at a site, or of a group."""
+
+    name: str
+    way: str
+    calibration: Count | None
+    source: str
+    threshold: float | None
+    test: Count | None
+    coverage: float | None
+    low: float | None
+    high: float | None
+    size: float | None
+    abstained: float | None
+
+
 RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
@@ -89,6 +105,13 @@ MANIFEST_FORM: Form = {
         "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
         "facts": dict[str, dict[str, list[str]]] | None,
     },
+}  # fmt: skip
+ALL_SITES = "all sites"
+"""The name of the row of calibration.json whose threshold is of no site."""
+CALIBRATION: Form = {
+    "weights_sha256": str, "which": str, "task": str, "data_source": str, "model": str, "site": str, "coverage": float,
+    "scores": str, "share": str, "promise": str, "size_unit": str, "scale": list[float], "rows": list[CoverageRow],
+    "by": str, "groups": list[CoverageRow], "summary": list[str], "notes": list[str],
 }  # fmt: skip
 BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(
@@ -178,6 +201,11 @@ def read_summary(path: Path) -> dict[str, Plain]:
     for class_scores in classes:
         checked(path, {"classes": class_scores}, {"classes": _CLASSES})
     return document
+
+
+def read_calibration(path: Path) -> dict[str, Plain]:
+    """Return the entries of a calibration.json; InputError if it cannot be read, or one is of another type."""
+    return read_document(path, CALIBRATION, CALIBRATION)
 
 
 def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:

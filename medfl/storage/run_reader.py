@@ -16,9 +16,11 @@ from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Plain
+from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,
     damaged,
+    read_calibration,
     read_manifest,
     read_round,
     read_rows,
@@ -180,6 +182,12 @@ class RunReader:
     ) -> list[tuple[int, dict[str, str]]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
+
+    @cached_property
+    def promised(self) -> Mapping[str, Plain] | None:
+        """`calibration.json`, None where the run is not calibrated."""
+        file = self.path / CALIBRATION
+        return read_calibration(file) if file.is_file() else None
 
     # The run
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
-from medfl.evaluation import bootstrap
+from medfl.evaluation import bootstrap, conformal
 from medfl.evaluation.bootstrap import Draws, Floats, Integers, Interval
+from medfl.evaluation.conformal import Rule, Scored
+from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import METRICS, Cases
 from medfl.storage.run_reader import Table
 
@@ -37,6 +39,20 @@ class Redrawn(NamedTuple):
     by_name: dict[str, Floats]
 
 
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """A network, and the items that it is examined on."""
+
+    evaluator: Evaluator
+    network: nn.Module
+    shard: Shard
+    device: torch.device
+
+    def cases(self) -> Cases:
+        """Return the outcomes of the items."""
+        return self.evaluator(self.network, self.shard, self.device)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of task; this one, "other", has the bundle's own metric for each case.
@@ -50,6 +66,8 @@ class Kind:
         least_names: how many classes, findings or numbers have to be named.
         activation: what makes probabilities of a network's logits, "" where its outputs are none.
         chunk: items scored in one task of a worker: a multiple of the evaluation's batch.
+        set_scores: what scores sets can be made of (`medfl.evaluation.conformal`), the default first; () for no sets.
+        promise: what a coverage is of, in words, and how large a set is.
     """
 
     name: str
@@ -60,6 +78,13 @@ class Kind:
     least_names: int = 0
     activation: str = ""
     chunk: int = 16
+    set_scores: tuple[str, ...] = ()
+    promise: tuple[str, str] = ("", "")
+
+    @property
+    def edges(self) -> Floats:
+        """The agreed edges of the bins that scores are counted in."""
+        return conformal.PROBABILITIES
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether a training step is one of this kind; arguments as of `medfl.problem.tasks.told_by`."""
@@ -126,6 +151,22 @@ class Kind:
         has: NDArray[np.bool_] = ~np.isnan(values.numpy(force=True))
         return has
 
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases of which something is true, with the scores that sets are made of.
+
+        Raises:
+            InputError: the outputs of the network are no probabilities or numbers.
+        """
+        raise no_sets(f"a {self.name} task by the bundle's own metric")
+
+    def abstains(self, sizes: Floats, everything: Floats) -> NDArray[np.bool_]:
+        """Tell which sets (N,) say nothing."""
+        return np.asarray(sizes >= everything)
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the columns of a new case's set, and whether it says nothing, as `abstain`."""
+        return {}
+
     def averaged(self, cases: Cases) -> tuple[int, ...]:
         """Return the classes or findings that macro means over these cases are of, () where there are no such means."""
         return ()
@@ -151,6 +192,29 @@ class Kind:
                 values[name] = column
 
         return bootstrap.intervals(values)
+
+
+def no_sets(what: str) -> InputError:
+    """Return the error of a model that no sets can be made of."""
+    return InputError(
+        f"sets of {what}",
+        "finite probabilities of classes, findings or structures, or numbers",
+        "calibrate such a model",
+    )
+
+
+def finite(values: Tensor) -> NDArray[np.float64]:
+    """Return a network's outputs as an array; InputError where one is not finite."""
+    if not values.isfinite().all():
+        raise no_sets("outputs that are not finite")
+
+    array: NDArray[np.float64] = values.double().numpy(force=True)
+    return array
+
+
+def listed_set(names: Sequence[str], taken: NDArray[np.bool_]) -> str:
+    """Return the names that are in a set, (K,), with | between them."""
+    return "|".join(names[k] for k in np.flatnonzero(taken).tolist())
 
 
 def cases_of(table: Table, columns: Mapping[str, NDArray[Any]]) -> Cases:

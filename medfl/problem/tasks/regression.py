@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
-from medfl.evaluation import numbers
-from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation import conformal, numbers
+from medfl.evaluation.bootstrap import Draws, Floats
+from medfl.evaluation.conformal import Rule, Scored
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (
+    Examined,
     Kind,
     OwnValues,
     Redrawn,
@@ -28,9 +30,11 @@ from medfl.problem.tasks.kind import (
     cases_of,
     column_names,
     exact,
+    finite,
     joined,
     macro,
     misfit,
+    no_sets,
     stacked,
     starting,
 )
@@ -48,6 +52,13 @@ class Regression(Kind):
     noun: str = "number"
     record_key: str = "target"
     chunk: int = 1024
+    set_scores: tuple[str, ...] = ("residual",)
+    promise: tuple[str, str] = ("an image's known numbers that are in their interval", "wide")
+
+    @property
+    def edges(self) -> Floats:
+        """The agreed edges of the bins that errors are counted in, in standard deviations of their number."""
+        return conformal.NUMBERS
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether there is a number for each output, and a loss of numbers or none that is a yes or no."""
@@ -68,6 +79,36 @@ class Regression(Kind):
             records.append(record)
 
         return records
+
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases with a known number, with the absolute error of each."""
+        if not isinstance(examined.evaluator, NumberEvaluator):
+            raise no_sets("numbers by the bundle's own metric")
+
+        cases = examined.cases()
+        prediction = finite(cases.values["prediction"])
+        target = cases.values["target"].numpy(force=True)
+        sd = scale_of(examined.evaluator.metadata, prediction.shape[1])[1].numpy()
+        bins = np.searchsorted(self.edges, np.abs(prediction - np.nan_to_num(target)) / sd)
+        nothing = np.zeros(bins.shape)
+        endless = np.full(len(cases), np.inf)
+        width = 2 * float(sd.mean())
+        return Scored.of(
+            cases.ids, bins, ~np.isnan(target), nothing, endless, width, tuple(sd.tolist())
+        )
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the ends of a new case's interval, of several numbers each."""
+        prediction = finite(cases.values["prediction"][index])
+        row: Row = {}
+        for value, sd, name in zip(
+            prediction, rule.scale, column_names(names, len(prediction)), strict=True
+        ):
+            ending = f"_{name}" * (len(prediction) > 1)
+            row[f"lower{ending}"] = float(value - rule.threshold * sd)
+            row[f"upper{ending}"] = float(value + rule.threshold * sd)
+
+        return {**row, "abstain": 0}
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
