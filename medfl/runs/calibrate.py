@@ -216,10 +216,11 @@ def _places(sums: Mapping[str, Sums], options: Options) -> dict[str, dict[str, i
     for name, ways in conformal.shared(sums, options.strength).items():
         places[name] = {way: conformal.place_of(ways[way], options.coverage) for way in WAYS}
         if places[name][options.share] is None:
+            where = ALL_SITES if options.share == "pooled" else name
             raise InputError(
-                f"--share {options.share} at {name}: {ways[options.share].cases:g} calibration cases",
+                f"{ways[options.share].cases:g} calibration cases, {options.share}, at {where}",
                 f"coverage {options.coverage:g} takes at least {conformal.needed(options.coverage)}",
-                "lower --coverage, give more validation images, or --share pooled",
+                "lower --coverage or --min-count, give more validation images, or --share pooled",
             )
 
     if not places:

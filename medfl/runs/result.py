@@ -318,7 +318,7 @@ class Result(ResultTables):
         shard = site_labels.with_recorded_classes(
             shard, self._owners(section), self._files.summary or {}, bundle
         )
-        return Examined(bundle.evaluator, network, shard, self.device)
+        return Examined(bundle.evaluator, bundle.metadata, network, shard, self.device)
 
     def maps(
         self,

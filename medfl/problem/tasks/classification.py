@@ -99,7 +99,7 @@ class Classification(Kind):
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a score for each class."""
         cases = examined.cases()
-        probabilities = finite(cases.values["probabilities"])
+        probabilities = finite(cases, "probabilities")
         count = probabilities.shape[1]
         bins = np.searchsorted(self.edges, class_scores(probabilities, scores))
         everything = np.full(len(cases), float(count))
@@ -113,7 +113,7 @@ class Classification(Kind):
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the classes in a new case's set."""
-        probabilities = cases.values["probabilities"][index : index + 1].numpy(force=True)
+        probabilities = finite(cases, "probabilities")[index : index + 1]
         taken = class_scores(probabilities, rule.scores)[0] <= rule.threshold
         row = {"set": listed_set(column_names(names, len(taken)), taken)}
         return {**row, "abstain": int(taken.sum() in (0, len(taken)))}

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import bootstrap, conformal
@@ -41,9 +42,16 @@ class Redrawn(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """A network, and the items that it is examined on."""
+    """A network, and the items that it is examined on.
+
+    Attributes:
+        evaluator: of the problem, as its metadata.
+        network: on the device.
+        shard: the items, at least one.
+    """
 
     evaluator: Evaluator
+    metadata: Config
     network: nn.Module
     shard: Shard
     device: torch.device
@@ -203,12 +211,12 @@ def no_sets(what: str) -> InputError:
     )
 
 
-def finite(values: Tensor) -> NDArray[np.float64]:
-    """Return a network's outputs as an array; InputError where one is not finite."""
-    if not values.isfinite().all():
-        raise no_sets("outputs that are not finite")
+def finite(cases: Cases, name: str) -> NDArray[np.float64]:
+    """Return a network's outputs of this name; InputError where there are none, or one is not finite."""
+    if name not in cases.values or not cases.values[name].isfinite().all():
+        raise no_sets(f"a network without finite {name}")
 
-    array: NDArray[np.float64] = values.double().numpy(force=True)
+    array: NDArray[np.float64] = cases.values[name].double().numpy(force=True)
     return array
 
 

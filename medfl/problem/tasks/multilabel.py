@@ -94,14 +94,14 @@ class Multilabel(Kind):
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases that are known to have a finding, with 1 - p of each."""
         cases = examined.cases()
-        bins = np.searchsorted(self.edges, 1 - finite(cases.values["probabilities"]))
+        bins = np.searchsorted(self.edges, 1 - finite(cases, "probabilities"))
         has = cases.values["findings"].numpy(force=True) == 1
         everything = np.full(len(cases), float(has.shape[1]))
         return Scored.of(cases.ids, bins, has, np.ones(has.shape), everything)
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the findings in a new case's set."""
-        taken = 1 - finite(cases.values["probabilities"][index]) <= rule.threshold
+        taken = 1 - finite(cases, "probabilities")[index] <= rule.threshold
         row = {"set": listed_set(column_names(names, len(taken)), taken)}
         return {**row, "abstain": int(taken.all())}
 

@@ -34,7 +34,6 @@ from medfl.problem.tasks.kind import (
     joined,
     macro,
     misfit,
-    no_sets,
     stacked,
     starting,
 )
@@ -82,13 +81,10 @@ class Regression(Kind):
 
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a known number, with the absolute error of each."""
-        if not isinstance(examined.evaluator, NumberEvaluator):
-            raise no_sets("numbers by the bundle's own metric")
-
         cases = examined.cases()
-        prediction = finite(cases.values["prediction"])
+        prediction = finite(cases, "prediction")
         target = cases.values["target"].numpy(force=True)
-        sd = scale_of(examined.evaluator.metadata, prediction.shape[1])[1].numpy()
+        sd = scale_of(examined.metadata, prediction.shape[1])[1].numpy()
         bins = np.searchsorted(self.edges, np.abs(prediction - np.nan_to_num(target)) / sd)
         nothing = np.zeros(bins.shape)
         endless = np.full(len(cases), np.inf)
@@ -99,7 +95,7 @@ class Regression(Kind):
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the ends of a new case's interval, of several numbers each."""
-        prediction = finite(cases.values["prediction"][index])
+        prediction = finite(cases, "prediction")[index]
         row: Row = {}
         for value, sd, name in zip(
             prediction, rule.scale, column_names(names, len(prediction)), strict=True
