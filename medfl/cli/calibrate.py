@@ -11,8 +11,9 @@ from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.setting_values import WAYS, check_coverage
+from medfl.storage.places import check_which
 
-_WAYS = ("pooled", "alone", "shrunken")
 _EXAMPLES = """\
 Nothing is trained. Each site tells one histogram of the scores of its validation
 images; medfl predict and medfl export take up what is written.
@@ -39,7 +40,7 @@ def add(verbs: Any) -> None:
         help="of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)",
     )  # fmt: skip
     verb.add_argument(
-        "--share", default="pooled", metavar="|".join(_WAYS),
+        "--share", default="pooled", metavar="|".join(WAYS),
         help="whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
         "(between both); all three are examined",
     )  # fmt: skip
@@ -59,15 +60,12 @@ def add(verbs: Any) -> None:
 
 
 def _calibrate(args: Any) -> int:
-    from medfl.evaluation.conformal import check_coverage
-    from medfl.storage.places import check_which
-
     coverage = 0.9 if args.coverage is None else args.coverage
     strength = 100.0 if args.strength is None else args.strength
     check_coverage(coverage)
     check_which(args.which)
-    if args.share not in _WAYS:
-        raise InputError(f"--share {args.share}", ", ".join(_WAYS), "choose one")
+    if args.share not in WAYS:
+        raise InputError(f"--share {args.share}", ", ".join(WAYS), "choose one")
     if not 0 <= strength < float("inf") or (args.min_count or 0) < 0:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 

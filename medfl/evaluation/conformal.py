@@ -27,14 +27,12 @@ import numpy as np
 from scipy.special import betaincinv, expit
 
 from medfl.core.arrays import Array, Floats, Integers
-from medfl.core.errors import InputError
+from medfl.core.setting_values import WAYS
 
 PROBABILITIES: Floats = np.concatenate([[0.0], expit(np.linspace(-14, 14, 1999)), [1.0]])
 """Edges for scores from 0 to 1: steps of 0.014 in the logit, at most 0.0035."""
 NUMBERS: Floats = np.concatenate([[0.0], np.geomspace(1e-4, 1e8, 2000)])
 """Edges for errors in standard deviations of the predicted number: steps of 1.4 %."""
-WAYS = ("alone", "pooled", "shrunken")
-"""How sites share their sums."""
 
 
 @dataclass(frozen=True)
@@ -205,16 +203,6 @@ def interval(kept: float, cases: int, level: float = 0.95) -> tuple[float, float
         high = float(betaincinv(kept + 1, cases - kept, 1 - tail))
 
     return low, high
-
-
-def check_coverage(coverage: float) -> None:
-    """Raise an InputError if this coverage cannot be promised."""
-    if not 0 < coverage < 1:
-        raise InputError(
-            f"--coverage {coverage:g}",
-            "a share above 0 and below 1: all cases can only be covered by sets of everything",
-            "give for example --coverage 0.9",
-        )
 
 
 def class_scores(probabilities: Array, scores: str) -> Floats:

@@ -21,8 +21,9 @@ from medfl.core.arrays import Floats
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
+from medfl.core.setting_values import WAYS, check_coverage
 from medfl.evaluation import conformal
-from medfl.evaluation.conformal import WAYS, Scored, Sums
+from medfl.evaluation.conformal import Scored, Sums
 from medfl.policy.suppression import suppress_counts
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
@@ -85,7 +86,7 @@ def calibrate(
     Raises:
         InputError: the run is not finished, its outputs make no sets, or its cases are too few for the coverage.
     """
-    conformal.check_coverage(options.coverage)
+    check_coverage(options.coverage)
     kind = KINDS[result.task]
     scores = _checked_scores(kind, options.scores)
     if not result.finished:

@@ -38,7 +38,8 @@ QUICK = (
         "new {there} --images .", "new x --images . --size 5", "new x --images . --size 0",
         "predict {there} {there}/run.json --out {there}", "predict {there} gone.png --out x",
         "predict {there} {there}/run.json --out x --which foo", "export {there} --out {there}",
-        "export {there} --out x --which foo",
+        "export {there} --out x --which foo", "calibrate gone", "calibrate {there} --coverage 1",
+        "calibrate {there} --share all", "calibrate {there} --which foo", "calibrate {there} --strength -1",
     )],
 )  # fmt: skip
 PROGRAM = """

@@ -11,8 +11,9 @@ from scipy.stats import binomtest
 
 from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
+from medfl.core.setting_values import WAYS, check_coverage
 from medfl.evaluation import conformal
-from medfl.evaluation.conformal import NUMBERS, PROBABILITIES, WAYS, Scored, Sums, class_scores
+from medfl.evaluation.conformal import NUMBERS, PROBABILITIES, Scored, Sums, class_scores
 
 SPLITS = 200
 PROMISED = 0.9
@@ -75,7 +76,7 @@ def test_one_case_less_is_too_few(coverage: float, least: int) -> None:
 @pytest.mark.parametrize("coverage", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])
 def test_no_such_coverage(coverage: float) -> None:
     with pytest.raises(InputError, match="a share above 0 and below 1"):
-        conformal.check_coverage(coverage)
+        check_coverage(coverage)
 
 
 def test_scores_of_classes_by_hand() -> None:

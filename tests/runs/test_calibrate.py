@@ -17,8 +17,9 @@ import medfl
 from medfl import datasets
 from medfl.cli.verbs import main
 from medfl.core.errors import InputError
+from medfl.core.setting_values import WAYS
 from medfl.data.prepared import Shard
-from medfl.evaluation.conformal import PROBABILITIES, WAYS, class_scores
+from medfl.evaluation.conformal import PROBABILITIES, class_scores
 from medfl.runs.calibrate import Options, calibrate
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
@@ -92,7 +93,9 @@ def test_a_classification_from_run_to_bundle(
     label = load_run(run).labels
     covered = scores[np.arange(len(label)), label] <= threshold
     assert row_of(document, "all sites")["coverage"] == pytest.approx(covered.mean())
-    assert row_of(document, "all sites")["size"] == pytest.approx((scores <= threshold).sum(1).mean())
+    assert row_of(document, "all sites")["size"] == pytest.approx(
+        (scores <= threshold).sum(1).mean()
+    )
     assert [group["name"] for group in document["groups"]] == [*sites]
     assert document["groups"][0]["coverage"] == row_of(document, "site-1")["coverage"]
     assert "pooled" in (run / "calibration.md").read_text()
@@ -133,7 +136,9 @@ def test_the_threshold_of_a_site(run: Path, scans: Path, tmp_path: Path) -> None
     assert f"(alone, threshold {threshold:.4g})" in promise_in(said)
     # a hospital that the run does not know has the pooled one
     predict(run, scans, tmp_path / "new", say=said.append)
-    assert f"(pooled, threshold {row_of(document, 'all sites')['threshold']:.4g})" in promise_in(said)
+    assert f"(pooled, threshold {row_of(document, 'all sites')['threshold']:.4g})" in promise_in(
+        said
+    )
     with pytest.raises(InputError, match="a site that calibration.json has a threshold of"):
         predict(run, scans, tmp_path / "other", site="site-9")
 
@@ -174,7 +179,9 @@ def test_half_of_the_test_images_where_none_validate(scans: Path, tmp_path: Path
     document = calibrate(load_run(out), Options(0.5))
     row = row_of(document, "site-2")
     assert row["source"] == "half of test, seed 0"
-    assert row["calibration"] + row["test"] == len(load_run(out).run.partition.sites["site-2"]["test"])
+    assert row["calibration"] + row["test"] == len(
+        load_run(out).run.partition.sites["site-2"]["test"]
+    )
     assert row_of(document, "site-1")["source"] == "validation"
 
 
@@ -211,7 +218,13 @@ def test_findings_and_numbers(task: str, method: str, tmp_path: Path) -> None:
 def lungs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lungs")
     datasets.write_phantom("lung_cxr", root / "data", per_class=60, size=24)
-    requested = {"data": str(root / "data"), "method": "fedavg", "sites": 2, "rounds": 2, "partition": "iid"}
+    requested = {
+        "data": str(root / "data"),
+        "method": "fedavg",
+        "sites": 2,
+        "rounds": 2,
+        "partition": "iid",
+    }
     config = {"network": "unet8", "image_size": 24}
     federate("lung_cxr", config=config, requested=requested, out=root / "run", jobs=1)
     return root / "run"
