@@ -7,8 +7,8 @@ images to calibrate and the other half to test, first of the sites as they are, 
 out anew, as many to each. In the mean over the divisions pooled and shrunken thresholds keep the promise at every site
 that is like the others; of the sites as they are the rows say where they do not.
 
-A row has a site's mean coverage, its standard error over the divisions, and whether it is below the promise by more than
-two of them; `ratio` is the coverage relative to the promise.
+A row has a site's mean coverage, its standard error over the divisions, and whether it is below the promise by more
+than two of them; `ratio` is the coverage relative to the promise.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from medfl.core.arrays import Floats
 from medfl.core.seeding import derive
 from medfl.core.setting_values import WAYS
 from medfl.core.tables import markdown_table, text_table
 from medfl.evaluation import conformal
-from medfl.evaluation.conformal import Scored, Sums
+from medfl.evaluation.conformal import Scored
 from medfl.problem.tasks import KINDS
 from medfl.runs.result import Result, load_run
 
 Places = Mapping[str, Sequence[int]]
 
 
-def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]], Floats]:
-    """Return all validation and test cases of a run, which of them each site has, and the edges of the bins."""
+def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]]]:
+    """Return all validation and test cases of a run and which of them each site has."""
     kind = KINDS[result.task]
     judges = result.judges()
     parts = []
@@ -55,23 +54,22 @@ def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]], F
             first += len(parts[-1])
 
     arrays = {}
-    for name in ("bins", "wanted", "size", "everything"):
+    for name in ("bins", "wanted", "size"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
 
     ids = tuple(ident for part in parts for ident in part.ids)
-    return replace(parts[0], ids=ids, **arrays), places, kind.edges
+    return replace(parts[0], ids=ids, **arrays), places
 
 
 def chosen(cases: Scored, rows: Sequence[int]) -> Scored:
     """Return some of the cases."""
-    arrays = {name: getattr(cases, name)[rows] for name in ("bins", "wanted", "size", "everything")}
+    arrays = {name: getattr(cases, name)[rows] for name in ("bins", "wanted", "size")}
     return replace(cases, ids=tuple(cases.ids[row] for row in rows), **arrays)
 
 
 def divided(
     cases: Scored,
     places: Places,
-    edges: Floats,
     coverage: float,
     strength: float,
     draw: np.random.Generator,
@@ -82,7 +80,7 @@ def divided(
     for name, rows in places.items():
         order = draw.permutation(rows).tolist()
         half = len(order) // 2
-        sums[name] = Sums.of(chosen(cases, order[:half]), edges)
+        sums[name] = conformal.sums_of(chosen(cases, order[:half]))
         tests[name] = chosen(cases, order[half:])
 
     reached = {}
@@ -103,7 +101,7 @@ def rows_of(
     strength: float = 100.0,
 ) -> list[dict[str, object]]:
     """Return a row for each site and way, of the sites as they are and of sites alike."""
-    cases, places, edges = scored(result, scores)
+    cases, places = scored(result, scores)
     rows: list[dict[str, object]] = []
     for title in ("as they are", "alike"):
         draw = np.random.default_rng(derive(result.run.seed, "coverage", title))
@@ -116,7 +114,7 @@ def rows_of(
                 for name, own in places.items():
                     dealt[name] = [order.pop() for _ in own]
 
-            for key, value in divided(cases, dealt, edges, coverage, strength, draw).items():
+            for key, value in divided(cases, dealt, coverage, strength, draw).items():
                 found.setdefault(key, []).append(value)
 
         for (name, way), values in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -29,21 +30,18 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "give a finished model's predictions a promised coverage: sets of classes or findings, masks, intervals"
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
-    verb.add_argument(
-        "run", type=arguments.run_folder, metavar="RUN",
-        help="a run folder; its images must be available",
-    )  # fmt: skip
+    verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
+    text = "a run folder; its images must be available"
+    arguments.add_path(verb, "run", "RUN", text, arguments.run_folder)
     text = "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9"
     arguments.add_number(verb, "--coverage", "C", text, float)
-    verb.add_argument(
-        "--scores", default="", metavar="lac|aps",
-        help="of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)",
-    )  # fmt: skip
-    verb.add_argument(
-        "--share", default="pooled", metavar="|".join(WAYS),
-        help="whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
-        "(between both); all three are examined",
-    )  # fmt: skip
+    text = "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)"
+    verb.add_argument("--scores", default="", metavar="lac|aps", help=text)
+    text = (
+        "whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
+        "(between both); all three are examined"
+    )
+    verb.add_argument("--share", default="pooled", choices=WAYS, help=text)
     text = (
         "shrunken: number of images that those of all other sites count as, together; default: 100"
     )
@@ -60,13 +58,9 @@ def add(verbs: Any) -> None:
 
 
 def _calibrate(args: Any) -> int:
-    coverage = 0.9 if args.coverage is None else args.coverage
-    strength = 100.0 if args.strength is None else args.strength
-    check_coverage(coverage)
+    check_coverage(args.coverage)
     check_which(args.which)
-    if args.share not in WAYS:
-        raise InputError(f"--share {args.share}", ", ".join(WAYS), "choose one")
-    if not 0 <= strength < float("inf") or (args.min_count or 0) < 0:
+    if not 0 <= args.strength < math.inf or args.min_count < 0:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 
     hold(args, Use(runs=[args.run], folder=args.out or args.run))
@@ -74,11 +68,9 @@ def _calibrate(args: Any) -> int:
     from medfl.runs.plan import device_named
     from medfl.runs.result import load_run
 
-    options = Options(
-        coverage, args.scores, args.share, strength, args.min_count or 0, args.by, args.which
-    )
+    values = {field: getattr(args, field) for field in Options.__dataclass_fields__}
     result = load_run(args.run, device_named(args.device or "cpu"))
-    document = calibrate(result, options, args.out, progress=sys.stderr.isatty())
+    document = calibrate(result, Options(**values), args.out, progress=sys.stderr.isatty())
     return show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
 
 
@@ -87,14 +79,12 @@ def _lines(document: Document, width: int) -> list[str]:
 
     lines = [f"coverage {document['coverage']:g} is promised of {document['promise']}"]
     for head, rows in tables_of(document):
-        lines += ["", *tables.text_table(head, rows, width, ["abstained", "promised"])]
+        lines += ["", *tables.text_table(head, rows, width, ["abstained", "from"]), ""]
 
-    lines += ["", *document["summary"]]
     for note in document["notes"]:
         lines += terminal.hanging_indent("note: ", note, width)
 
-    source = "real data"
     if document["data_source"] == "phantom":
-        source = "PHANTOM data: images drawn by a program"
+        lines.append("PHANTOM data: images drawn by a program")
 
-    return [*lines, source]
+    return lines

@@ -14,7 +14,7 @@ d_i the total variation between what case i and the next one are drawn from (R. 
 risks A. Farinhas et al. 2024, arXiv:2310.01262).
 
 Thresholds are the upper edges of bins that are agreed beforehand. A score counts as the upper edge of its bin, which
-raises the threshold and so keeps the promise. Of a site, (1) takes its number of cases and this histogram, no more.
+raises the threshold and so keeps the promise. Of a site, (1) takes this histogram, no more.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ import numpy as np
 from scipy.special import betaincinv, expit
 
 from medfl.core.arrays import Array, Floats, Integers
-from medfl.core.setting_values import WAYS
 
-PROBABILITIES: Floats = np.concatenate([[0.0], expit(np.linspace(-14, 14, 1999)), [1.0]])
-"""Edges for scores from 0 to 1: steps of 0.014 in the logit, at most 0.0035."""
-NUMBERS: Floats = np.concatenate([[0.0], np.geomspace(1e-4, 1e8, 2000)])
-"""Edges for errors in standard deviations of the predicted number: steps of 1.4 %."""
+EDGES: Floats = np.concatenate([[0.0], expit(np.linspace(-14, 14, 1999)), [1.0]])
+"""Upper edges of the agreed bins, of scores from 0 to 1: steps of 0.014 in the logit, at most 0.0035."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,9 @@ class Rule:
     """What makes a set of a prediction.
 
     Attributes:
-        threshold: largest score that is taken in.
+        threshold: largest score that is taken in, of `EDGES`.
         scores: what scores are, of `Kind.set_scores`.
-        scale: standard deviation of each number, in whose unit scores are; () for other tasks.
+        scale: standard deviation of each number; the score of an error e is e / (e + scale). () for other tasks.
     """
 
     threshold: float
@@ -56,33 +53,33 @@ class Scored:
 
     Attributes:
         ids: N.
-        bins: (N, J) place of the lowest edge that is not below a part's score.
+        bins: (N, J) place of the edge that a part's score counts as, `bins_of`.
         wanted: (N, J) share of what is true of the case, with the sum 1.
         size: (N, J) what a part adds to the size of a set.
-        everything: (N,) size that a set has at most, or from which on it says nothing.
-        width: of a set, for a threshold of 1; added to its size.
-        scale: as of `Rule`.
+        scale: as of `Rule`: sets are intervals.
     """
 
     ids: tuple[str, ...]
     bins: Integers
     wanted: Floats
     size: Floats
-    everything: Floats
-    width: float = 0.0
     scale: tuple[float, ...] = ()
 
     @classmethod
     def of(
-        cls, ids: Sequence[str], bins: Integers, true: Array, size: Floats, everything: Array,
-        width: float = 0.0, scale: tuple[float, ...] = (),
-    ) -> Scored:  # fmt: skip
+        cls,
+        ids: Sequence[str],
+        bins: Integers,
+        true: Array,
+        size: Floats,
+        scale: tuple[float, ...] = (),
+    ) -> Scored:
         """Return the cases of which something is true, `true` (N, J) says how much of it is each part."""
         amount = true.sum(1, dtype=np.float64)
         rows = np.flatnonzero(amount > 0)
         wanted = true[rows] / amount[rows, None]
-        kept = tuple(ids[row] for row in rows.tolist())
-        return cls(kept, bins[rows], wanted, size[rows], everything[rows], width, scale)
+        kept_ids = tuple(ids[row] for row in rows.tolist())
+        return cls(kept_ids, bins[rows], wanted, size[rows], scale)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -91,69 +88,49 @@ class Scored:
         """Return what the set at an edge leaves out of each case, (N,) from 0 to 1."""
         return np.asarray((self.wanted * (self.bins > place)).sum(1), np.float64)
 
-    def sizes(self, place: int, edges: Floats) -> Floats:
-        """Return the size of each case's set, (N,)."""
-        taken = (self.size * (self.bins <= place)).sum(1)
-        return np.asarray(taken + self.width * edges[place], np.float64)
+    def sizes(self, place: int) -> Floats:
+        """Return the size of each case's set, (N,): of intervals their mean width."""
+        if self.scale:
+            return np.full(len(self), 2 * half_width(EDGES[place]) * np.mean(self.scale))
+
+        return np.asarray((self.size * (self.bins <= place)).sum(1), np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """What leaves a site: its number of cases and their scores' histogram (B + 1,), those above all edges last."""
+def sums_of(scored: Scored | None, least: int = 0) -> Floats:
+    """Return what leaves a site: the histogram (B,) of its scores. Each case adds 1, so its sum is the number of cases.
 
-    cases: float
-    histogram: Floats
+    A bin to which fewer than `least` cases add is joined with its neighbours, from the top, until there are as many.
+    All count at the upper edge of the highest, so that the promise holds and sets are larger; the edge tells that a
+    case is near, as a threshold does. Nothing is told of fewer cases in all.
+    """
+    histogram = np.zeros(len(EDGES))
+    if scored is None or len(scored) < least:
+        return histogram
 
-    @classmethod
-    def of(cls, scored: Scored | None, edges: Floats, least: int = 0) -> Sums:
-        """Return a site's sums, without a bin to which fewer than `least` cases add; of fewer in all nothing.
+    np.add.at(histogram, scored.bins.ravel(), scored.wanted.ravel())
+    if least == 0:
+        return histogram
 
-        Bins are joined from the top, and count at the upper edge of the highest, so that the promise holds and sets are
-        larger. That a bin ends here tells that a case is near, as a threshold does.
-        """
-        histogram = np.zeros(len(edges) + 1)
-        if scored is None or len(scored) < max(least, 1):
-            return cls(0, histogram)
-
-        bins = scored.bins.ravel()
-        np.add.at(histogram, bins, scored.wanted.ravel())
-        if least:
-            rows, columns = np.nonzero(scored.wanted)
-            histogram = _joined(histogram, rows, scored.bins[rows, columns], least)
-
-        return cls(len(scored), histogram)
-
-    def plus(self, other: Sums, weight: float = 1.0) -> Sums:
-        """Return the sums with those of others, whose cases have this weight."""
-        cases = self.cases + weight * other.cases
-        return Sums(cases, self.histogram + weight * other.histogram)
-
-
-def _joined(histogram: Floats, rows: Integers, bins: Integers, least: int) -> Floats:
-    """Join neighbouring bins, from the top, until each has entries of `least` cases (`rows`, `bins`: of an entry)."""
-    order = np.argsort(bins, kind="stable")
-    places, starts = np.unique(bins[order], return_index=True)
-    rows_of = np.split(rows[order], starts[1:])
-    result = np.zeros_like(histogram)
-    # the highest edge, which only errors beyond all bounds exceed
-    top = max(len(histogram) - 2, int(places[-1]))
+    rows, columns = np.nonzero(scored.wanted)
+    bins = scored.bins[rows, columns]
+    joined = np.zeros_like(histogram)
+    top = len(histogram) - 1
     last = top
     members: set[int] = set()
     total = 0.0
-
-    for place, cases in zip(places[::-1].tolist(), rows_of[::-1], strict=True):
+    for place in np.unique(bins)[::-1].tolist():
         total += histogram[place]
-        members.update(cases.tolist())
+        members.update(rows[bins == place].tolist())
         if len(members) >= least:
-            result[top] = total
+            joined[top] = total
             last = top
             top = place - 1
             members = set()
             total = 0.0
 
     # too few are left below: they count as the lowest bin that is told
-    result[last] += total
-    return result
+    joined[last] += total
+    return joined
 
 
 def needed(coverage: float) -> int:
@@ -161,48 +138,52 @@ def needed(coverage: float) -> int:
     return math.ceil(1 / (1 - coverage) - 1e-6) - 1
 
 
-def place_of(sums: Sums, coverage: float) -> int | None:
+def place_of(histogram: Floats, coverage: float) -> int | None:
     """Return the place of the lowest edge for which (1) holds, None where the cases are too few for any."""
-    lost = sums.cases - np.cumsum(sums.histogram[:-1])
-    holds = np.flatnonzero((lost + 1) / (sums.cases + 1) <= 1 - coverage + 1e-9)
+    cases = histogram.sum()
+    lost = cases - np.cumsum(histogram)
+    holds = np.flatnonzero((lost + 1) / (cases + 1) <= 1 - coverage + 1e-9)
     return int(holds[0]) if len(holds) else None
 
 
-def shared(sums: Mapping[str, Sums], strength: float) -> dict[str, dict[str, Sums]]:
-    """Return site -> way -> the sums that its threshold is of.
+def shared(histograms: Mapping[str, Floats], strength: float) -> dict[str, dict[str, Floats]]:
+    """Return site -> way -> the histogram that its threshold is of.
 
     Shrunken: its own cases count 1, and those of all others w = min(1, strength / their number). Of n own cases
     its own distribution has the weight n / (n + strength), where the others have at least so many.
     """
+    total = np.sum([*histograms.values()], 0)
     result = {}
-    for name, own in sums.items():
-        others = Sums(0.0, np.zeros_like(own.histogram))
-        for other, theirs in sums.items():
-            if other != name:
-                others = others.plus(theirs)
-
-        weight = min(1.0, strength / others.cases) if others.cases else 0.0
-        ways = (own, own.plus(others), own.plus(others, weight))
-        result[name] = dict(zip(WAYS, ways, strict=True))
+    for name, alone in histograms.items():
+        rest = total - alone
+        weight = min(1.0, strength / max(1.0, rest.sum()))
+        result[name] = {"alone": alone, "pooled": total, "shrunken": alone + weight * rest}
 
     return result
 
 
-def interval(kept: float, cases: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the Clopper-Pearson interval of a coverage: `kept` of so many cases.
+def interval(covered: float, cases: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the Clopper-Pearson interval of a coverage: `covered` of so many cases.
 
-    Where cases are kept in part, `kept` is no whole number and the interval an approximation: shares vary less than
-    0 and 1 of the same mean.
+    Where cases are covered in part, `covered` is no whole number and the interval an approximation: shares vary less
+    than 0 and 1 of the same mean.
     """
+    lost = cases - covered
     tail = (1 - level) / 2
-    low = 0.0
-    high = 1.0
-    if kept > 0:
-        low = float(betaincinv(kept, cases - kept + 1, tail))
-    if kept < cases:
-        high = float(betaincinv(kept + 1, cases - kept, 1 - tail))
+    # none covered, or all, is the limit
+    low = betaincinv(max(covered, 1e-12), lost + 1, tail)
+    return float(low), float(betaincinv(covered + 1, max(lost, 1e-12), 1 - tail))
 
-    return low, high
+
+def bins_of(scores: Array) -> Integers:
+    """Return the place in `EDGES` of the lowest edge that is not below a score."""
+    return np.searchsorted(EDGES, scores)
+
+
+def half_width(threshold: float) -> float:
+    """Return half of an interval, in standard deviations: a million where the threshold is 1."""
+    capped = min(threshold, float(EDGES[-2]))
+    return capped / (1 - capped)
 
 
 def class_scores(probabilities: Array, scores: str) -> Floats:

@@ -408,16 +408,10 @@ class _BundleWriter:
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
     def _calibration(self, sha256: str) -> None:
-        """Write what `medfl calibrate` found of this model, for these weights; of another one nothing."""
-        document = self.trained.files.promised
+        """Write what `medfl calibrate` found of this model, for these weights."""
+        kind = "personal" if self.model.site else "global"
+        document = self.trained.files.calibration(self.trained.which, kind)
         if document is None:
-            return
-
-        of_weights = "weights_sha256" if self.trained.which == "last" else "best_sha256"
-        recorded = (self.trained.summary or {}).get(of_weights)
-        is_personal = document["model"] == "personal"
-        if document["weights_sha256"] != recorded or is_personal != bool(self.model.site):
-            self.say(f"note: {CALIBRATION} is of another model, and left out")
             return
 
         entry = {**document, "weights_sha256": sha256, "site": self.model.site}

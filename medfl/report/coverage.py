@@ -7,6 +7,20 @@ from medfl.core.documents import Config
 Table = tuple[list[str], list[list[str]]]
 """Head and rows."""
 
+_COLUMNS = (
+    ("threshold of", "way", ""),
+    ("calibrated on", "calibration", "d"),
+    ("from", "source", ""),
+    ("threshold", "threshold", ".4g"),
+    ("tested on", "test", "d"),
+    ("reached", "coverage", ".3f"),
+    ("95 % from", "low", ".3f"),
+    ("to", "high", ".3f"),
+    ("mean size", "size", ".3g"),
+    ("abstained", "abstained", ".1%"),
+)
+"""Title, entry of a row and its form."""
+
 
 def tables_of(document: Config) -> list[Table]:
     """Return the tables of a calibration.json: of its sites, and of its groups where it has any."""
@@ -18,29 +32,13 @@ def tables_of(document: Config) -> list[Table]:
 
 
 def _table(document: Config, key: str, first: str) -> Table:
-    head = [first, "threshold of", "calibrated on", "threshold", "tested on", "promised", "reached"]
-    head += ["95 % interval", f"mean size ({document['size_unit']})", "abstained"]
     body = []
     for row in document[key]:
-        ends = "-"
-        if row["low"] is not None:
-            ends = f"{row['low']:.3f} to {row['high']:.3f}"
+        cells = [row["name"]]
+        for _, entry, form in _COLUMNS:
+            value = row.get(entry)
+            cells.append("-" if value is None else format(value, form))
 
-        calibrated_on = _cell(row["calibration"], "d")
-        if row["source"]:
-            calibrated_on += f" ({row['source']})"
-
-        cells = [row["name"], row["way"], calibrated_on, _cell(row["threshold"], ".4g")]
-        cells += [
-            _cell(row["test"], "d"),
-            f"{document['coverage']:g}",
-            _cell(row["coverage"], ".3f"),
-        ]
-        cells += [ends, _cell(row["size"], ".3g"), _cell(row["abstained"], ".1%")]
         body.append(cells)
 
-    return head, body
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return [first, *(title for title, _, _ in _COLUMNS)], body

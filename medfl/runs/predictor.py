@@ -98,14 +98,11 @@ def open_predictor(
     path = Path(where).expanduser()
     placed = torch.device(device_named(device))
     check_which(which)
-    of_run = is_run(path)
-    file = path / CALIBRATION if of_run else path / "docs" / CALIBRATION
-    document = None
-    if calibrated and file.is_file():
-        document = read_calibration(file)
+    if is_run(path):
+        return _checked(_of_run(path, which, site, placed, say, calibrated))
 
-    if of_run:
-        return _checked(_of_run(path, which, site, placed, say, document))
+    file = path / "docs" / CALIBRATION
+    document = read_calibration(file) if calibrated and file.is_file() else None
     if (site is not None and document is None) or which != "last":
         raise InputError(
             f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
@@ -114,42 +111,39 @@ def open_predictor(
     predictor = _of_bundle(path, placed)
     if document is not None:
         weights = path / "models" / "model.safetensors"
-        sha256 = file_sha256(weights) if weights.is_file() else ""
-        predictor = _with_rule(predictor, document, site, sha256 == document["weights_sha256"], say)
+        fits = weights.is_file() and file_sha256(weights) == document["weights_sha256"]
+        predictor = _with_rule(predictor, document if fits else None, site, say)
 
     return _checked(predictor)
 
 
 def _with_rule(
-    predictor: Predictor, document: Config, site: str | None, fits: bool, say: Print
+    predictor: Predictor, document: Config | None, site: str | None, say: Print
 ) -> Predictor:
-    """Return a predictor that makes sets by what `medfl calibrate` wrote, if it `fits` the model; says which."""
-    if not fits or document["task"] != predictor.task:
-        say("note: calibration.json is of another model, and left out: run medfl calibrate again")
+    """Return a predictor that makes sets by what `medfl calibrate` wrote, None of another model; says which."""
+    if document is None or document["task"] != predictor.task:
+        say(f"note: {CALIBRATION} is of another model, and left out: run medfl calibrate again")
         return predictor
 
-    name = site or document["site"]
-    way = document["share"] if name else "pooled"
-    threshold = None
-    for row in document["rows"]:
-        if row["way"] == way and row["name"] == (name or ALL_SITES):
-            threshold = row["threshold"]
-
-    if threshold is None:
+    name = site or document["site"] or ALL_SITES
+    way = "pooled" if name == ALL_SITES else document["share"]
+    found = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
+    if not found or "threshold" not in found[0]:
         raise InputError(
             f"--site {name}",
             f"a site that {CALIBRATION} has a threshold of",
             "name one, leave it out, or add --uncalibrated",
         )
 
+    threshold = float(found[0]["threshold"])
     say(
         f"note: coverage {document['coverage']:g} is promised of {document['promise']} ({way}, threshold "
         f"{threshold:.4g}); --uncalibrated leaves it out"
     )
-    rule = Rule(float(threshold), document["scores"], tuple(document["scale"]))
+    rule = Rule(threshold, document["scores"], tuple(document["scale"]))
     evaluator = predictor.evaluator
     if isinstance(evaluator, MaskEvaluator):
-        evaluator = replace(evaluator, background_limit=rule.threshold)
+        evaluator = replace(evaluator, background_limit=threshold)
 
     return replace(predictor, rule=rule, evaluator=evaluator)
 
@@ -187,11 +181,12 @@ def _of_run(
     site: str | None,
     device: torch.device,
     say: Print,
-    calibration: Config | None,
+    calibrated: bool,
 ) -> Predictor:
     networks = RunNetworks(path, which, say)
-    calibrated_site = site
-    if calibration is not None and not methods.has_site_models(networks.method):
+    calibrated = calibrated and networks.files.promised is not None
+    threshold_site = site
+    if calibrated and not methods.has_site_models(networks.method):
         site = None  # it names a threshold: all sites have one model
     run = networks.run
     bundle = networks.bundle
@@ -243,13 +238,11 @@ def _of_run(
         run.tf32,
         thresholds_of(networks, site, say),
     )
-    if calibration is None:
+    if not calibrated:
         return predictor
 
-    sha256 = (networks.summary or {}).get("weights_sha256" if which == "last" else "best_sha256")
-    is_same = (calibration["which"], calibration["weights_sha256"]) == (which, sha256)
-    fits = is_same and (calibration["model"] == "personal") == (site is not None)
-    return _with_rule(predictor, calibration, calibrated_site, fits, say)
+    calibration = networks.files.calibration(which, "personal" if site else "global")
+    return _with_rule(predictor, calibration, threshold_site, say)
 
 
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:

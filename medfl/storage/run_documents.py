@@ -44,20 +44,20 @@ class _Site(TypedDict):
     personal: _METRICS
 
 
-class CoverageRow(TypedDict):
-    """A row of calibration.json: what was promised and reached at a site, or of a group."""
+class CoverageRow(TypedDict, total=False):
+    """A row of calibration.json, of a site or a group, without what is not known or not told."""
 
     name: str
     way: str
-    calibration: Count | None
     source: str
-    threshold: float | None
-    test: Count | None
-    coverage: float | None
-    low: float | None
-    high: float | None
-    size: float | None
-    abstained: float | None
+    calibration: Count
+    threshold: float
+    test: Count
+    coverage: float
+    low: float
+    high: float
+    size: float
+    abstained: float
 
 
 RUN: Form = {
@@ -110,8 +110,8 @@ ALL_SITES = "all sites"
 """The name of the row of calibration.json whose threshold is of no site."""
 CALIBRATION: Form = {
     "weights_sha256": str, "which": str, "task": str, "data_source": str, "model": str, "site": str, "coverage": float,
-    "scores": str, "share": str, "promise": str, "size_unit": str, "scale": list[float], "rows": list[CoverageRow],
-    "by": str, "groups": list[CoverageRow], "summary": list[str], "notes": list[str],
+    "scores": str, "share": str, "promise": str, "scale": list[float], "rows": list[CoverageRow], "by": str,
+    "groups": list[CoverageRow], "notes": list[str],
 }  # fmt: skip
 BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(

@@ -189,6 +189,20 @@ class RunReader:
         file = self.path / CALIBRATION
         return read_calibration(file) if file.is_file() else None
 
+    def sha256_of(self, which: str) -> str:
+        """Return what the run recorded of its "last" or "best" weights, "" where it was interrupted."""
+        key = {"last": "weights_sha256", "best": "best_sha256"}[which]
+        return str((self.final_summary or {}).get(key) or "")
+
+    def calibration(self, which: str, model: str) -> Mapping[str, Plain] | None:
+        """Return calibration.json where it is of these weights and of this kind of `model`: global or personal."""
+        document = self.promised
+        if document is None:
+            return None
+
+        fits = (document["weights_sha256"], document["model"]) == (self.sha256_of(which), model)
+        return document if fits else None
+
     # The run
 
     @property

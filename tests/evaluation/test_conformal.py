@@ -13,7 +13,7 @@ from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
 from medfl.core.setting_values import WAYS, check_coverage
 from medfl.evaluation import conformal
-from medfl.evaluation.conformal import NUMBERS, PROBABILITIES, Scored, Sums, class_scores
+from medfl.evaluation.conformal import EDGES, Scored, bins_of, class_scores, half_width, sums_of
 
 SPLITS = 200
 PROMISED = 0.9
@@ -21,24 +21,22 @@ Draw = np.random.Generator
 
 
 def of_classes(probabilities: Array, label: Array, scores: str = "lac") -> Scored:
-    bins = np.searchsorted(PROBABILITIES, class_scores(probabilities, scores))
+    bins = bins_of(class_scores(probabilities, scores))
     count = probabilities.shape[1]
     ids = [str(index) for index in range(len(label))]
-    everything = np.full(len(label), float(count))
-    return Scored.of(ids, bins, np.eye(count)[label], np.ones(bins.shape), everything)
+    return Scored.of(ids, bins, np.eye(count)[label], np.ones(bins.shape))
 
 
 def of_errors(errors: Array) -> Scored:
-    bins = np.searchsorted(NUMBERS, errors)[:, None]
+    bins = bins_of(errors / (1 + errors))[:, None]
     ids = [str(index) for index in range(len(errors))]
-    nothing = np.zeros(bins.shape)
-    return Scored.of(ids, bins, np.ones(bins.shape), nothing, np.full(len(errors), np.inf), 2.0)
+    return Scored.of(ids, bins, np.ones(bins.shape), np.zeros(bins.shape), (1.0,))
 
 
 def of_findings(probabilities: Array, has: Array) -> Scored:
-    bins = np.searchsorted(PROBABILITIES, 1 - probabilities)
+    bins = bins_of(1 - probabilities)
     ids = [str(index) for index in range(len(has))]
-    return Scored.of(ids, bins, has, np.ones(has.shape), np.full(len(has), 1.0 * has.shape[1]))
+    return Scored.of(ids, bins, has, np.ones(has.shape))
 
 
 def classified(draw: Draw, cases: int, shift: float = 0.0) -> tuple[Floats, Array]:
@@ -56,11 +54,11 @@ def test_the_threshold_is_the_score_of_its_rank_at_its_bins_upper_edge(
     cases: int, coverage: float
 ) -> None:
     errors = np.random.default_rng(cases).gamma(2, 1, cases)
-    place = conformal.place_of(Sums.of(of_errors(errors), NUMBERS), coverage)
+    place = conformal.place_of(sums_of(of_errors(errors)), coverage)
     rank = math.ceil((cases + 1) * coverage - 1e-9)
     exact = np.sort(errors)[rank - 1]
     assert place is not None
-    assert NUMBERS[place - 1] < exact <= NUMBERS[place]
+    assert half_width(EDGES[place - 1]) < exact <= half_width(EDGES[place])
     # NumPy's own, with the correction for a finite sample
     assert exact == np.quantile(errors, rank / cases, method="inverted_cdf")
 
@@ -69,8 +67,8 @@ def test_the_threshold_is_the_score_of_its_rank_at_its_bins_upper_edge(
 def test_one_case_less_is_too_few(coverage: float, least: int) -> None:
     assert conformal.needed(coverage) == least
     errors = np.linspace(1, 2, least)
-    assert conformal.place_of(Sums.of(of_errors(errors), NUMBERS), coverage) is not None
-    assert conformal.place_of(Sums.of(of_errors(errors[1:]), NUMBERS), coverage) is None
+    assert conformal.place_of(sums_of(of_errors(errors)), coverage) is not None
+    assert conformal.place_of(sums_of(of_errors(errors[1:])), coverage) is None
 
 
 @pytest.mark.parametrize("coverage", [0.0, 1.0, -0.1, 1.5, math.nan, math.inf])
@@ -107,27 +105,27 @@ def test_the_sets_are_those_of_mapie() -> None:
     oracle = mapie.SplitConformalClassifier(classifier, confidence_level=0.9)
     expected = oracle.conformalize(held, label[300:600]).predict_set(new)[1][:, :, 0]
     own = of_classes(classifier.predict_proba(held), label[300:600])
-    place = conformal.place_of(Sums.of(own, PROBABILITIES), 0.9)
+    place = conformal.place_of(sums_of(own), 0.9)
     assert place is not None
     scores = class_scores(classifier.predict_proba(new), "lac")
-    taken = scores <= PROBABILITIES[place]
+    taken = scores <= EDGES[place]
     assert not (expected & ~taken).any()
     # only where a score is within the threshold's bin
-    assert (scores[taken & ~expected] > PROBABILITIES[place - 1]).all()
+    assert (scores[taken & ~expected] > EDGES[place - 1]).all()
     assert (taken != expected).mean() < 0.01
 
     regressor = LinearRegression().fit(fitted, number[:300])
     oracle = regression.SplitConformalRegressor(regressor, confidence_level=0.9)
     ends = oracle.conformalize(held, number[300:600]).predict_interval(new)[1][:, :, 0]
     errors = of_errors(np.abs(number[300:600] - regressor.predict(held)))
-    place = conformal.place_of(Sums.of(errors, NUMBERS), 0.9)
+    place = conformal.place_of(sums_of(errors), 0.9)
     assert place is not None
     half = (ends[0, 1] - ends[0, 0]) / 2
-    assert half <= NUMBERS[place] <= 1.015 * half
+    assert half <= half_width(EDGES[place]) <= 1.015 * half
 
 
 def reached(
-    sums: Mapping[str, Sums], tests: Mapping[str, Scored], edges: Floats
+    sums: Mapping[str, Floats], tests: Mapping[str, Scored]
 ) -> dict[tuple[str, str], float]:
     """(Site, way) -> coverage of a site's test cases."""
     found = {}
@@ -135,7 +133,6 @@ def reached(
         for way in WAYS:
             place = conformal.place_of(ways[way], PROMISED)
             assert place is not None
-            assert len(edges) > place
             found[name, way] = 1 - float(tests[name].losses(place).mean())
 
     return found
@@ -156,7 +153,6 @@ def test_the_promise_over_many_splits_of_sites_alike(task: str) -> None:
     """Not below 0.9, and for one true class hardly above it: a rank of n + 1, and the width of a bin."""
     draw = np.random.default_rng(7)
     sizes = {"a": 40, "b": 25, "c": 90}
-    edges = NUMBERS if task == "numbers" else PROBABILITIES
 
     def drawn(cases: int) -> Scored:
         if task == "numbers":
@@ -169,8 +165,8 @@ def test_the_promise_over_many_splits_of_sites_alike(task: str) -> None:
 
     splits = []
     for _ in range(SPLITS):
-        sums = {name: Sums.of(drawn(cases), edges) for name, cases in sizes.items()}
-        splits.append(reached(sums, {name: drawn(200) for name in sizes}, edges))
+        sums = {name: sums_of(drawn(cases)) for name, cases in sizes.items()}
+        splits.append(reached(sums, {name: drawn(200) for name in sizes}))
 
     for (name, way), (mean, error) in means(splits).items():
         assert mean >= PROMISED - 3 * error, (name, way)
@@ -190,10 +186,10 @@ def test_a_hospital_unlike_the_others_needs_its_own_threshold() -> None:
         sums = {}
         tests = {}
         for name, cases in sizes.items():
-            sums[name] = Sums.of(of_classes(*classified(draw, cases, shifts[name])), PROBABILITIES)
+            sums[name] = sums_of(of_classes(*classified(draw, cases, shifts[name])))
             tests[name] = of_classes(*classified(draw, 200, shifts[name]))
 
-        found = reached(sums, tests, PROBABILITIES)
+        found = reached(sums, tests)
         splits.append(found)
         weighted = sum(found[name, "pooled"] * cases for name, cases in sizes.items())
         together.append(weighted / sum(sizes.values()))
@@ -219,13 +215,13 @@ def test_bins_of_few_cases_are_joined_upwards(cases: int) -> None:
     covered = []
     for _ in range(60):
         scored = of_classes(*classified(draw, cases))
-        plain = Sums.of(scored, PROBABILITIES)
-        told = Sums.of(scored, PROBABILITIES, 10)
-        counts = told.histogram[told.histogram > 0]
+        plain = sums_of(scored)
+        told = sums_of(scored, 10)
+        counts = told[told > 0]
         assert counts.min() >= 10
-        assert counts.sum() == told.cases == cases
+        assert counts.sum() == cases
         # each loss is at least what it was, so every threshold is
-        assert (np.cumsum(told.histogram) <= np.cumsum(plain.histogram) + 1e-9).all()
+        assert (np.cumsum(told) <= np.cumsum(plain) + 1e-9).all()
         own, exact = conformal.place_of(told, PROMISED), conformal.place_of(plain, PROMISED)
         assert own is not None
         assert exact is not None
@@ -233,16 +229,16 @@ def test_bins_of_few_cases_are_joined_upwards(cases: int) -> None:
         covered.append(1 - float(of_classes(*classified(draw, 200)).losses(own).mean()))
 
     assert np.mean(covered) >= PROMISED
-    assert Sums.of(of_classes(*classified(draw, 9)), PROBABILITIES, 10).cases == 0
+    assert sums_of(of_classes(*classified(draw, 9)), 10).sum() == 0
 
 
 def test_a_case_adds_once_to_a_joined_bin() -> None:
     """Ten findings of two images are two cases, not ten."""
     has = np.ones((2, 5), bool)
     scored = of_findings(np.random.default_rng(0).random((2, 5)), has)
-    assert np.count_nonzero(Sums.of(scored, PROBABILITIES, 2).histogram) <= 5
-    alone = Sums.of(scored, PROBABILITIES, 3)
-    assert alone.cases == 0
+    assert np.count_nonzero(sums_of(scored, 2)) <= 5
+    alone = sums_of(scored, 3)
+    assert alone.sum() == 0
 
 
 def test_cases_without_anything_to_find_are_no_cases() -> None:
@@ -256,13 +252,13 @@ def test_shrunken_is_between_alone_and_pooled() -> None:
     draw = np.random.default_rng(1)
     sums = {}
     for name, cases in {"a": 50, "b": 300}.items():
-        sums[name] = Sums.of(of_classes(*classified(draw, cases)), PROBABILITIES)
+        sums[name] = sums_of(of_classes(*classified(draw, cases)))
 
     none = conformal.shared(sums, 0)["a"]
-    np.testing.assert_array_equal(none["shrunken"].histogram, none["alone"].histogram)
+    np.testing.assert_array_equal(none["shrunken"], none["alone"])
     full = conformal.shared(sums, 1000)["a"]
-    np.testing.assert_allclose(full["shrunken"].histogram, full["pooled"].histogram)
+    np.testing.assert_allclose(full["shrunken"], full["pooled"])
     half = conformal.shared(sums, 50)["a"]["shrunken"]
-    assert half.cases == 100
-    shares = (sums["a"].histogram / 50 + sums["b"].histogram / 300) / 2
-    np.testing.assert_allclose(half.histogram / 100, shares)
+    assert half.sum() == pytest.approx(100)
+    shares = (sums["a"] / 50 + sums["b"] / 300) / 2
+    np.testing.assert_allclose(half / 100, shares)

@@ -13,7 +13,7 @@ from torch import Tensor
 from medfl.data.prepared import Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Floats, Integers
-from medfl.evaluation.conformal import Rule, Scored, class_scores
+from medfl.evaluation.conformal import Rule, Scored, bins_of, class_scores
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Examined,
@@ -44,7 +44,7 @@ class Classification(Kind):
     activation: str = "softmax"
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("lac", "aps")
-    promise: tuple[str, str] = ("images whose set has the true class", "classes")
+    promise: str = "images whose set has the true class"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are class indices, or the data list has such."""
@@ -101,15 +101,12 @@ class Classification(Kind):
         cases = examined.cases()
         probabilities = finite(cases, "probabilities")
         count = probabilities.shape[1]
-        bins = np.searchsorted(self.edges, class_scores(probabilities, scores))
-        everything = np.full(len(cases), float(count))
-        return Scored.of(
-            cases.ids, bins, np.eye(count)[_label(cases)], np.ones(bins.shape), everything
-        )
+        bins = bins_of(class_scores(probabilities, scores))
+        return Scored.of(cases.ids, bins, np.eye(count)[_label(cases)], np.ones(bins.shape))
 
-    def abstains(self, sizes: Floats, everything: Floats) -> NDArray[np.bool_]:
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
         """Tell which sets have all classes or none."""
-        return np.asarray((sizes == 0) | (sizes >= everything))
+        return super().abstains(scored, place) | (scored.bins > place).all(1)
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the classes in a new case's set."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
-from medfl.evaluation import bootstrap, conformal
+from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Floats, Integers, Interval
 from medfl.evaluation.conformal import Rule, Scored
 from medfl.evaluation.evaluators import Evaluator
@@ -75,7 +75,7 @@ class Kind:
         activation: what makes probabilities of a network's logits, "" where its outputs are none.
         chunk: items scored in one task of a worker: a multiple of the evaluation's batch.
         set_scores: what scores sets can be made of (`medfl.evaluation.conformal`), the default first; () for no sets.
-        promise: what a coverage is of, in words, and how large a set is.
+        promise: of what a coverage is the share, in words.
     """
 
     name: str
@@ -87,12 +87,7 @@ class Kind:
     activation: str = ""
     chunk: int = 16
     set_scores: tuple[str, ...] = ()
-    promise: tuple[str, str] = ("", "")
-
-    @property
-    def edges(self) -> Floats:
-        """The agreed edges of the bins that scores are counted in."""
-        return conformal.PROBABILITIES
+    promise: str = ""
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether a training step is one of this kind; arguments as of `medfl.problem.tasks.told_by`."""
@@ -167,9 +162,10 @@ class Kind:
         """
         raise no_sets(f"a {self.name} task by the bundle's own metric")
 
-    def abstains(self, sizes: Floats, everything: Floats) -> NDArray[np.bool_]:
-        """Tell which sets (N,) say nothing."""
-        return np.asarray(sizes >= everything)
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
+        """Tell which cases' sets (N,) at an edge say nothing, as they have everything."""
+        left_out = (scored.size * (scored.bins > place)).sum(1)
+        return np.asarray(left_out == 0)
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the columns of a new case's set, and whether it says nothing, as `abstain`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.conformal import Rule, Scored
+from medfl.evaluation.conformal import Rule, Scored, bins_of
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
@@ -56,10 +56,7 @@ class Multilabel(Kind):
     decides: bool = True
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("risk",)
-    promise: tuple[str, str] = (
-        "an image's findings that are in its set, of images with any",
-        "findings",
-    )
+    promise: str = "an image's findings that are in its set, of images with any"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets have a yes or no for each of several outputs."""
@@ -94,10 +91,9 @@ class Multilabel(Kind):
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases that are known to have a finding, with 1 - p of each."""
         cases = examined.cases()
-        bins = np.searchsorted(self.edges, 1 - finite(cases, "probabilities"))
+        bins = bins_of(1 - finite(cases, "probabilities"))
         has = cases.values["findings"].numpy(force=True) == 1
-        everything = np.full(len(cases), float(has.shape[1]))
-        return Scored.of(cases.ids, bins, has, np.ones(has.shape), everything)
+        return Scored.of(cases.ids, bins, has, np.ones(has.shape))
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the findings in a new case's set."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
-from medfl.evaluation import conformal, numbers
-from medfl.evaluation.bootstrap import Draws, Floats
-from medfl.evaluation.conformal import Rule, Scored
+from medfl.evaluation import numbers
+from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation.conformal import EDGES, Rule, Scored, bins_of, half_width
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
@@ -52,12 +52,7 @@ class Regression(Kind):
     record_key: str = "target"
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("residual",)
-    promise: tuple[str, str] = ("an image's known numbers that are in their interval", "wide")
-
-    @property
-    def edges(self) -> Floats:
-        """The agreed edges of the bins that errors are counted in, in standard deviations of their number."""
-        return conformal.NUMBERS
+    promise: str = "an image's known numbers that are in their interval"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether there is a number for each output, and a loss of numbers or none that is a yes or no."""
@@ -80,18 +75,19 @@ class Regression(Kind):
         return records
 
     def scored(self, examined: Examined, scores: str) -> Scored:
-        """Return the cases with a known number, with the absolute error of each."""
+        """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""
         cases = examined.cases()
         prediction = finite(cases, "prediction")
         target = cases.values["target"].numpy(force=True)
         sd = scale_of(examined.metadata, prediction.shape[1])[1].numpy()
-        bins = np.searchsorted(self.edges, np.abs(prediction - np.nan_to_num(target)) / sd)
-        nothing = np.zeros(bins.shape)
-        endless = np.full(len(cases), np.inf)
-        width = 2 * float(sd.mean())
-        return Scored.of(
-            cases.ids, bins, ~np.isnan(target), nothing, endless, width, tuple(sd.tolist())
-        )
+        error = np.abs(prediction - np.nan_to_num(target))
+        bins = bins_of(error / (error + sd))
+        is_known = ~np.isnan(target)
+        return Scored.of(cases.ids, bins, is_known, np.zeros(bins.shape), tuple(sd.tolist()))
+
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
+        """Tell that all intervals are endless, or none."""
+        return np.full(len(scored), EDGES[place] == 1)
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
         """Return the ends of a new case's interval, of several numbers each."""
@@ -101,10 +97,11 @@ class Regression(Kind):
             prediction, rule.scale, column_names(names, len(prediction)), strict=True
         ):
             ending = f"_{name}" * (len(prediction) > 1)
-            row[f"lower{ending}"] = float(value - rule.threshold * sd)
-            row[f"upper{ending}"] = float(value + rule.threshold * sd)
+            half = half_width(rule.threshold) * sd
+            row[f"lower{ending}"] = float(value - half)
+            row[f"upper{ending}"] = float(value + half)
 
-        return {**row, "abstain": 0}
+        return {**row, "abstain": int(rule.threshold == 1)}
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]

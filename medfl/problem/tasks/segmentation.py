@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medfl.evaluation.conformal import Scored
+from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
@@ -26,10 +26,7 @@ class Segmentation(Kind):
     least_names: int = 2
     activation: str = "softmax"
     set_scores: tuple[str, ...] = ("risk",)
-    promise: tuple[str, str] = (
-        "a case's true volume that is in its mask, of cases with any",
-        "times the true volume",
-    )
+    promise: str = "a case's true volume that is in its mask, of cases with any"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are maps."""
@@ -46,15 +43,15 @@ class Segmentation(Kind):
         if not isinstance(examined.evaluator, MaskEvaluator):
             raise no_sets("masks by the bundle's own postprocessing")
 
-        places = len(self.edges)
+        places = len(EDGES)
         true = np.zeros((len(examined.shard), places))
         volume = np.zeros((len(examined.shard), places))
         outputs = examined.evaluator.backgrounds(examined.network, examined.shard, examined.device)
         for row, (background, is_true) in enumerate(outputs):
-            bins = np.searchsorted(self.edges, background.numpy())
+            bins = bins_of(background.numpy())
             true[row] = np.bincount(bins[is_true.numpy()], minlength=places)
             volume[row] = np.bincount(bins.ravel(), minlength=places)
 
         size = volume / np.maximum(true.sum(1, keepdims=True), 1)
         bins = np.broadcast_to(np.arange(places), true.shape)
-        return Scored.of(tuple(examined.shard.ids), bins, true, size, size.sum(1))
+        return Scored.of(tuple(examined.shard.ids), bins, true, size)
