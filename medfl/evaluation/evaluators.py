@@ -225,8 +225,10 @@ class MaskEvaluator:
         # A logit above 0 is a probability of class 1 above one half.
         winner = logits.argmax(1) if channels > 1 else logits[:, 0] > 0
         if self.background_limit is not None:
-            structure = 1 + logits[:, 1:].argmax(1) if channels > 1 else torch.ones_like(winner)
-            winner = structure * (_background(logits) <= self.background_limit).to(logits.device)
+            is_structure = (_background(logits) <= self.background_limit).to(logits.device)
+            winner = is_structure[None].long()
+            if channels > 1:
+                winner *= 1 + logits[:, 1:].argmax(1)
 
         predicted = winner[0].to(torch.uint8).cpu()
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()

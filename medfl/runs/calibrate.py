@@ -111,8 +111,12 @@ def calibrate(
     sites = _sites(result, kind, scores, options.which, progress)
     table = _Table(kind, sites, options)
     rows = table.rows()
-    texts = (*_PROMISES, _SUPPRESSED) if options.min_count else _PROMISES
-    notes = [text.format(**asdict(options)) for text in texts]
+    notes = _below(rows, options.coverage)
+    for text in _PROMISES:
+        notes.append(text.format(strength=options.strength))
+    if options.min_count:
+        notes.append(_SUPPRESSED.format(min_count=options.min_count))
+
     document = {
         **asdict(options),
         "scores": scores,
@@ -126,7 +130,7 @@ def calibrate(
         "scale": table.scale,
         "rows": rows,
         "groups": table.groups(result) if options.by else [],
-        "notes": [*_below(rows, options.coverage), *notes],
+        "notes": notes,
     }
 
     folder = out or result.path
@@ -254,7 +258,9 @@ class _Table:
         value_of = dict(zip([row["id"] for row in cases], group_values(cases, by), strict=True))
         members: dict[str, set[str]] = {}
         for site in self.sites.values():
-            for ident in site.test.ids if site.test else ():
+            if site.test is None:
+                continue
+            for ident in site.test.ids:
                 members.setdefault(str(value_of[ident]), set()).add(ident)
 
         least = self.options.min_count or MIN_COUNT

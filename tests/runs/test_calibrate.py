@@ -20,6 +20,9 @@ from medfl.core.errors import InputError
 from medfl.core.setting_values import WAYS
 from medfl.data.prepared import Shard
 from medfl.evaluation.conformal import class_scores, half_width
+from medfl.evaluation.metrics import Cases
+from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Examined
 from medfl.runs.calibrate import Options, calibrate
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
@@ -320,3 +323,49 @@ def test_a_damaged_file_is_named(run: Path, scans: Path, tmp_path: Path) -> None
     file.write_text(json.dumps(document))
     with pytest.raises(InputError, match="calibration.json has .* under rows"):
         predict(run, scans, tmp_path / "out")
+
+
+def test_a_hospital_without_a_personal_model_has_no_promise(scans: Path, tmp_path: Path) -> None:
+    out = trained(tmp_path / "run", scans, method="ditto", partition="counts:60/20,0/all", rounds=1)
+    document = calibrate(load_run(out), Options(0.5))
+    assert document["model"] == "personal"
+    tested = load_run(out).run.partition.sites["site-1"]["test"]
+    assert row_of(document, "site-1")["test"] == len(tested)
+    assert "site-2" not in {row["name"] for row in document["rows"]}
+    said: list[str] = []
+    predict(out, scans, tmp_path / "own", site="site-1", say=said.append)
+    assert "(pooled, threshold" in promise_in(said)
+    # the global model is another one
+    plain = predict(out, scans, tmp_path / "global", say=said.append)
+    assert "set" not in plain["predictions"][0]
+
+
+def test_an_examined_model_is_calibrated(run: Path, scans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "examined"
+    arguments = ["evaluate", str(run), "--data", str(scans), "--sites", "3", "--partition", "iid"]
+    assert main([*arguments, "--out", str(out), "--quiet"]) == 0
+    document = calibrate(load_run(out), Options(0.5))
+    assert [row["name"] for row in document["rows"]][-4:] == ["site-3", *["all sites"] * 3]
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression"])
+def test_outputs_that_are_no_numbers(task: str) -> None:
+    values = {
+        "probabilities": torch.full((2, 2), torch.nan),
+        "prediction": torch.full((2, 1), torch.inf),
+        "label": torch.zeros(2, dtype=torch.int64),
+    }
+    shard: Any = None
+    evaluator: Any = lambda *_: Cases(("a", "b"), values)  # noqa: E731
+    examined = Examined(evaluator, {}, torch.nn.Identity(), shard, torch.device("cpu"))
+    with pytest.raises(InputError, match="sets of a network without finite pr"):
+        KINDS[task].scored(examined, KINDS[task].set_scores[0])
+
+
+def test_masks_of_a_bundles_own_postprocessing_and_other_tasks() -> None:
+    anything: Any = None
+    examined = Examined(anything, {}, torch.nn.Identity(), anything, torch.device("cpu"))
+    with pytest.raises(InputError, match="sets of masks by the bundle's own postprocessing"):
+        KINDS["segmentation"].scored(examined, "risk")
+    with pytest.raises(InputError, match="sets of the task 'other'"):
+        KINDS["other"].scored(examined, "")

@@ -160,7 +160,7 @@ class Kind:
         Raises:
             InputError: the outputs of the network are no probabilities or numbers.
         """
-        raise no_sets(f"a {self.name} task by the bundle's own metric")
+        raise no_sets(f"the task {self.name!r}, by its bundle's own metric")
 
     def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
         """Tell which cases' sets (N,) at an edge say nothing, as they have everything."""
