@@ -173,7 +173,15 @@ def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) 
 
         sites[name] = _Site(scored(name, section, calibration), scored(name, "test", test), source)
 
-    return {name: site for name, site in sites.items() if site.calibration or site.test}
+    sites = {name: site for name, site in sites.items() if site.calibration or site.test}
+    if not sites:
+        raise InputError(
+            f"the run in {result.path}: no site has images to calibrate on",
+            "validation or test images that have what is promised to be covered",
+            "give the run such images",
+        )
+
+    return sites
 
 
 def _halves(result: Result, ids: Sequence[str]) -> tuple[list[str], list[str]]:
