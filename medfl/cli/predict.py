@@ -48,7 +48,12 @@ def add(verbs: Any) -> None:
     predict.add_argument(
         "--site",
         metavar="NAME",
-        help="use the personal model of this site, if the method has one for each",
+        help="the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
+    )
+    arguments.add_switch(
+        predict,
+        "--uncalibrated",
+        "leave out what medfl calibrate adds: sets, intervals, masks by its threshold",
     )
     arguments.add_settings(predict, "device")
     arguments.add_number(
@@ -88,7 +93,7 @@ def _predict(args: Any) -> int:
     document = predict(
         args.model, args.images, args.out,
         reference=args.reference, columns=columns, which=args.which, site=args.site, device=args.device or "cpu",
-        thread_count=args.threads, progress=sys.stderr.isatty(), say=log,
+        thread_count=args.threads, calibrated=not args.uncalibrated, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
 
     for failure in document["failed"]:
@@ -116,6 +121,10 @@ def _lines(document: Config, width: int) -> list[str]:
         lines += _structures(document["predictions"], width)
     else:
         lines += _vectors(document["predictions"], document["classes"], width)
+
+    if "abstain" in document["predictions"][0]:
+        abstained = sum(row["abstain"] for row in document["predictions"])
+        lines.append(f"abstained: {abstained} images, whose sets are empty or have everything")
 
     if (scores := document["scores"]) is not None:
         from medfl.evaluation.metrics import title, without_repeats
@@ -184,7 +193,9 @@ def _vectors(rows: Sequence[Config], names: Sequence[str], width: int) -> list[s
 def _structures(rows: Sequence[Config], width: int) -> list[str]:
     """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
     lines = []
-    for name in dict.fromkeys(key for row in rows for key in row if key not in ("id", "mask")):
+    for name in dict.fromkeys(
+        key for row in rows for key in row if key not in ("id", "mask", "abstain")
+    ):
         values = [row[name] for row in rows if name in row]
         structure, _, unit = name.rpartition("_")
         mean = sum(values) / len(values)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from medfl.cli import (
+    calibrate,
     catalogue,
     compare,
     concepts,
@@ -55,6 +56,7 @@ VERBS = (
     evaluate,
     report,
     subgroups,
+    calibrate,
     export,
     site,
     flare,

@@ -9,6 +9,8 @@ from medfl.core.errors import InputError, did_you_mean
 
 MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
+WAYS = ("alone", "pooled", "shrunken")
+"""How sites share the sums of a calibration."""
 SURFACE_METRICS = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
 FROM_MASKS = "auto"
@@ -153,3 +155,13 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def check_coverage(coverage: float) -> None:
+    """Raise an InputError if this coverage cannot be promised."""
+    if not 0 < coverage < 1:
+        raise InputError(
+            f"--coverage {coverage:g}",
+            "a share above 0 and below 1: all cases can only be covered by sets of everything",
+            "give for example --coverage 0.9",
+        )

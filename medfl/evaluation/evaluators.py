@@ -113,12 +113,14 @@ class MaskEvaluator:
         classes: K names, the background's first.
         inferer: (inputs, network) -> logits of whole images, e.g. a sliding window.
         tolerance: of the surface Dice, in the unit of the images' spacing.
+        background_limit: a pixel is background where that is more probable than this; None: where it is most probable.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     classes: tuple[str, ...]
     inferer: Callable[..., Tensor]
     tolerance: float = 1.0
+    background_limit: float | None = None
 
     @torch.no_grad()
     def __call__(
@@ -172,6 +174,23 @@ class MaskEvaluator:
         ):
             yield self._masks(ident, logits, y)
 
+    @torch.no_grad()
+    def backgrounds(
+        self, network: nn.Module, shard: Shard, device: torch.device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield of each item the background's probability and whether its mask has a structure, both (H, W[, D])."""
+        outputs = self._outputs(network, shard, device)
+        for index, ident, (logits, y) in zip(
+            shard.indices.tolist(), shard.ids, outputs, strict=True
+        ):
+            reference = self._masks(ident, logits, y).reference
+            part = _in_file(shard.prepared, index, reference.shape)
+            annotated = shard.shown.get(index)
+            if annotated is not None:
+                reference = annotated.renumbered(reference)
+
+            yield _background(logits)[part], reference[part] > 0
+
     def _outputs(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,6 +224,12 @@ class MaskEvaluator:
         classes = max(2, channels)
         # A logit above 0 is a probability of class 1 above one half.
         winner = logits.argmax(1) if channels > 1 else logits[:, 0] > 0
+        if self.background_limit is not None:
+            is_structure = (_background(logits) <= self.background_limit).to(logits.device)
+            winner = is_structure[None].long()
+            if channels > 1:
+                winner *= 1 + logits[:, 1:].argmax(1)
+
         predicted = winner[0].to(torch.uint8).cpu()
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
@@ -222,6 +247,16 @@ class MaskEvaluator:
             )
 
         return Masks(predicted, reference.to(torch.uint8), classes)
+
+
+def _background(logits: Tensor) -> Tensor:
+    """Return the probability (H, W[, D]) of the background, of logits (1, K, H, W[, D]) on any device."""
+    if logits.shape[1] > 1:
+        probability = logits.double().softmax(1)[0, 0]
+    else:
+        probability = (-logits.double()).sigmoid()[0, 0]
+
+    return probability.cpu()
 
 
 class CaseEvaluator:

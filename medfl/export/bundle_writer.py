@@ -52,7 +52,7 @@ from medfl.problem.parts import is_parts
 from medfl.problem.problem import Problem
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing
-from medfl.storage.places import PHANTOM, check_which, require_for_export
+from medfl.storage.places import CALIBRATION, PHANTOM, check_which, require_for_export
 from medfl.storage.run_documents import read_rows
 from medfl.storage.run_folder import safe_file_name
 
@@ -197,6 +197,7 @@ class _BundleWriter:
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
+        self._calibration(files["models/model.safetensors"]["sha256"])
         meta = descriptions.bundle_metadata(
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
@@ -405,6 +406,20 @@ class _BundleWriter:
                 _copy_folder(self.root / name, self.folder / name, ignored)
             elif (self.root / f"{name}.py").is_file():
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
+
+    def _calibration(self, sha256: str) -> None:
+        """Write what `medfl calibrate` found of this model, for these weights."""
+        kind = "personal" if self.model.site else "global"
+        document = self.trained.files.calibration(self.trained.which, kind)
+        if document is None:
+            return
+
+        entry = {**document, "weights_sha256": sha256, "site": self.model.site}
+        self._write(f"docs/{CALIBRATION}", descriptions.as_json(entry))
+        self.notes.append(
+            f"Coverage {document['coverage']:g} is promised of {document['promise']}: docs/{CALIBRATION} has "
+            "the thresholds, by which `medfl predict` makes sets, intervals or masks."
+        )
 
     def _describe(self, meta: Config) -> None:
         inference = config_file(self.folder, "inference")

@@ -12,7 +12,7 @@ from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
-from medfl.report import charts, cross_site, folds, saved_pictures
+from medfl.report import charts, coverage, cross_site, folds, saved_pictures
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
@@ -26,6 +26,7 @@ from medfl.storage.run_documents import damaged, read_rows
 from medfl.storage.run_reader import SUMMARY_KINDS, Table
 
 _SHOWN = (
+    "promised",
     "key",
     "judged",
     "personal_model",
@@ -112,6 +113,7 @@ def context(run: RunFiles) -> Document:
         "changes": _changes(run),
         "class_counts": _class_counts(run),
         **_predicted(run),
+        "coverage_tables": coverage.tables_of(run.promised) if run.promised else [],
         **_pictures(run),
         "settings": _settings(record),
     }

@@ -26,7 +26,7 @@ from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
-from medfl.runtimes.federation import Federation
+from medfl.runtimes.federation import Federation, participants
 from medfl.runtimes.step import judged
 from medfl.storage.files import file_sha256, load_state, load_weights, weights_sha256
 from medfl.storage.places import WHICH
@@ -90,7 +90,7 @@ class RunNetworks:
             self.bundle = self.bundle.replaced(task=self.document["task"], classes=classes)
 
         self.method: Method = methods.load(self.run.method, self.run.options)
-        self.sites = list(self.run.partition.sites)
+        self.sites = participants(self.run, False)
 
     @property
     def summary(self) -> Config | None:

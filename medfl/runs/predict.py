@@ -79,6 +79,7 @@ def predict(
     site: str | None = None,
     device: str = "cpu",
     thread_count: int | None = None,
+    calibrated: bool = True,
     progress: bool = False,
     say: Print = str,
 ) -> Document:
@@ -102,6 +103,7 @@ def predict(
         site: whose model, where the run's method has one for each site.
         device: auto, cpu or cuda[:i].
         thread_count: default: that of the run; for a bundle PyTorch's own.
+        calibrated: add sets or intervals, or make masks, by what `medfl calibrate` wrote.
         progress: show a bar.
         say: where lines for the user go.
 
@@ -114,7 +116,7 @@ def predict(
     """
     folder = Path(out).expanduser()
     require_unused(folder, advice="give a new folder")
-    predictor = open_predictor(model, which, site, device, say)
+    predictor = open_predictor(model, which, site, device, say, calibrated)
     for source in [images] if isinstance(images, str | Path) else images:
         if isinstance(source, str | Path):
             root = Path(source).expanduser()
@@ -358,18 +360,27 @@ class _Writer:
                 "mask": written.relative_to(self.folder).as_posix(),
                 **amounts,
             }
+            if self.predictor.rule is not None:
+                row = self.predictions.rows[ident]
+                row["abstain"] = int((masks.prediction > 0).all())
 
     def _row(self, cases: Cases, index: int, ident: str) -> Record:
         """Return the row of predictions.csv of a case without a mask, and without what is true of it."""
         predictor = self.predictor
+        names = predictor.classes
         if predictor.task == "classification":
-            return _class_row(
-                ident, cases.values["probabilities"][index].tolist(), predictor.classes
-            )
+            row = _class_row(ident, cases.values["probabilities"][index].tolist(), names)
+        else:
+            cells = predictor.kind.row(cases, index, names, "")
+            remarks = {
+                name: str(cell) for name, cell in cells.items() if not name.startswith(_TRUE)
+            }
+            row = {"id": ident, **parse_row(remarks)}
 
-        row = predictor.kind.row(cases, index, predictor.classes, "")
-        remarks = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
-        return {"id": ident, **parse_row(remarks)}
+        if predictor.rule is not None:
+            row |= predictor.kind.set_row(cases, index, names, predictor.rule)
+
+        return row
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:

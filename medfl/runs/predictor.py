@@ -10,6 +10,7 @@ import torch
 from monai.transforms import Transform
 from torch import Tensor, nn
 
+from medfl import methods
 from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
@@ -21,6 +22,7 @@ from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
+from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
@@ -30,7 +32,9 @@ from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
-from medfl.storage.places import check_which, is_run
+from medfl.storage.files import file_sha256
+from medfl.storage.places import CALIBRATION, check_which, is_run
+from medfl.storage.run_documents import ALL_SITES, read_calibration
 
 VectorEvaluator = ClassEvaluator | FindingEvaluator | NumberEvaluator
 
@@ -53,6 +57,7 @@ class Predictor:
         threads: that it computes with, None for as many as PyTorch takes.
         tf32: as the run had it.
         thresholds: of each finding, () for other tasks.
+        rule: by which sets, intervals or masks are made, None where nothing was calibrated.
     """
 
     title: str
@@ -69,6 +74,7 @@ class Predictor:
     threads: int | None = None
     tf32: bool = False
     thresholds: tuple[float, ...] = ()
+    rule: Rule | None = None
 
     @property
     def kind(self) -> Kind:
@@ -77,7 +83,12 @@ class Predictor:
 
 
 def open_predictor(
-    where: str | Path, which: str, site: str | None, device: str, say: Print
+    where: str | Path,
+    which: str,
+    site: str | None,
+    device: str,
+    say: Print,
+    calibrated: bool = True,
 ) -> Predictor:
     """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
 
@@ -88,13 +99,53 @@ def open_predictor(
     placed = torch.device(device_named(device))
     check_which(which)
     if is_run(path):
-        return _checked(_of_run(path, which, site, placed, say))
-    if site is not None or which != "last":
+        return _checked(_of_run(path, which, site, placed, say, calibrated))
+
+    file = path / "docs" / CALIBRATION
+    document = read_calibration(file) if calibrated and file.is_file() else None
+    if (site is not None and document is None) or which != "last":
         raise InputError(
             f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
         )
 
-    return _checked(_of_bundle(path, placed))
+    predictor = _of_bundle(path, placed)
+    if document is not None:
+        weights = path / "models" / "model.safetensors"
+        fits = weights.is_file() and file_sha256(weights) == document["weights_sha256"]
+        predictor = _with_rule(predictor, document if fits else None, site, say)
+
+    return _checked(predictor)
+
+
+def _with_rule(
+    predictor: Predictor, document: Config | None, site: str | None, say: Print
+) -> Predictor:
+    """Return a predictor that makes sets by what `medfl calibrate` wrote, None of another model; says which."""
+    if document is None or document["task"] != predictor.task:
+        say(f"note: {CALIBRATION} is of another model, and left out: run medfl calibrate again")
+        return predictor
+
+    name = site or document["site"] or ALL_SITES
+    way = "pooled" if name == ALL_SITES else document["share"]
+    found = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
+    if not found or "threshold" not in found[0]:
+        raise InputError(
+            f"--site {name}",
+            f"a site that {CALIBRATION} has a threshold of",
+            "name one, leave it out, or add --uncalibrated",
+        )
+
+    threshold = float(found[0]["threshold"])
+    say(
+        f"note: coverage {document['coverage']:g} is promised of {document['promise']} ({way}, threshold "
+        f"{threshold:.4g}); --uncalibrated leaves it out"
+    )
+    rule = Rule(threshold, document["scores"], tuple(document["scale"]))
+    evaluator = predictor.evaluator
+    if isinstance(evaluator, MaskEvaluator):
+        evaluator = replace(evaluator, background_limit=threshold)
+
+    return replace(predictor, rule=rule, evaluator=evaluator)
 
 
 def _checked(predictor: Predictor) -> Predictor:
@@ -103,6 +154,7 @@ def _checked(predictor: Predictor) -> Predictor:
         if (
             not is_plain_text(name)
             or name in ("id", "prediction")
+            or (predictor.rule and name in ("set", "abstain"))
             or predictor.classes.count(name) > 1
         ):
             raise InputError(
@@ -124,9 +176,18 @@ def _checked(predictor: Predictor) -> Predictor:
 
 
 def _of_run(
-    path: Path, which: str, site: str | None, device: torch.device, say: Print
+    path: Path,
+    which: str,
+    site: str | None,
+    device: torch.device,
+    say: Print,
+    calibrated: bool,
 ) -> Predictor:
     networks = RunNetworks(path, which, say)
+    calibrated = calibrated and networks.files.promised is not None
+    threshold_site = site
+    if calibrated and not methods.has_site_models(networks.method):
+        site = None  # it names a threshold: all sites have one model
     run = networks.run
     bundle = networks.bundle
     task = networks.task
@@ -161,7 +222,7 @@ def _of_run(
 
     structures = bundle.structures if task.kind == "segmentation" else None
     whose = f"the model of site {site}" if site else "the global model"
-    return Predictor(
+    predictor = Predictor(
         f"{whose} of {path} ({run.method} on {run.bundle}, round {model.round})",
         task.kind,
         task.classes if structures is None else structures,
@@ -177,6 +238,11 @@ def _of_run(
         run.tf32,
         thresholds_of(networks, site, say),
     )
+    if not calibrated:
+        return predictor
+
+    calibration = networks.files.calibration(which, "personal" if site else "global")
+    return _with_rule(predictor, calibration, threshold_site, say)
 
 
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks import KINDS
+from medfl.problem.tasks.kind import Examined
 from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
@@ -295,18 +296,29 @@ class Result(ResultTables):
                 "name one of them",
             )
 
-        prepared = self._prepared(section)
-        owner = self._owners(section)
         if self.plan.method.judged == "global":
             ids = sites[site].get(section, ()) if site else None
-            return self._judge(self.network(which), prepared, ids, owner, which, None)
+            return self._judge(self.network(which), section, ids, which, None)
 
         rows = []
         for name, network in self._networks(which, site or "all").items():
             ids = sites[name].get(section, ())
-            rows += self._judge(network, prepared, ids, owner, which, name)
+            rows += self._judge(network, section, ids, which, name)
 
         return rows
+
+    def judges(self, which: str = "last") -> dict[str, nn.Module]:
+        """Return site -> the network that it is judged by, "" -> the one of all sites, in evaluation mode."""
+        return self._networks(which, None if self.plan.method.judged == "global" else "all")
+
+    def examined(self, network: nn.Module, section: str, ids: Sequence[str] | None) -> Examined:
+        """Return a network with some of the run's items of a section, None for all, to be examined on them."""
+        bundle = self.plan.bundle
+        shard = _shard(self._prepared(section), ids)
+        shard = site_labels.with_recorded_classes(
+            shard, self._owners(section), self._files.summary or {}, bundle
+        )
+        return Examined(bundle.evaluator, bundle.metadata, network, shard, self.device)
 
     def maps(
         self,
@@ -398,21 +410,17 @@ class Result(ResultTables):
     def _judge(
         self,
         network: nn.Module,
-        prepared: Prepared,
+        section: str,
         ids: Sequence[str] | None,
-        owner: Mapping[str, str],
         which: str,
         site: str | None,
     ) -> list[Record]:
-        bundle = self.plan.bundle
-        evaluator = bundle.evaluator
-        shard = site_labels.with_recorded_classes(
-            _shard(prepared, ids), owner, self._files.summary or {}, bundle
-        )
+        owner = self._owners(section)
+        examined = self.examined(network, section, ids)
         with tf32(self.run.tf32):
-            rows = self._records(evaluator(network, shard, self.device), which, site)
-            if self.task == "segmentation" and not isinstance(evaluator, ClassEvaluator):
-                masks = new_images.masks(bundle, network, shard, self.device)
+            rows = self._records(examined.cases(), which, site)
+            if self.task == "segmentation" and not isinstance(examined.evaluator, ClassEvaluator):
+                masks = new_images.masks(self.plan.bundle, network, examined.shard, self.device)
                 for row, mask in zip(rows, masks, strict=True):
                     row["mask"] = mask["mask"]
 

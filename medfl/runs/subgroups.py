@@ -183,9 +183,9 @@ def of(
             f"min_count {min_count}", "a whole number of at least 1", "give for example 10"
         )
 
-    values = _values(rows, by)
+    values = group_values(rows, by)
     members = {}
-    for name in sorted(set(values.tolist()), key=_order):
+    for name in sorted(set(values.tolist()), key=group_order):
         members[name] = np.flatnonzero(values == name)
 
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
@@ -212,7 +212,7 @@ def of(
     return Subgroups(by, tuple(groups), total, min_count, tuple(unread), several)
 
 
-def _values(rows: Sequence[Config], by: str) -> Array:
+def group_values(rows: Sequence[Config], by: str) -> Array:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
@@ -237,7 +237,8 @@ def _values(rows: Sequence[Config], by: str) -> Array:
     return np.array([str(row.get(by) or case_metadata.UNKNOWN) for row in rows])
 
 
-def _order(name: str) -> tuple[bool, float, str]:
+def group_order(name: str) -> tuple[bool, float, str]:
+    """Return what a column's values are sorted by: ages from young to old, unknown ones last."""
     first = name.partition("–")[0].rstrip("+")
     return name == case_metadata.UNKNOWN, float(first) if first.isdecimal() else 0.0, name
 

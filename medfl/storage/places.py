@@ -31,6 +31,9 @@ CROSS_SITE = "cross_site.csv"
 CONTRIBUTION = "contribution.csv"
 """What each site contributed, in a run folder."""
 
+CALIBRATION = "calibration.json"
+"""What `medfl calibrate` writes into a run folder, and `medfl export` into the docs/ of a bundle."""
+
 _LEAST_SIDE = 16
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),

@@ -44,6 +44,22 @@ class _Site(TypedDict):
     personal: _METRICS
 
 
+class CoverageRow(TypedDict, total=False):
+    """A row of calibration.json, of a site or a group, without what is not known or not told."""
+
+    name: str
+    way: str
+    source: str
+    calibration: Count
+    threshold: float
+    test: Count
+    coverage: float
+    low: float
+    high: float
+    size: float
+    abstained: float
+
+
 RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
@@ -90,6 +106,13 @@ MANIFEST_FORM: Form = {
         "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
         "facts": dict[str, dict[str, list[str]]] | None,
     },
+}  # fmt: skip
+ALL_SITES = "all sites"
+"""The name of the row of calibration.json whose threshold is of no site."""
+CALIBRATION: Form = {
+    "weights_sha256": str, "which": str, "task": str, "data_source": str, "model": str, "site": str, "coverage": float,
+    "scores": str, "share": str, "promise": str, "scale": list[float], "rows": list[CoverageRow], "by": str,
+    "groups": list[CoverageRow], "notes": list[str],
 }  # fmt: skip
 BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(
@@ -179,6 +202,11 @@ def read_summary(path: Path) -> dict[str, Plain]:
     for class_scores in classes:
         checked(path, {"classes": class_scores}, {"classes": _CLASSES})
     return document
+
+
+def read_calibration(path: Path) -> dict[str, Plain]:
+    """Return the entries of a calibration.json; InputError if it cannot be read, or one is of another type."""
+    return read_document(path, CALIBRATION, CALIBRATION)
 
 
 def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:

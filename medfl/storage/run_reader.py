@@ -16,9 +16,11 @@ from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import Plain
+from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,
     damaged,
+    read_calibration,
     read_manifest,
     read_round,
     read_rows,
@@ -180,6 +182,26 @@ class RunReader:
     ) -> list[tuple[int, dict[str, str]]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
+
+    @cached_property
+    def promised(self) -> Mapping[str, Plain] | None:
+        """`calibration.json`, None where the run is not calibrated."""
+        file = self.path / CALIBRATION
+        return read_calibration(file) if file.is_file() else None
+
+    def sha256_of(self, which: str) -> str:
+        """Return what the run recorded of its "last" or "best" weights, "" where it was interrupted."""
+        key = {"last": "weights_sha256", "best": "best_sha256"}[which]
+        return str((self.final_summary or {}).get(key) or "")
+
+    def calibration(self, which: str, model: str) -> Mapping[str, Plain] | None:
+        """Return calibration.json where it is of these weights and of this kind of `model`: global or personal."""
+        document = self.promised
+        if document is None:
+            return None
+
+        fits = (document["weights_sha256"], document["model"]) == (self.sha256_of(which), model)
+        return document if fits else None
 
     # The run
 

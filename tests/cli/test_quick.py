@@ -53,6 +53,8 @@ QUICK = (
            "tune mednist --method fedprox --grid mu=1,2 --device cuda --out g",
            "run --resume --out {run} --device cuda"]
           * (find_library("cuda") is None)),
+        "calibrate gone", "calibrate {there} --coverage 1",
+        "calibrate {there} --share all", "calibrate {there} --which foo", "calibrate {there} --strength -1",
     )],
 )  # fmt: skip
 PROGRAM = """

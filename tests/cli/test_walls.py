@@ -323,6 +323,7 @@ def test_a_foreign_bundle_is_held_by_every_verb_unasked(
         ["export", "run", "--out=exported", "--formats=none"],
         ["predict", "exported", str(data), "--out=again"],
         ["subgroups", "run"],
+        ["calibrate", "run", "--coverage=0.5"],
         ["site", "inspect", str(foreign), "--write-policy=policy.yaml"],
         ["site", "stats", str(foreign), *small, "--out=statistics.json"],
         ["site", "check", str(foreign), *small],

@@ -91,6 +91,7 @@ VERBS = {
     "run --resume": ("run", "--resume", "--out", "given", "--rounds", "2"),
     "predict": ("predict", "given", "in", "--out", "out"),
     "export": ("export", "given", "--out", "out"),
+    "calibrate": ("calibrate", "given"),
     "subgroups": ("subgroups", "given", "--by", "sex"),
     "flare export": ("flare", "export", "--from", "given", "--out", "out"),
 }

@@ -42,6 +42,7 @@ SHORTER = {
     "compare": "--rounds 1 --config image_size=32 --quiet",
     "tune": "--rounds 1 --config image_size=32 --quiet",
     "subgroups": "--by centre",  # of phantoms nothing else is known
+    "calibrate": "--by centre",
 }
 OTHERWISE = {
     "--resume": "--rounds 2 --quiet",

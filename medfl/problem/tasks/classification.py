@@ -13,8 +13,10 @@ from torch import Tensor
 from medfl.data.prepared import Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Floats, Integers
+from medfl.evaluation.conformal import Rule, Scored, bins_of, class_scores
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
+    Examined,
     Kind,
     Redrawn,
     Row,
@@ -22,6 +24,8 @@ from medfl.problem.tasks.kind import (
     cases_of,
     column_names,
     exact,
+    finite,
+    listed_set,
     macro,
     probabilities_in,
     starting,
@@ -39,6 +43,8 @@ class Classification(Kind):
     record_key: str = "label"
     activation: str = "softmax"
     chunk: int = 1024
+    set_scores: tuple[str, ...] = ("lac", "aps")
+    promise: str = "images whose set has the true class"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are class indices, or the data list has such."""
@@ -89,6 +95,25 @@ class Classification(Kind):
             columns["probabilities"] = probabilities_in(table, titles)
 
         return cases_of(table, columns)
+
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases with a score for each class."""
+        cases = examined.cases()
+        probabilities = finite(cases, "probabilities")
+        count = probabilities.shape[1]
+        bins = bins_of(class_scores(probabilities, scores))
+        return Scored.of(cases.ids, bins, np.eye(count)[_label(cases)], np.ones(bins.shape))
+
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
+        """Tell which sets have all classes or none."""
+        return super().abstains(scored, place) | (scored.bins > place).all(1)
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the classes in a new case's set."""
+        probabilities = finite(cases, "probabilities")[index : index + 1]
+        taken = class_scores(probabilities, rule.scores)[0] <= rule.threshold
+        row = {"set": listed_set(column_names(names, len(taken)), taken)}
+        return {**row, "abstain": int(taken.sum() in (0, len(taken)))}
 
     def strata(self, cases: Cases) -> Integers:
         """Return the reference classes, so that every draw has each."""

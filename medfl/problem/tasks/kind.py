@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Floats, Integers, Interval
+from medfl.evaluation.conformal import Rule, Scored
+from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import METRICS, Cases
 from medfl.storage.run_reader import Table
 
@@ -37,6 +40,27 @@ class Redrawn(NamedTuple):
     by_name: dict[str, Floats]
 
 
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """A network, and the items that it is examined on.
+
+    Attributes:
+        evaluator: of the problem, as its metadata.
+        network: on the device.
+        shard: the items, at least one.
+    """
+
+    evaluator: Evaluator
+    metadata: Config
+    network: nn.Module
+    shard: Shard
+    device: torch.device
+
+    def cases(self) -> Cases:
+        """Return the outcomes of the items."""
+        return self.evaluator(self.network, self.shard, self.device)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of task; this one, "other", has the bundle's own metric for each case.
@@ -50,6 +74,8 @@ class Kind:
         least_names: how many classes, findings or numbers have to be named.
         activation: what makes probabilities of a network's logits, "" where its outputs are none.
         chunk: items scored in one task of a worker: a multiple of the evaluation's batch.
+        set_scores: what scores sets can be made of (`medfl.evaluation.conformal`), the default first; () for no sets.
+        promise: of what a coverage is the share, in words.
     """
 
     name: str
@@ -60,6 +86,8 @@ class Kind:
     least_names: int = 0
     activation: str = ""
     chunk: int = 16
+    set_scores: tuple[str, ...] = ()
+    promise: str = ""
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether a training step is one of this kind; arguments as of `medfl.problem.tasks.told_by`."""
@@ -126,6 +154,23 @@ class Kind:
         has: NDArray[np.bool_] = ~np.isnan(values.numpy(force=True))
         return has
 
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases of which something is true, with the scores that sets are made of.
+
+        Raises:
+            InputError: the outputs of the network are no probabilities or numbers.
+        """
+        raise no_sets(f"the task {self.name!r}, by its bundle's own metric")
+
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
+        """Tell which cases' sets (N,) at an edge say nothing, as they have everything."""
+        left_out = (scored.size * (scored.bins > place)).sum(1)
+        return np.asarray(left_out == 0)
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the columns of a new case's set, and whether it says nothing, as `abstain`."""
+        return {}
+
     def averaged(self, cases: Cases) -> tuple[int, ...]:
         """Return the classes or findings that macro means over these cases are of, () where there are no such means."""
         return ()
@@ -151,6 +196,29 @@ class Kind:
                 values[name] = column
 
         return bootstrap.intervals(values)
+
+
+def no_sets(what: str) -> InputError:
+    """Return the error of a model that no sets can be made of."""
+    return InputError(
+        f"sets of {what}",
+        "finite probabilities of classes, findings or structures, or numbers",
+        "calibrate such a model",
+    )
+
+
+def finite(cases: Cases, name: str) -> NDArray[np.float64]:
+    """Return a network's outputs of this name; InputError where there are none, or one is not finite."""
+    if name not in cases.values or not cases.values[name].isfinite().all():
+        raise no_sets(f"a network without finite {name}")
+
+    array: NDArray[np.float64] = cases.values[name].double().numpy(force=True)
+    return array
+
+
+def listed_set(names: Sequence[str], taken: NDArray[np.bool_]) -> str:
+    """Return the names that are in a set, (K,), with | between them."""
+    return "|".join(names[k] for k in np.flatnonzero(taken).tolist())
 
 
 def cases_of(table: Table, columns: Mapping[str, NDArray[Any]]) -> Cases:

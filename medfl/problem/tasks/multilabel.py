@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation.conformal import Rule, Scored, bins_of
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
+    Examined,
     Kind,
     OwnValues,
     Redrawn,
@@ -27,7 +29,9 @@ from medfl.problem.tasks.kind import (
     cases_of,
     column_names,
     exact,
+    finite,
     joined,
+    listed_set,
     macro,
     misfit,
     probabilities_in,
@@ -51,6 +55,8 @@ class Multilabel(Kind):
     activation: str = "sigmoid"
     decides: bool = True
     chunk: int = 1024
+    set_scores: tuple[str, ...] = ("risk",)
+    promise: str = "an image's findings that are in its set, of images with any"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets have a yes or no for each of several outputs."""
@@ -81,6 +87,19 @@ class Multilabel(Kind):
 
         columns = zip(names, zip(*targets, strict=True), strict=True)
         return {name: column.count(1) for name, column in columns}
+
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases that are known to have a finding, with 1 - p of each."""
+        cases = examined.cases()
+        bins = bins_of(1 - finite(cases, "probabilities"))
+        has = cases.values["findings"].numpy(force=True) == 1
+        return Scored.of(cases.ids, bins, has, np.ones(has.shape))
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the findings in a new case's set."""
+        taken = 1 - finite(cases, "probabilities")[index] <= rule.threshold
+        row = {"set": listed_set(column_names(names, len(taken)), taken)}
+        return {**row, "abstain": int(taken.all())}
 
     def decided(self, cases: Cases, validation: Cases | None) -> Cases:
         """Return test cases with "decisions" (N, K), by "thresholds" chosen on validation cases, else 0.5."""

@@ -15,10 +15,12 @@ from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
 from medfl.evaluation.bootstrap import Draws
+from medfl.evaluation.conformal import EDGES, Rule, Scored, bins_of, half_width
 from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (
+    Examined,
     Kind,
     OwnValues,
     Redrawn,
@@ -28,6 +30,7 @@ from medfl.problem.tasks.kind import (
     cases_of,
     column_names,
     exact,
+    finite,
     joined,
     macro,
     misfit,
@@ -48,6 +51,8 @@ class Regression(Kind):
     noun: str = "number"
     record_key: str = "target"
     chunk: int = 1024
+    set_scores: tuple[str, ...] = ("residual",)
+    promise: str = "an image's known numbers that are in their interval"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether there is a number for each output, and a loss of numbers or none that is a yes or no."""
@@ -68,6 +73,35 @@ class Regression(Kind):
             records.append(record)
 
         return records
+
+    def scored(self, examined: Examined, scores: str) -> Scored:
+        """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""
+        cases = examined.cases()
+        prediction = finite(cases, "prediction")
+        target = cases.values["target"].numpy(force=True)
+        sd = scale_of(examined.metadata, prediction.shape[1])[1].numpy()
+        error = np.abs(prediction - np.nan_to_num(target))
+        bins = bins_of(error / (error + sd))
+        is_known = ~np.isnan(target)
+        return Scored.of(cases.ids, bins, is_known, np.zeros(bins.shape), tuple(sd.tolist()))
+
+    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
+        """Tell that all intervals are endless, or none."""
+        return np.full(len(scored), EDGES[place] == 1)
+
+    def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
+        """Return the ends of a new case's interval, of several numbers each."""
+        prediction = finite(cases, "prediction")[index]
+        row: Row = {}
+        for value, sd, name in zip(
+            prediction, rule.scale, column_names(names, len(prediction)), strict=True
+        ):
+            ending = f"_{name}" * (len(prediction) > 1)
+            half = half_width(rule.threshold) * sd
+            row[f"lower{ending}"] = float(value - half)
+            row[f"upper{ending}"] = float(value + half)
+
+        return {**row, "abstain": int(rule.threshold == 1)}
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
