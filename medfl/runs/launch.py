@@ -113,8 +113,9 @@ def federate(
         source: run.json of a recorded run to repeat.
         shared: images that other runs have prepared, or will take.
         launch: how the run is carried out, none of which changes its weights.
-        settings: fields of `launch` by name: out, resume, jobs, with_local, save_predictions, profile, track, runtime,
-            min_replies, deadline, callbacks, untested, progress, command, say; see `medfl.runtimes.launch.Launch`.
+        settings: fields of `launch` by name: out, resume, jobs, with_local, cross_site, contribution, save_predictions,
+            profile, track, runtime, min_replies, deadline, callbacks, untested, progress, command, say; see
+            `medfl.runtimes.launch.Launch`.
 
     Raises:
         InputError: bad input; nothing was written.

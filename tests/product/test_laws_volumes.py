@@ -28,10 +28,12 @@ def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(phantom: Path, out: Path, method: str = "fedavg", **changes: object) -> dict[str, object]:
-    jobs, resume, options, said = (
+    jobs, resume, options, said, runtime = (
         changes.pop(name, default)
-        for name, default in (("jobs", 1), ("resume", False), ("options", {}), ("say", str))
-    )
+        for name, default in (
+            ("jobs", 1), ("resume", False), ("options", {}), ("say", str), ("runtime", "simulator"),
+        )
+    )  # fmt: skip
     requested = {
         "method": method, "data": str(phantom), "sites": 2, "partition": "size", "rounds": ROUNDS, "local_epochs": 1,
         "batch_size": 2, "lr": 0.01, "eval_every": 2, **changes,
@@ -46,6 +48,7 @@ def run(phantom: Path, out: Path, method: str = "fedavg", **changes: object) -> 
         jobs=jobs,
         resume=resume,
         say=said,
+        runtime=runtime,
     )
 
 
@@ -162,6 +165,26 @@ def test_law2_neutral_settings_are_fedavg(
     prox = run(phantom, tmp_path / "prox", "fedprox", options={"mu": 0.0})
     ditto = run(phantom, tmp_path / "ditto", "ditto")
     assert prox["weights_sha256"] == ditto["weights_sha256"] == reference["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("method", "neutral"),
+    [("feddg", {"probability": 0}), ("feddgga", {"step": 0, "weights": "samples"})],
+)
+def test_methods_for_unseen_hospitals_on_two_runtimes_and_neutral(
+    phantom: Path,
+    reference: dict[str, object],
+    tmp_path: Path,
+    method: str,
+    neutral: dict[str, object],
+) -> None:
+    # the sites have fewer images than FedDG takes a mean of
+    options = {"least": 1} if method == "feddg" else {}
+    first = run(phantom, tmp_path / "simulator", method, options=options)
+    other = run(phantom, tmp_path / "monai-fl", method, options=options, runtime="monai-fl")
+    assert first["weights_sha256"] == other["weights_sha256"] != reference["weights_sha256"]
+    same = run(phantom, tmp_path / "neutral", method, options=neutral)
+    assert same["weights_sha256"] == reference["weights_sha256"]
 
 
 def test_law3_norms_of_fedbn_stay_by_type(
