@@ -41,8 +41,8 @@ def add(verbs: Any) -> None:
         help="export the personal model of this site, or of all, if the method has one for each",
     )
     export.add_argument(
-        "--formats", default="torchscript,onnx", metavar="A,B",
-        help="formats beside model.pt and model.safetensors: torchscript, onnx, both (default) or none",
+        "--formats", metavar="A,B",
+        help="formats beside model.pt and model.safetensors: torchscript, onnx or none; default: what can be written",
     )  # fmt: skip
     arguments.add_trust(export)
     export.add_argument("--data", metavar="DIR", help="the run's images, if they have moved")

@@ -255,7 +255,7 @@ class _Writer:
             return
 
         (ident,) = files
-        self.predictions.failed[ident] = self._one_channel(ident) or error
+        self.predictions.failed[ident] = self._one_channel(ident) or _explained(error)
         if labels:
             yield from self._outcomes(files, {})
 
@@ -367,7 +367,11 @@ class _Writer:
 
         row = predictor.kind.row(cases, index, predictor.classes, "")
         remarks = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
-        return {"id": ident, **parse_row(remarks)}
+        cells = parse_row(remarks)
+        for name, value in cells.items():
+            cells[name] = _short(value) if isinstance(value, float) else value
+
+        return {"id": ident, **cells}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -386,10 +390,14 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     names = _names(classes, len(probabilities))
     row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
     for name, probability in zip(names, probabilities, strict=True):
-        # a float32 has nine significant digits
-        row[name] = float(f"{probability:.9g}")
+        row[name] = _short(probability)
 
     return row
+
+
+def _short(value: float) -> float:
+    """Return a float32 number with as few digits as tell it from others."""
+    return float(str(np.float32(value)))
 
 
 def _amounts(
@@ -453,6 +461,22 @@ def _no_prediction_error(count: int, error: Exception) -> InputError:
         advice = "give such images"
 
     return InputError(f"{images} be predicted: {problem}", allowed, advice)
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error, or where a network is prompted by more than images another one that says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyError) and "image" not in str(cause):
+            return InputError(
+                f"the bundle's transforms ask for {cause} beside each image",
+                "images alone are predicted, without labels, points or boxes that prompt the network",
+                "run it by MONAI",
+            )
+
+        cause = cause.__cause__
+
+    return error
 
 
 def _problem(error: Exception) -> str:

@@ -19,6 +19,7 @@ from medfl.core.names import is_plain_text
 from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
+from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
@@ -218,16 +219,25 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
             "add it",
         )
 
-    _refuse_overlaps(opened, path)
-    evaluator: ClassEvaluator | MaskEvaluator = ClassEvaluator()
-    if opened.task == "segmentation":
-        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
-
-    medfl_entry = meta.get("medfl")
-    if isinstance(medfl_entry, Mapping):
-        source = str(medfl_entry.get("data_source", ""))
+    entry = meta.get("medfl")
+    exported = entry if isinstance(entry, Mapping) else {}
+    task = opened.task
+    thresholds: tuple[float, ...] = ()
+    evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
+    if exported.get("task") == "multilabel":
+        task = "multilabel"
+        evaluator = FindingEvaluator()
+        values = exported.get("thresholds")
+        are_known = not [*type_errors(values, list[float])] and len(values) == len(classes)
+        thresholds = tuple(values) if are_known else (0.5,) * len(classes)
+    elif exported.get("task") == "regression":
+        task = "regression"
+        evaluator = NumberEvaluator(_no_loss, meta)
     else:
-        source = ""
+        _refuse_overlaps(opened, path)
+
+    if task == "segmentation":
+        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
 
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = (
@@ -236,9 +246,11 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     open_places = opened.config.open_places
     network = opened.network
 
+    source = str(exported.get("data_source", ""))
     return Predictor(
-        title, opened.task, classes, network, chain, open_places, evaluator, device, meta, source
-    )
+        title, task, classes, network, chain, open_places, evaluator, device, meta, source,
+        thresholds=thresholds,
+    )  # fmt: skip
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:
