@@ -20,7 +20,7 @@ examples
   medfl export runs/mednist-fedrep-0 --site site-2 --out site_2
       the model of one site, of a method that makes one for each; --site all: everybody's
 
-In the bundle's folder MONAI reads it back:
+In the bundle's folder MONAI alone, without medfl, predicts any images:
   python -m monai.bundle run --config_file configs/inference.yaml --dataset_dir DIR"""
 
 

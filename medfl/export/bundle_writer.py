@@ -405,19 +405,19 @@ class _BundleWriter:
                 self._set_network_def(file, stem, definition, sha256)
 
             if by_monai:
-                self._write(f"configs/{name}", by_monai)
+                written = "inference.yaml" if self.any_folder else name
+                self._write(f"configs/{written}", by_monai)
             if (text := file.text()) != by_monai:
                 self._write(f"configs/{'' if stem == 'federated' else 'medfl/'}{name}", text)
 
-        missing = None
         if "inference" not in edited:
-            missing = (
+            self.notes.append(
                 "The source bundle has no inference configuration, so this one has none either."
             )
         elif config_file(self.folder, "inference", medfl=False) is None:
-            missing = "MONAI alone cannot run it: it names parts of medfl. `medfl predict` does."
-
-        self.notes += [missing] if missing else []
+            self.notes.append(
+                "MONAI alone cannot run it: it names parts of medfl. `medfl predict` does."
+            )
 
     def _inference_by_monai(
         self, file: configs.EditedConfig, train: configs.EditedConfig, channels: tuple[int, int]
@@ -450,7 +450,10 @@ class _BundleWriter:
             "mean": mean.tolist(),
             "sd": sd.tolist(),
         }
-        file.set("inferer", train.content["validate"]["inferer"])
+        validate = train.get("validate")
+        if isinstance(validate, Mapping):  # which may cut windows in another way
+            file.set("inferer", validate.get("inferer", file.get("inferer")))
+
         text = configs.inference_by_monai(
             file.content, file.get("inferer"), self.monai_network, facts, self.bundle.get
         )
@@ -460,8 +463,10 @@ class _BundleWriter:
     def _by_monai(self, file: configs.EditedConfig) -> str | None:
         """Return a configuration's text with a network for MONAI alone, None where other parts name medfl."""
         for_monai = deepcopy(file)
-        if file.get("network_def") is not None:
-            for_monai.set("network_def", self.monai_network)
+        if self.monai_network == TORCHSCRIPT:
+            for_monai.set("network_def", TORCHSCRIPT)
+        else:
+            for_monai.set("network_def", configs.network_without_weights(file.get("network_def")))
 
         return None if configs.is_of_medfl(for_monai.content) else for_monai.text()
 

@@ -161,10 +161,15 @@ def inference_by_monai(
         facts: about images and outputs, as the template takes them.
         get: returns what an id of the configuration stands for.
     """
-    reader, *steps = content["preprocessing"]["transforms"]
+    chain = content.get("preprocessing")
+    steps = chain.get("transforms") if isinstance(chain, Mapping) else None
+    if not isinstance(steps, list) or not steps:
+        return None
+
+    reader = steps[0]
     kind = target_name(reader)
-    steps = [step for step in steps if target_name(step) != "CheckPatchd"]
-    parts = {"inferer": inferer, "dataloader": content["dataloader"]}
+    steps = [step for step in steps[1:] if target_name(step) != "CheckPatchd"]
+    parts = {"inferer": inferer, "dataloader": content.get("dataloader")}
     if kind not in _READERS or is_of_medfl([steps, parts]):
         return None
 

@@ -367,11 +367,7 @@ class _Writer:
 
         row = predictor.kind.row(cases, index, predictor.classes, "")
         remarks = {name: str(cell) for name, cell in row.items() if not name.startswith(_TRUE)}
-        cells = parse_row(remarks)
-        for name, value in cells.items():
-            cells[name] = _short(value) if isinstance(value, float) else value
-
-        return {"id": ident, **cells}
+        return {"id": ident, **parse_row(remarks)}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -390,14 +386,10 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     names = _names(classes, len(probabilities))
     row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
     for name, probability in zip(names, probabilities, strict=True):
-        row[name] = _short(probability)
+        # a float32 has nine significant digits
+        row[name] = float(f"{probability:.9g}")
 
     return row
-
-
-def _short(value: float) -> float:
-    """Return a float32 number with as few digits as tell it from others."""
-    return float(str(np.float32(value)))
 
 
 def _amounts(

@@ -17,10 +17,14 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from medfl import datasets
+from medfl.bundle.files import read, shipped, shipped_folders
+from medfl.export import checks
 from medfl.export.bundle_writer import export
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
 from medfl.starter import starter
+from tests.datasets.test_volumes import save_dicom
 
 pytestmark = [
     pytest.mark.xdist_group("exports without medfl"),
@@ -64,11 +68,14 @@ def rows(file: Path) -> dict[str, list[str]]:
         return {name: cells for name, *cells in csv.reader(lines)}
 
 
-def mask(file: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+def mask(file: Path) -> tuple[NDArray[Any], list[Any]]:
+    """A mask, and what a volume's header says of its place."""
     if file.suffix == ".png":
-        return np.asarray(Image.open(file)), np.eye(4)
-    volume = nibabel.load(file)
-    return np.asarray(volume.dataobj), volume.affine
+        return np.asarray(Image.open(file)), []
+    volume: Any = nibabel.load(file)
+    forms = [volume.header.get_qform(), volume.header.get_best_affine(), *volume.header.get_zooms()]
+    codes = [volume.header[name] for name in ("qform_code", "sform_code", "xyzt_units")]
+    return np.asarray(volume.dataobj), [*forms, *codes]
 
 
 def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True) -> None:
@@ -91,10 +98,11 @@ def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True
     seen = set()
     for row in told["predictions"]:
         name = row["mask"].replace(".nii.gz", "_seg.nii.gz")
-        expected, affine = mask(place / "ours" / row["mask"])
-        made, place_of_made = mask(place / "theirs" / name)
+        expected, header = mask(place / "ours" / row["mask"])
+        made, written = mask(place / "theirs" / name)
         assert np.array_equal(made, expected), name
-        assert np.allclose(affine, place_of_made)
+        for value, other in zip(written, header, strict=True):
+            assert np.allclose(value, other, atol=1e-4)
         seen |= {*np.unique(made)}
 
     assert not varied or len(seen) > 1
@@ -232,3 +240,54 @@ def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_pa
         else new_pictures(tmp_path / "new", "16 bits" in kind)
     )
     check(python, run, images, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
+    data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
+    volumes = sorted(data.rglob("*.nii*"))
+    config: dict[str, Any] = {"image_size": 32}
+    if volumes and datasets.get(name).task == "segmentation":
+        config |= {"patch_size": [16, 32, 16]}
+    elif volumes:
+        config = {"image_size": [24, 32, 24]}
+    settings = {"sites": 2, "rounds": 1, "partition": "iid", "method": "fedavg", "data": str(data)}
+    federate(name, config=config, requested=settings, out=tmp_path / "run", jobs=1)
+    images = tmp_path / "new"
+    images.mkdir()
+    for path in volumes[:2]:
+        (images / path.name).symlink_to(path)
+    axes = 2 if read(shipped_folders()[name] / "configs/train.yaml")["in_channels"] == 1 else 3
+    for number in range(0 if volumes else 3):
+        picture = drawn((70, 50, 3)[:axes], number, True)
+        Image.fromarray(picture).save(images / f"{number}.{('png', 'jpg', 'bmp')[number]}")
+    check(python, tmp_path / "run", images, tmp_path, varied=False)
+
+
+@pytest.mark.slow
+def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path: Path) -> None:
+    run = KINDS["volumes"](tmp_path)
+    (tmp_path / "new").mkdir()
+    for number in range(2):
+        pixels = np.random.default_rng(number).integers(0, 900, (30, 40, 20)).astype(np.int16)
+        save_dicom(tmp_path / f"new/series {number}", pixels)
+    check(python, run, tmp_path / "new", tmp_path, varied=False)
+
+
+def test_what_monai_checks_of_bundles_holds_without_medfl(python: Run, tmp_path: Path) -> None:
+    export(KINDS["grey classes, TorchScript"](tmp_path), tmp_path / "bundle", formats=())
+    meta = ("--meta_file", "configs/metadata.json")
+    config = ("--config_file", "configs/inference.yaml")
+    schema = str(checks.SCHEMA)
+    for command in (
+        ("verify_metadata", *meta, "--filepath", schema),
+        ("verify_net_in_out", "network_def", *meta, *config, "--bundle_root", "."),
+        (
+            *("ckpt_export", "network_def", *meta, *config, "--bundle_root", "."),
+            *("--ckpt_file", "models/model.pt", "--filepath", str(tmp_path / "again.ts")),
+        ),
+    ):
+        said = python("-m", "monai.bundle", *command, cwd=tmp_path / "bundle")
+        assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
+    assert (tmp_path / "again.ts").stat().st_size > 1000
