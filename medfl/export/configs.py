@@ -174,7 +174,7 @@ def inference_by_monai(
         return None
 
     settings: Document = {}
-    text = str([steps, parts])
+    text = str([steps, parts, network])
     while found := {
         key: value
         for key, value in content.items()

@@ -721,3 +721,12 @@ def test_what_is_inspected_is_what_is_read(
     assert config_file(root, "train") == (
         second if place == "medfl/train.json" else root / "configs/train.json"
     )
+
+
+def test_what_exports_of_0_7_0_name_is_read_still(tmp_path: Path) -> None:
+    root = write(tmp_path / "bundle")
+    writer = {"_target_": "medfl.datasets.WriteClassesd", "keys": "pred", "classes": ["a", "b"]}
+    data = "$medfl.datasets.unlabelled('data', False, 3)"
+    content = {"imports": ["$import medfl.datasets", "$import medfl"], "data": data}
+    (root / "configs/inference.json").write_text(json.dumps({**content, "postprocessing": writer}))
+    assert inspect(root).accepted

@@ -31,16 +31,6 @@ _ARCHIVES = (".zip", ".npz")
 _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
 
 
-def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> list[dict[str, str]]:
-    """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
-
-    Raises:
-        InputError: there is no such folder, or no image in it.
-    """
-    images = joined(named([folder], series), channels)
-    return [{"id": ident, "image": uri} for ident, uri in images.items()]
-
-
 def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     """Return id -> URI of all images at files, folders and archives.
 
