@@ -437,13 +437,17 @@ class _BundleWriter:
         if len(values) != outputs:
             values = range(outputs) if volumes else picture_values(outputs)
 
+        classes = column_names(self.task.classes, outputs)
+        if any(name[:1] in "$@%" for name in classes):  # which MONAI would evaluate
+            return None
+
         mean, sd = scale_of(self.bundle.metadata, outputs)
         facts = {
             "segments": self.task.kind == "segmentation",
             "task": self.task.kind,
             "activation": self.bundle.kind.activation,
             "channels": count,
-            "classes": column_names(self.task.classes, outputs),
+            "classes": classes,
             "values": [*values],
             "dtype": "uint8" if max(values) < 256 else "uint16",
             "thresholds": self.thresholds,
@@ -532,9 +536,7 @@ class _BundleWriter:
             self._write("large_files.yml", text)
 
     def _write(self, name: str, text: str) -> None:
-        (self.folder / name).parent.mkdir(
-            parents=True, exist_ok=True
-        )  # configs/medfl is not of all
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / name, text.encode())
 
     # Reading it back

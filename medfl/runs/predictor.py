@@ -227,9 +227,9 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     if exported.get("task") == "multilabel":
         task = "multilabel"
         evaluator = FindingEvaluator()
-        values = exported.get("thresholds")
-        are_known = not [*type_errors(values, list[float])] and len(values) == len(classes)
-        thresholds = tuple(values) if are_known else (0.5,) * len(classes)
+        errors = [*type_errors(exported, {"thresholds": list[float]})]
+        values = () if errors else exported.get("thresholds", ())
+        thresholds = tuple(values) if len(values) == len(classes) else (0.5,) * len(classes)
     elif exported.get("task") == "regression":
         task = "regression"
         evaluator = NumberEvaluator(_no_loss, meta)

@@ -83,6 +83,11 @@ def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True
     (document,) = export(run, place / "bundle", formats=())["bundles"]
     told = predict(run, images, place / "ours")
     assert told["failed"] == []
+    again = predict(place / "bundle", images, place / "by medfl")
+    assert again["task"] == told["task"]
+    for row, other in zip(again["predictions"], told["predictions"], strict=True):
+        assert row == pytest.approx(other, abs=1e-6)
+
     by_monai(python, place / "bundle", images, place / "theirs")
     if told["task"] != "segmentation":
         ours, theirs = (rows(place / of / "predictions.csv") for of in ("ours", "theirs"))
