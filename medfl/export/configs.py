@@ -115,6 +115,7 @@ def _position(node: object, part: str) -> str | int | None:
 # An inference by MONAI alone
 
 
+_IN_TEMPLATE = ("bundle_root", "dataset", "dataset_dir", "output_dir", "ckpt_dir", "device")
 _READERS = ("ReadPixelsd", "ReadPaird", "ReadVolumed")
 TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 
@@ -178,7 +179,7 @@ def inference_by_monai(
     while found := {
         key: value
         for key, value in content.items()
-        if key not in settings and key != "dataset" and re.search(rf"@{key}\b", text)
+        if key not in (*settings, *_IN_TEMPLATE) and re.search(rf"@{key}\b", text)
     }:
         settings |= found
         text = str(found)

@@ -25,6 +25,7 @@ from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import slug, surface_metrics_of
 from medfl.policy import admission
+from medfl.problem.described import channel_names
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
@@ -226,12 +227,14 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
     if exported.get("task") == "multilabel":
         task = "multilabel"
+        classes = channel_names(meta)
         evaluator = FindingEvaluator()
         errors = [*type_errors(exported, {"thresholds": list[float]})]
         values = () if errors else exported.get("thresholds", ())
         thresholds = tuple(values) if len(values) == len(classes) else (0.5,) * len(classes)
     elif exported.get("task") == "regression":
         task = "regression"
+        classes = channel_names(meta)  # one output is no background and structure
         evaluator = NumberEvaluator(_no_loss, meta)
     else:
         _refuse_overlaps(opened, path)
