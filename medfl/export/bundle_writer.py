@@ -336,7 +336,7 @@ class _BundleWriter:
 
     def _wanted(self) -> Iterator[str]:
         """Yield the formats that were asked for; else those whose packages are there, with a note of the others."""
-        for kind in self.formats or () if self.formats is not None else FILES:
+        for kind in FILES if self.formats is None else self.formats:
             if missing := missing_packages(kind):
                 self.notes.append(
                     f"{FILES[kind]} is not there: it takes {', '.join(missing)} ({pip_install('export')})."
