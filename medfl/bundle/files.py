@@ -16,6 +16,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
+from medfl.storage.places import config_file as config_file
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
@@ -107,12 +108,6 @@ def find(name_or_path: str) -> Path:
     )
 
 
-def config_file(root: Path, stem: str) -> Path | None:
-    """Return a bundle's configuration file of this name, JSON or YAML, None if there is none."""
-    files = (root / "configs" / f"{stem}{suffix}" for suffix in (".json", ".yaml", ".yml"))
-    return next((file for file in files if file.is_file()), None)
-
-
 def read_protocol(name_or_path: str) -> Config:
     """Return the content of a bundle's federated.yaml, empty if there is none.
 
@@ -189,7 +184,7 @@ def read_metadata(root: Path) -> Document:
 def sha256_of(root: Path, protocol: Config) -> str:
     """Return the hash of `Bundle.sha256`: of what is trained, so federated.yaml counts by its class texts alone."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
-    files = [*(root / "configs").glob("*"), *(root / "embeddings").glob("*")]
+    files = [*root.glob("configs/*"), *root.glob("configs/medfl/*"), *root.glob("embeddings/*")]
     for path in sorted([*files, *root.glob("*.py"), *root.glob("*/**/*.py")]):
         if path.suffix in _HASHED and path.stem != "federated":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())

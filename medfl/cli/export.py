@@ -20,7 +20,7 @@ examples
   medfl export runs/mednist-fedrep-0 --site site-2 --out site_2
       the model of one site, of a method that makes one for each; --site all: everybody's
 
-In the bundle's folder MONAI reads it back:
+In the bundle's folder MONAI alone, without medfl, predicts any images:
   python -m monai.bundle run --config_file configs/inference.yaml --dataset_dir DIR"""
 
 
@@ -41,8 +41,8 @@ def add(verbs: Any) -> None:
         help="export the personal model of this site, or of all, if the method has one for each",
     )
     export.add_argument(
-        "--formats", default="torchscript,onnx", metavar="A,B",
-        help="formats beside model.pt and model.safetensors: torchscript, onnx, both (default) or none",
+        "--formats", metavar="A,B",
+        help="formats beside model.pt and model.safetensors: torchscript, onnx or none; default: what can be written",
     )  # fmt: skip
     arguments.add_trust(export)
     export.add_argument("--data", metavar="DIR", help="the run's images, if they have moved")

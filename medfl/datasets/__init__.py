@@ -26,7 +26,6 @@ from medfl.datasets.phantoms.phantom import write_phantom
 from medfl.datasets.readers.checking import CheckReport, check
 from medfl.datasets.readers.pairs import read_pair
 from medfl.datasets.readers.reading import read_pixels
-from medfl.datasets.readers.unlabelled import unlabelled
 
 if TYPE_CHECKING:
     from medfl.datasets.readers.transforms import (
@@ -34,14 +33,13 @@ if TYPE_CHECKING:
         ReadPaird,
         ReadPixelsd,
         ReadVolumed,
-        WriteClassesd,
         WriteMaskd,
     )
 
 __all__ = [
     "CheckPatchd", "CheckReport", "DataSet", "Download", "Item", "ReadPaird", "ReadPixelsd", "ReadVolumed",
-    "WriteClassesd", "WriteMaskd", "check", "checksum", "datalist", "get", "is_phantom", "locate", "names", "notes",
-    "read_pair", "read_pixels", "sections", "splits", "trial", "unlabelled", "write_phantom",
+    "WriteMaskd", "check", "checksum", "datalist", "get", "is_phantom", "locate", "names", "notes",
+    "read_pair", "read_pixels", "sections", "splits", "trial", "write_phantom",
 ]  # fmt: skip
 
 

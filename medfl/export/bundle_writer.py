@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,34 +30,40 @@ from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.bundle.zoo.conventions import without_fetching
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
+from medfl.datasets.readers.mask_values import picture_values
 from medfl.evaluation.metrics import Cases
 from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
+from medfl.export.configs import TORCHSCRIPT
 from medfl.export.formats import (
     FILES,
-    LIMITS,
     Agreement,
     Comparison,
     ShapeRecorder,
     format_difference,
+    missing_packages,
     quiet,
     write,
 )
+from medfl.problem.described import mask_values
 from medfl.problem.parts import is_parts
 from medfl.problem.problem import Problem
+from medfl.problem.tasks.kind import column_names
+from medfl.problem.tasks.regression import scale_of
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
+from medfl.runs.predictor import thresholds_of
 from medfl.storage.files import save_weights, write_atomic, writing
 from medfl.storage.places import CALIBRATION, PHANTOM, check_which, require_for_export
 from medfl.storage.run_documents import read_rows
 from medfl.storage.run_folder import safe_file_name
 
-_TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
 _SAME_NETWORK = 1e-6  # difference of outputs
@@ -69,7 +76,7 @@ def export(
     *,
     which: str = "last",
     site: str | None = None,
-    formats: Sequence[str] = tuple(LIMITS),
+    formats: Sequence[str] | None = None,
     data: str | None = None,
     say: Print = str,
 ) -> Document:
@@ -80,7 +87,8 @@ def export(
         out: new or empty folder.
         which: "last" or "best" (by validation).
         site: whose model, of a method that makes one for each site; "all" for everybody's; None for the global model.
-        formats: of "torchscript" and "onnx"; a state dict and safetensors are always written.
+        formats: of "torchscript" and "onnx"; None for those that can be written. A state dict and safetensors always
+            are, and TorchScript where MONAI has no such network.
         data: folder of the run's images, where they have moved.
         say: where lines for the user go.
 
@@ -154,7 +162,7 @@ class _BundleWriter:
         trained: RunNetworks,
         model: Model,
         folder: Path,
-        formats: Sequence[str],
+        formats: Sequence[str] | None,
         data: str | None,
         say: Print,
     ) -> None:
@@ -178,6 +186,8 @@ class _BundleWriter:
 
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
+        self.thresholds = [*thresholds_of(trained, model.site or None, say)]  # of findings
+        self.monai_network: Any = None  # the `network_def` for MONAI alone
 
     def write(self) -> Document:
         """Write everything and check it."""
@@ -189,13 +199,22 @@ class _BundleWriter:
 
         predictions = self._check_predictions(network)
         definition = self._choose_definition(network)
-        for folder in ("configs", "models", "docs"):
-            (self.folder / folder).mkdir(parents=True, exist_ok=True)
+        for folder in ("models", "docs"):
+            (self.folder / folder).mkdir(parents=True)
+
+        stems = ("train", "evaluate", "inference", "federated")
+        edited = {stem: file for stem in stems if (file := self._edited(stem))}
+        self.monai_network = TORCHSCRIPT
+        if definition.kind == "configuration":
+            node = edited["train"].get("network_def")
+            self.monai_network = configs.component_of(node, self.bundle.get)
 
         agreements = self._formats(network, recorder, definition)
         self._write_weights(network, definition)
         files = descriptions.weight_files(self.folder)
-        self._configurations(definition, files["models/model.safetensors"]["sha256"])
+        sha256 = files["models/model.safetensors"]["sha256"]
+        channels = recorder.shapes[0][0][1], recorder.shapes[0][1][1]
+        self._configurations(edited, definition, sha256, channels)
         self._copy_files()
         self._calibration(files["models/model.safetensors"]["sha256"])
         meta = descriptions.bundle_metadata(
@@ -207,7 +226,8 @@ class _BundleWriter:
         else:
             measured = "drawn images"
 
-        meta["medfl"] |= {"files": files, "measured_on": measured}
+        meta["medfl"] |= {"files": files, "measured_on": measured, "task": self.task.kind}
+        meta["medfl"] |= {"thresholds": self.thresholds} if self.thresholds else {}
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
         self._describe(meta)
@@ -256,12 +276,6 @@ class _BundleWriter:
                 if self._equal(network, rebuilt):
                     return _NetworkDefinition("medfl", arguments)
 
-        if "torchscript" not in self.formats:
-            problem = f"--formats {','.join(self.formats) or 'none'} with method {self.trained.run.method!r}"
-            raise InputError(
-                problem, "its network can only be defined as TorchScript", "add torchscript"
-            )
-
         return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> Document:
@@ -294,19 +308,42 @@ class _BundleWriter:
     def _formats(
         self, network: nn.Module, recorder: ShapeRecorder, definition: _NetworkDefinition
     ) -> dict[str, Agreement]:
+        wanted = [*self._wanted()]
+        if self.monai_network == TORCHSCRIPT and "torchscript" not in wanted:
+            wanted.append("torchscript")
+
         agreements = {}
-        for kind in self.formats:
-            only = {"instead": _NO_OTHER} if definition.kind == kind else {}
+        for kind in wanted:
+            is_needed = kind == definition.kind or kind in (self.formats or ())
+            only = {"instead": _NO_OTHER} if kind == definition.kind else {}
             path = self.folder / FILES[kind]
-            agreements[kind] = measured = write(
-                kind, network, recorder, path, self.comparison, **only
-            )
+            try:
+                measured = write(kind, network, recorder, path, self.comparison, **only)
+            except RunError as error:
+                if is_needed:
+                    raise
+
+                path.unlink(missing_ok=True)
+                self.notes.append(f"{FILES[kind]} is not there: {error}")
+                continue
+
+            agreements[kind] = measured
             self.say(
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
             )
 
         return agreements
+
+    def _wanted(self) -> Iterator[str]:
+        """Yield the formats that were asked for; else those whose packages are there, with a note of the others."""
+        for kind in FILES if self.formats is None else self.formats:
+            if missing := missing_packages(kind):
+                self.notes.append(
+                    f"{FILES[kind]} is not there: it takes {', '.join(missing)} ({pip_install('export')})."
+                )
+            else:
+                yield kind
 
     def _write_weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
         if definition.kind == "torchscript":
@@ -318,43 +355,125 @@ class _BundleWriter:
         torch.save(state, self.folder / "models" / "model.pt")
         save_weights(self.folder / "models" / "model.safetensors", state)
 
-    def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
+    def _edited(self, stem: str) -> configs.EditedConfig | None:
+        """Return a configuration of the source with the settings of the run, None where it has none."""
+        source = config_file(self.root, stem)
+        if source is None:
+            return None
+
+        file = configs.EditedConfig(source)
+        if stem == "federated":
+            return file
+
         run = self.trained.run
         changes = {**run.config, **self.model.config}
         if self.bundle.dataset:
             changes["split"] = run.data.split
 
-        for stem in ("train", "evaluate", "inference", "federated"):
-            if (source := config_file(self.root, stem)) is None:
-                continue
+        for key, value in by_existing_ids(changes, file.content).items():
+            if key != "dataset_dir":
+                file.set(key, value)
 
-            file = configs.EditedConfig(source)
+        folder = file.get("dataset_dir")
+        is_path = isinstance(folder, str) and folder[:1] in "/~"
+        # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
+        if is_path and not folder.startswith("/workspace/"):
+            place = "$@bundle_root + '/data'" if "bundle_root" in file else "data"
+            file.set("dataset_dir", place)
+
+        if stem == "inference":
+            file.content = without_fetching(file.content)
+
+        return file
+
+    def _configurations(
+        self,
+        edited: Mapping[str, configs.EditedConfig],
+        definition: _NetworkDefinition,
+        sha256: str,
+        channels: tuple[int, int],
+    ) -> None:
+        """Write each configuration for MONAI alone where that can be, and for medfl where its own differs."""
+        for stem, file in edited.items():
+            name = file.path.name
+            by_monai = None
+            if stem == "inference":
+                by_monai = self._inference_by_monai(file, edited["train"], channels)
+            elif stem != "federated" and definition.kind == "configuration":
+                by_monai = self._by_monai(file)
+
             if stem != "federated":
-                for key, value in by_existing_ids(changes, file.content).items():
-                    if key != "dataset_dir":
-                        file.set(key, value)
-
-                folder = file.get("dataset_dir")
-                is_path = isinstance(folder, str) and folder[:1] in "/~"
-                # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
-                if is_path and not folder.startswith("/workspace/"):
-                    place = "$@bundle_root + '/data'" if "bundle_root" in file else "data"
-                    file.set("dataset_dir", place)
-
                 self._set_network_def(file, stem, definition, sha256)
 
-            if stem == "inference":
-                file.content = without_fetching(file.content)
-                self.any_folder = configs.predict_any_folder(
-                    file, self.task.classes, self.images.inputs[0].shape[1:]
-                )
+            if by_monai:
+                written = "inference.yaml" if self.any_folder else name
+                self._write(f"configs/{written}", by_monai)
+            if (text := file.text()) != by_monai:
+                self._write(f"configs/{'' if stem == 'federated' else 'medfl/'}{name}", text)
 
-            self._write(f"configs/{source.name}", file.text())
-
-        if config_file(self.root, "inference") is None:
+        if "inference" not in edited:
             self.notes.append(
                 "The source bundle has no inference configuration, so this one has none either."
             )
+        elif config_file(self.folder, "inference", medfl=False) is None:
+            self.notes.append(
+                "MONAI alone cannot run it: it names parts of medfl. `medfl predict` does."
+            )
+
+    def _inference_by_monai(
+        self, file: configs.EditedConfig, train: configs.EditedConfig, channels: tuple[int, int]
+    ) -> str | None:
+        """Return an inference configuration that needs no medfl, None where there cannot be one."""
+        if self.monai_network == TORCHSCRIPT and not (self.folder / FILES["torchscript"]).exists():
+            return None
+
+        dataset = file.get("dataset")
+        data = str(dataset.get("data")) if isinstance(dataset, Mapping) else ""
+        if not data.startswith("$medfl.datasets."):
+            return self._by_monai(file)
+
+        count, outputs = channels
+        volumes = self.images.inputs[0].ndim == 5
+        values = mask_values(self.bundle.metadata)
+        if len(values) != outputs:
+            values = range(outputs) if volumes else picture_values(outputs)
+
+        classes = column_names(self.task.classes, outputs)
+        if any(name[:1] in "$@%" for name in classes):  # which MONAI would evaluate
+            return None
+
+        mean, sd = scale_of(self.bundle.metadata, outputs)
+        facts = {
+            "segments": self.task.kind == "segmentation",
+            "task": self.task.kind,
+            "activation": self.bundle.kind.activation,
+            "channels": count,
+            "classes": classes,
+            "values": [*values],
+            "dtype": "uint8" if max(values) < 256 else "uint16",
+            "thresholds": self.thresholds,
+            "mean": mean.tolist(),
+            "sd": sd.tolist(),
+        }
+        validate = train.get("validate")
+        if isinstance(validate, Mapping):  # which may cut windows in another way
+            file.set("inferer", validate.get("inferer", file.get("inferer")))
+
+        text = configs.inference_by_monai(
+            file.content, file.get("inferer"), self.monai_network, facts, self.bundle.get
+        )
+        self.any_folder = text is not None
+        return text
+
+    def _by_monai(self, file: configs.EditedConfig) -> str | None:
+        """Return a configuration's text with a network for MONAI alone, None where other parts name medfl."""
+        for_monai = deepcopy(file)
+        if self.monai_network == TORCHSCRIPT:
+            for_monai.set("network_def", TORCHSCRIPT)
+        else:
+            for_monai.set("network_def", configs.network_without_weights(file.get("network_def")))
+
+        return None if configs.is_of_medfl(for_monai.content) else for_monai.text()
 
     def _set_network_def(
         self, file: configs.EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str
@@ -374,7 +493,7 @@ class _BundleWriter:
         for_training = stem == "train"
         if definition.kind == "torchscript":
             if not for_training:
-                file.set("network_def", _TORCHSCRIPT)
+                file.set("network_def", TORCHSCRIPT)
             return
 
         if definition.kind == "medfl":
@@ -422,7 +541,7 @@ class _BundleWriter:
         )
 
     def _describe(self, meta: Config) -> None:
-        inference = config_file(self.folder, "inference")
+        inference = config_file(self.folder, "inference", medfl=False)
         text = descriptions.readme(
             meta, self.trained, self.model, inference, self.notes, self.any_folder
         )
@@ -432,6 +551,7 @@ class _BundleWriter:
             self._write("large_files.yml", text)
 
     def _write(self, name: str, text: str) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / name, text.encode())
 
     # Reading it back
@@ -448,7 +568,7 @@ class _BundleWriter:
 
         metadata = read(self.folder / "configs" / "metadata.json")
         policy = self.bundle.policy
-        if read(file).get("network_def") == _TORCHSCRIPT:  # written here, a moment ago
+        if read(file).get("network_def") == TORCHSCRIPT:  # written here, a moment ago
             policy = replace(policy, allow=policy.allow | {"pickle"})
 
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)

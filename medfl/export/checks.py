@@ -150,10 +150,9 @@ def _schema(folder: Path) -> Iterator[str]:
 def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     from monai.bundle import verify_net_in_out
 
-    config = config_file(folder, "inference") or config_file(folder, "train")
-    assert config is not None
-    content = read(config)
-
+    files = (config_file(folder, stem, medfl=False) for stem in ("inference", "train"))
+    config = next(filter(None, files), None)
+    content = read(config) if config else {}
     if "network_def" not in content:
         return
 

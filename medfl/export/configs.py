@@ -1,23 +1,23 @@
-"""Configuration files of a bundle with some ids changed; the other text stays as it is, with its comments."""
+"""Configuration files of a bundle with some ids changed, and the inference that MONAI runs alone."""
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
+from medfl import networks
+from medfl.bundle.configuration import target_name
 from medfl.bundle.files import read
 from medfl.core.documents import Config, Document
+from medfl.core.seeding import stream
 from medfl.export.network import TARGET
 
-_TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
-_SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
 _OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 
 
@@ -26,18 +26,11 @@ class EditedConfig:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.comment = ""
         self.content = read(path)
-        self._text = path.read_text(encoding="utf-8")
-        self._before = deepcopy(self.content)
 
     def __contains__(self, key: str) -> bool:
         """Tell whether the file has an id."""
         return self._holder_of(key) is not None
-
-    def head(self, text: str) -> None:
-        """Give a YAML file another comment above its first id."""
-        self.comment = "".join(f"# {line}\n" for line in textwrap.wrap(text, 110))
 
     def get(self, key: str) -> Any:
         """Return the value of a top-level id, None if there is none."""
@@ -56,17 +49,11 @@ class EditedConfig:
         self.content = {name: self.content.get(name, value) for name in ids}
 
     def text(self) -> str:
-        """Return the new text of the file."""
+        """Return the new text of the file, without its comments."""
         if self.path.suffix == ".json":
             return json.dumps(self.content, indent=4) + "\n"
 
-        text = self._patched()
-        if yaml.safe_load(text) == self.content:
-            return text
-
-        return _dumped(
-            self.content
-        )  # blocks were not found, as in YAML that is written on one line
+        return _dumped(self.content)
 
     def _holder_of(self, key: str) -> tuple[Any, Any] | None:
         """Return the dict or list that holds an id, and its name or index there."""
@@ -87,43 +74,9 @@ class EditedConfig:
         position = _position(node, last)
         return None if position is None else (node, position)
 
-    def _patched(self) -> str:
-        """Return the text with only the blocks of changed ids replaced."""
-        blocks: dict[str, str] = {}
-        end = len(self._text)
-        for match in reversed([*_TOP_LEVEL_ID.finditer(self._text)]):
-            blocks.setdefault(match[1], self._text[match.start() : end])
-            end = match.start()
 
-        text = self.comment or (self._text[:end] if blocks else "")
-
-        for name, value in self.content.items():
-            old = blocks.get(name)
-            if old is not None and self._before.get(name, ...) == value:
-                text += old
-            else:
-                text += _block(name, value, old)
-
-        return text
-
-
-def _block(name: str, value: object, old: str | None) -> str:
-    """Return a top-level id as text, with the comments beside and after the block that it replaces."""
-    text = _dumped({name: value})
-    line = _SINGLE_LINE.match(old) if old else None
-    if line and text.count("\n") == 1:
-        text = text.rstrip("\n") + (line[1] or "") + "\n"
-
-    if old is None:
-        return text + "\n" if text.count("\n") > 1 else text
-
-    # comments and empty lines below a block belong to the next one
-    below = re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old)
-    return text + below[1] if below else text
-
-
-def _dumped(content: Config) -> str:
-    return yaml.dump(dict(content), Dumper=_Plain, sort_keys=False, width=110, allow_unicode=True)
+def _dumped(content: Any) -> str:
+    return yaml.dump(content, Dumper=_Plain, sort_keys=False, width=110, allow_unicode=True)
 
 
 class _Plain(yaml.SafeDumper):
@@ -159,61 +112,101 @@ def _position(node: object, part: str) -> str | int | None:
     return None
 
 
-# The images of an export
+# An inference by MONAI alone
 
 
-def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequence[int]) -> bool:
-    """Let an inference configuration predict every image below `dataset_dir`, whatever it is called, and say so.
+_IN_TEMPLATE = ("bundle_root", "dataset", "dataset_dir", "output_dir", "ckpt_dir", "device")
+_READERS = ("ReadPixelsd", "ReadPaird", "ReadVolumed")
+TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 
-    Return whether it did: it lists images by medfl; another bundle's own list stays as it is. `shape` is (C, H, W[,
-    D]).
+
+def templates(finalize: Callable[[Any], Any] | None = None) -> jinja2.Environment:
+    """Return the environment of the templates; `finalize` is called with each value that they show."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=finalize,
+    )  # fmt: skip
+    environment.filters["yaml"] = _dumped
+    return environment
+
+
+def component_of(node: Any, get: Callable[[str], Any]) -> Any:
+    """Return a `network_def` of MONAI's own for one of medfl's, `TORCHSCRIPT` where there is none; others as they are.
+
+    `get` returns what an id of the configuration stands for.
     """
-    dataset = file.get("dataset")
-    if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith(
-        "$medfl.datasets."
-    ):
-        return False
+    node = network_without_weights(node)
+    if not isinstance(node, Mapping) or node.get("_target_") != "medfl.networks.build":
+        return TORCHSCRIPT if is_of_medfl(node) else node
 
-    file.set(
-        "dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {len(shape) == 4}, {shape[0]})"
+    arguments = _values(node, get)
+    del arguments["_target_"]
+    with stream(0, "export"):  # the others are built, which draws
+        return networks.component(**arguments) or TORCHSCRIPT
+
+
+def is_of_medfl(node: Any) -> bool:
+    """Tell whether something in a configuration names medfl."""
+    return "medfl." in str(node)
+
+
+def inference_by_monai(
+    content: Config, inferer: Any, network: Any, facts: Config, get: Callable[[str], Any]
+) -> str | None:
+    """Return a configuration that predicts any folder of images by MONAI alone, None where it would need medfl.
+
+    Args:
+        content: of the inference configuration; one whose images medfl lists and reads.
+        inferer: of the run's validation.
+        network: `network_def`.
+        facts: about images and outputs, as the template takes them.
+        get: returns what an id of the configuration stands for.
+    """
+    chain = content.get("preprocessing")
+    steps = chain.get("transforms") if isinstance(chain, Mapping) else None
+    if not isinstance(steps, list) or not steps:
+        return None
+
+    reader = steps[0]
+    kind = target_name(reader)
+    steps = [step for step in steps[1:] if target_name(step) != "CheckPatchd"]
+    parts = {"inferer": inferer, "dataloader": content.get("dataloader")}
+    if kind not in _READERS or is_of_medfl([steps, parts]):
+        return None
+
+    settings: Document = {}
+    text = str([steps, parts, network])
+    while found := {
+        key: value
+        for key, value in content.items()
+        if key not in (*settings, *_IN_TEMPLATE) and re.search(rf"@{key}\b", text)
+    }:
+        settings |= found
+        text = str(found)
+
+    arguments = _values(reader, get)
+    size = arguments.get("size")
+    sides = (size, size) if isinstance(size, int) else size
+    reading = {
+        "volumes": kind == "ReadVolumed",
+        "size": sides and tuple(sides),
+        "draft": bool(sides) and kind == "ReadPixelsd",
+        "own_depth": 65535 if arguments.get("own_depth") is True else arguments.get("own_depth", 0),
+    }
+    template = templates().get_template("inference.yaml.j2")
+    return template.render(
+        **reading, **facts, **parts, settings=settings, steps=steps, network=network
     )
-    steps: Any = file.get("postprocessing")
-    steps = steps.get("transforms", [steps])
-    if classes:
-        writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
-        steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
-        handlers = []
-        for handler in file.get("handlers") or []:
-            if handler.get("_target_") != "ClassificationSaver":  # WriteClassesd takes its place
-                handlers.append(handler)
-
-        file.set("handlers", handlers)
-        file.head(
-            "What models/model.pt says of every image below dataset_dir: output/predictions.csv "
-            "has id, prediction and the probability of each class."
-        )
-    else:
-        steps = list(map(_at_source, steps))
-        file.head(
-            "Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/."
-        )
-
-    file.set("postprocessing", {"_target_": "Compose", "transforms": steps})
-    return True
 
 
-_WRITER = "medfl.datasets.WriteMaskd"
+def _values(node: Config, get: Callable[[str], Any]) -> Document:
+    """Return a component's arguments with the values of the ids that they refer to."""
+    values = {}
+    for name, value in node.items():
+        is_reference = isinstance(value, str) and value.startswith("@")
+        values[name] = get(value[1:]) if is_reference else value
 
-
-def _at_source(step: Config) -> Config:
-    """Return a step that writes masks so that they keep their images' paths below the data folder, and their place."""
-    if step["_target_"] == "SaveImaged":
-        step = {"_target_": _WRITER, "keys": step["keys"], "output_dir": step["output_dir"]}
-
-    if step["_target_"] == _WRITER:
-        return {**step, "root": "@dataset_dir"}
-
-    return step
+    return values
 
 
 # The network of an export

@@ -17,7 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from medfl import methods
@@ -31,10 +30,11 @@ from medfl.core.tables import markdown_text
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import visible
 from medfl.evaluation.mask_metrics import KINDS
+from medfl.export.configs import TORCHSCRIPT, templates
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256
-from medfl.storage.places import PHANTOM
+from medfl.storage.places import PHANTOM, config_file
 from medfl.storage.run_documents import read_rows
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
@@ -266,6 +266,11 @@ def bundle_metadata(
     return {**first, **meta}
 
 
+_NAMED = {
+    "SupervisedEvaluator": "pytorch-ignite", "PILReader": "pillow", "ndimage": "scipy", ".nii": "nibabel",
+    "medfl": DISTRIBUTION,
+}  # fmt: skip
+"""What an inference configuration names -> the package that it takes."""
 _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
 
 
@@ -273,13 +278,14 @@ def _packages(folder: Path, former: Mapping[str, object]) -> dict[str, str]:
     """Return the versions here of the packages that the source bundle lists; the former one of those not here."""
     versions = {}
     for listed, version in former.items():
-        name = DISTRIBUTION if listed == "medfl" else listed
-        versions[name] = _version(name) or str(version)
+        if listed not in ("medfl", DISTRIBUTION):
+            versions[listed] = _version(listed) or str(version)
 
-    # an export names medfl where its source did not, for a network that a method changed
-    files = (folder / "configs").iterdir()
-    if any(re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in files):
-        versions[DISTRIBUTION] = _version(DISTRIBUTION)
+    inference = config_file(folder, "inference", medfl=False)
+    text = inference.read_text("utf-8") if inference else "medfl"
+    for word, name in _NAMED.items():
+        if word in text and (version := _version(name)):
+            versions[name] = version
 
     return versions
 
@@ -373,10 +379,9 @@ def readme(
         pooled.pop(f"{kind}_{slug(name)}", None)
         pooled.pop(f"{kind}_{slug(name)}_cases", None)
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else markdown_text(value),
-    )  # fmt: skip
+    environment = templates(
+        lambda value: value if isinstance(value, Markup) else markdown_text(value)
+    )
     environment.filters |= {"sized": _sized, "tiny": format_difference}
     content = read(inference) if inference else {}
     steps = (content.get("preprocessing") or {}).get("transforms")
@@ -386,7 +391,10 @@ def readme(
 
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,
-        install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
+        install=pip_install(),
+        packages=[f"{name}=={version}" for name, version in meta["required_packages_version"].items()],
+        volumes=len(meta["network_data_format"]["inputs"]["image"]["spatial_shape"]) == 3,
+        scripted=content.get("network_def") == TORCHSCRIPT,
         paper=methods.load(run.method).paper,
         options=options(run),
         phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,

@@ -30,8 +30,11 @@ FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
 
-def parse_formats(text: str) -> tuple[str, ...]:
+def parse_formats(text: str | None) -> tuple[str, ...] | None:
     """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
+    if text is None:
+        return None
+
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if names == ("none",):
         return ()
@@ -44,8 +47,7 @@ def parse_formats(text: str) -> tuple[str, ...]:
                 "give for example onnx",
             )
 
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if "onnx" in names and missing:
+    if "onnx" in names and (missing := missing_packages("onnx")):
         remaining = ",".join(name for name in names if name != "onnx") or "none"
         problem = f"--formats onnx without {', '.join(missing)}"
         raise InputError(
@@ -53,6 +55,12 @@ def parse_formats(text: str) -> tuple[str, ...]:
         )
 
     return names
+
+
+def missing_packages(kind: str) -> list[str]:
+    """Return the packages that a format takes and that are not installed."""
+    needed = _NEEDED if kind == "onnx" else ()
+    return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.heads import head_names as head_names
@@ -25,25 +26,26 @@ from medfl.networks.wide_resnet import WideResNet
 
 def _resnet18(
     in_channels: int, num_classes: int, spatial_dims: int, small_images: bool = False
-) -> nn.Module:
+) -> Document:
     """ResNet-18; the body ends in 512 features.
 
     Its stem is that for ImageNet (7x7 stride 2, then 3x3 max-pool stride 2) or, for small images (`resnet18s`), a 3x3
     convolution of stride 1 without a pool.
     """
-    return ResNet(
-        "basic",
-        [2, 2, 2, 2],
-        [64, 128, 256, 512],
-        spatial_dims=spatial_dims,
-        n_input_channels=in_channels,
-        conv1_t_size=3 if small_images else 7,
+    return {
+        "_target_": "monai.networks.nets.ResNet",
+        "block": "basic",
+        "layers": [2, 2, 2, 2],
+        "block_inplanes": [64, 128, 256, 512],
+        "spatial_dims": spatial_dims,
+        "n_input_channels": in_channels,
+        "conv1_t_size": 3 if small_images else 7,
         # MONAI's default of 1 makes the network four times as dear.
-        conv1_t_stride=1 if small_images else 2,
-        no_max_pool=small_images,
-        num_classes=num_classes,
-        bias_downsample=False,
-    )
+        "conv1_t_stride": 1 if small_images else 2,
+        "no_max_pool": small_images,
+        "num_classes": num_classes,
+        "bias_downsample": False,
+    }
 
 
 def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
@@ -71,19 +73,23 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
     return network
 
 
-def _unet(width: int, in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
+def _unet(in_channels: int, num_classes: int, spatial_dims: int, width: int) -> Document:
     """MONAI's BasicUNet with features (f, f, 2f, 4f, 8f, f) and BatchNorm; f = `width`."""
-    features = (width, width, 2 * width, 4 * width, 8 * width, width)
-    with redirect_stdout(None):  # it prints its features
-        return BasicUNet(
-            spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5})
-        )
+    return {
+        "_target_": "monai.networks.nets.BasicUNet",
+        "spatial_dims": spatial_dims,
+        "in_channels": in_channels,
+        "out_channels": num_classes,
+        "features": [width, width, 2 * width, 4 * width, 8 * width, width],
+        "norm": ["batch", {"eps": 1e-5}],
+    }
 
 
 SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
 """The networks whose output is a map of logits."""
 
-_BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+_CLASSES: dict[str, Callable[..., nn.Module]] = {"ResNet": ResNet, "BasicUNet": BasicUNet}
+_BUILDERS: dict[str, Callable[[int, int, int], Document | nn.Module]] = {
     "efficientnet_b0": _efficientnet_b0,
     "resnet18": _resnet18,
     "resnet18s": partial(_resnet18, small_images=True),
@@ -93,7 +99,7 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "two_conv": TwoConv,
     "two_conv_18": partial(TwoConv, width=18),
     "two_conv_22": partial(TwoConv, width=22),
-    **{name: partial(_unet, int(name.removeprefix("unet"))) for name in SEGMENTERS},
+    **{name: partial(_unet, width=int(name.removeprefix("unet"))) for name in SEGMENTERS},
     "wrn28_10": partial(WideResNet, 28, 10),
 }
 
@@ -101,6 +107,14 @@ _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
 def names() -> tuple[str, ...]:
     """Return the names that `build` knows."""
     return tuple(_BUILDERS)
+
+
+def component(
+    name: str, in_channels: int, num_classes: int, spatial_dims: int = 2
+) -> Document | None:
+    """Return a network as a component of MONAI, None where MONAI lacks it; arguments are as of `build`."""
+    made = _BUILDERS[name](in_channels, num_classes, spatial_dims)
+    return made if isinstance(made, dict) else None
 
 
 def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) -> nn.Module:
@@ -134,4 +148,10 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
             "set it to 2, or 3 for volumes",
         )
 
-    return _BUILDERS[name](in_channels, num_classes, spatial_dims)
+    made = _BUILDERS[name](in_channels, num_classes, spatial_dims)
+    if isinstance(made, nn.Module):
+        return made
+
+    component_class = _CLASSES[made.pop("_target_").rpartition(".")[2]]
+    with redirect_stdout(None):  # BasicUNet prints its features
+        return component_class(**made)

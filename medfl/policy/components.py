@@ -42,7 +42,7 @@ _FUNCTIONS = (
 """Where a function is defined that makes a network or a metric."""
 _OTHERS = {
     "torch.device", "medfl.datasets.CheckPatchd", "medfl.datasets.ReadPaird", "medfl.datasets.ReadPixelsd",
-    "medfl.datasets.ReadVolumed", "medfl.datasets.WriteClassesd", "medfl.datasets.WriteMaskd", "medfl.networks.build",
+    "medfl.datasets.ReadVolumed", "medfl.datasets.WriteMaskd", "medfl.networks.build",
     "medfl.exported.network", "medfl.medsam.BoxOfMaskd", "medfl.medsam.load",
     "medfl.training.site.mean_loss",
 }  # fmt: skip
@@ -73,8 +73,9 @@ _REMOVED: dict[str, tuple[str, dict[str, object]]] = {
     "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
     "SplitChannel": ("SplitDim", {"dim": 0}),
     "IgniteMetric": ("IgniteMetricHandler", {}),
+    "medfl.datasets.WriteClasses": ("SaveClassification", {}),  # of exports of 0.7.0
 }
-"""Components that MONAI has removed: what does the same now, and what it is told for that."""
+"""Components that MONAI or medfl has removed: what does the same now, and what it is told for that."""
 
 
 def component(target: str) -> Callable[..., Any]:

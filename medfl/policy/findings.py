@@ -19,6 +19,8 @@ NOT_LISTED = (
 """The last two parts of an error about something that a bundle may not do."""
 READ = ("train", "evaluate", "inference", "metadata", "federated")
 """The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
+TWICE = ("train", "evaluate", "inference")
+"""Those of them that an export has for MONAI alone, too."""
 TRAINING = ("train", "evaluate", "metadata", "federated")
 """Those of them that a training reads."""
 INFERENCE = ("inference", "metadata")
@@ -95,7 +97,8 @@ class Inspection:
         unread = {f"configs/{name}" for name in set(READ).difference(reads)}
         refusals = []
         for refusal in self.refusals:
-            if refusal.file.rpartition(".")[0] not in unread or refusal in self.pin_refusals:
+            name = refusal.file.replace("configs/medfl/", "configs/").rpartition(".")[0]
+            if name not in unread or refusal in self.pin_refusals:
                 refusals.append(refusal)
 
         return refusals

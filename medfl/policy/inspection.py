@@ -35,9 +35,10 @@ from medfl.core.untrusted import (
 )
 from medfl.policy.components import check_arguments, component, name_set, replace_removed
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
-from medfl.policy.findings import READ, UNREADABLE, File, Inspection as Inspection
+from medfl.policy.findings import READ, TWICE, UNREADABLE, File, Inspection as Inspection
 from medfl.policy.paths import check_path
 from medfl.policy.policy import Policy
+from medfl.storage.places import config_file
 
 _MACRO = re.compile(r"%\w+((#|::)\w+)*", re.ASCII)
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
@@ -408,7 +409,15 @@ class BundleFiles:
                 return "Python of the bundle"
             return "Python of the bundle, never run"
 
-        if suffix in _CONFIGURATION and path.parts[0] == "configs" and path.stem in READ:
+        is_read = path.parts[0] == "configs" and path.stem in READ
+        if is_read and len(path.parts) == 2 and path.stem in TWICE:
+            # beside medfl's form of it the one for MONAI alone is not read
+            is_read = (
+                getattr(config_file(self.root, path.stem), "parent", None)
+                != self.root / "configs/medfl"
+            )
+
+        if suffix in _CONFIGURATION and is_read:
             if path.suffix != suffix:
                 raise Refused(f"an ending {printable(path.suffix)} in capitals")
             return "configuration"

@@ -259,7 +259,7 @@ class _Writer:
             return
 
         (ident,) = files
-        self.predictions.failed[ident] = self._one_channel(ident) or error
+        self.predictions.failed[ident] = self._one_channel(ident) or _explained(error)
         if labels:
             yield from self._outcomes(files, {})
 
@@ -466,6 +466,22 @@ def _no_prediction_error(count: int, error: Exception) -> InputError:
         advice = "give such images"
 
     return InputError(f"{images} be predicted: {problem}", allowed, advice)
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error, or where a network is prompted by more than images another one that says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyError) and "image" not in str(cause):
+            return InputError(
+                f"the bundle's transforms ask for {cause} beside each image",
+                "images alone are predicted, without labels, points or boxes that prompt the network",
+                "run it by MONAI",
+            )
+
+        cause = cause.__cause__
+
+    return error
 
 
 def _problem(error: Exception) -> str:

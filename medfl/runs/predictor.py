@@ -20,12 +20,14 @@ from medfl.core.names import is_plain_text, slug
 from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
+from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import printable
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
+from medfl.problem.described import channel_names
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
@@ -284,16 +286,27 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
             "add it",
         )
 
-    _refuse_overlaps(opened, path)
-    evaluator: ClassEvaluator | MaskEvaluator = ClassEvaluator()
-    if opened.task == "segmentation":
-        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
-
-    medfl_entry = meta.get("medfl")
-    if isinstance(medfl_entry, Mapping):
-        source = str(medfl_entry.get("data_source", ""))
+    entry = meta.get("medfl")
+    exported = entry if isinstance(entry, Mapping) else {}
+    task = opened.task
+    thresholds: tuple[float, ...] = ()
+    evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
+    if exported.get("task") == "multilabel":
+        task = "multilabel"
+        classes = channel_names(meta)
+        evaluator = FindingEvaluator()
+        errors = [*type_errors(exported, {"thresholds": list[float]})]
+        values = () if errors else exported.get("thresholds", ())
+        thresholds = tuple(values) if len(values) == len(classes) else (0.5,) * len(classes)
+    elif exported.get("task") == "regression":
+        task = "regression"
+        classes = channel_names(meta)  # one output is no background and structure
+        evaluator = NumberEvaluator(_no_loss, meta)
     else:
-        source = ""
+        _refuse_overlaps(opened, path)
+
+    if task == "segmentation":
+        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
 
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = (
@@ -302,9 +315,11 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     open_places = opened.config.open_places
     network = opened.network
 
+    source = str(exported.get("data_source", ""))
     return Predictor(
-        title, opened.task, classes, network, chain, open_places, evaluator, device, meta, source
-    )
+        title, task, classes, network, chain, open_places, evaluator, device, meta, source,
+        thresholds=thresholds,
+    )  # fmt: skip
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:

@@ -45,6 +45,20 @@ _PRIVATE = ("prepared", "answers", "embeddings", PHANTOM)
 """Kinds of cache that a worker in a sandbox has for itself: what a bundle makes there, others would take up."""
 
 
+def config_file(root: Path, stem: str, *, medfl: bool = True) -> Path | None:
+    """Return a bundle's configuration file of this name, JSON or YAML, None if there is none.
+
+    An export has some twice: in configs/ for MONAI alone, and in configs/medfl/ for medfl, which then reads only these;
+    `medfl=False` returns the first.
+    """
+    for place in ("configs/medfl",) * medfl + ("configs",):
+        for suffix in (".json", ".yaml", ".yml"):
+            if (file := root / place / f"{stem}{suffix}").is_file():
+                return file
+
+    return None
+
+
 def cache_folder(kind: str, *, shared: bool = False) -> Path:
     """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet.
 

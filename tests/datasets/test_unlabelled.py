@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import os
 import zipfile
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import SimpleITK as sitk
-import torch
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.datasets import WriteClassesd, read_pixels
+from medfl.datasets import read_pixels
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.tables import image_files
-from medfl.datasets.readers.unlabelled import named, unlabelled, without_ending
+from medfl.datasets.readers.unlabelled import named, without_ending
 from tests.datasets.test_volumes import IMAGE, save, save_dicom
 
 
@@ -46,7 +44,6 @@ def test_a_folder_gives_all_below_it_by_their_paths(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
     save(tmp_path / "v.nii.gz", IMAGE)
     assert list(named([tmp_path])) == ["b.png", "v.nii.gz", "ä b/a.JPG"]
-    assert unlabelled(tmp_path)[0] == {"id": "b.png", "image": str(tmp_path / "b.png")}
 
 
 def test_a_folder_that_may_not_be_read_is_not_passed_over(
@@ -153,24 +150,7 @@ def test_a_folder_means_what_its_checks_took_it_for(
     draw(tmp_path / "a.png")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(InputError, match="~ is no file and no folder"):
-        unlabelled("~")
-
-
-def test_probabilities_become_a_table(tmp_path: Path) -> None:
-    write = WriteClassesd("pred", output_dir=tmp_path / "out", classes=["ill, or not", "well"])
-    for ident, numbers in (("ä.png", [0.75, 0.25]), ("b,c.png", [0.1, 0.9])):
-        assert write({"id": ident, "pred": torch.tensor(numbers)})["id"] == ident
-    with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
-        header, *cases = csv.reader(file)
-    assert header == ["id", "prediction", "ill, or not", "well"]
-    assert [case[:3] for case in cases] == [
-        ["ä.png", "ill, or not", "0.75"],
-        ["b,c.png", "well", "0.100000001"],
-    ]
-    with pytest.raises(
-        InputError, match="3 probabilities of image c; the classes are ill, or not, well"
-    ):
-        write({"id": "c", "pred": torch.ones(3)})
+        named(["~"])
 
 
 def test_places_without_images_are_refused(tmp_path: Path) -> None:

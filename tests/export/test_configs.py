@@ -50,34 +50,20 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "train.yaml"
 
 
-def test_nothing_changed_is_nothing_rewritten(file: Path) -> None:
-    assert EditedConfig(file).text() == TEXT
-
-
-def test_one_line_is_changed_with_its_comment(file: Path) -> None:
+def test_ids_are_changed_wherever_they_stand(file: Path) -> None:
     made = EditedConfig(file)
-    made.set("network", "small_cnn")
     made.set("image_size", [1, 2])
     made.set("elsewhere", 3)
-    assert made.text() == TEXT.replace("resnet18", "small_cnn").replace("size: 128", "size: [1, 2]")
-
-
-def test_ids_inside_are_changed_and_the_other_blocks_stay(file: Path) -> None:
-    made = EditedConfig(file)
     made.set("train#transforms#0#keys", "label")
     made.set("validate::dataset::data", "$[]")
     made.insert("new", {"a": [1, 2]}, before="network")
     made.insert("last", None, before="nothing")
-    content, text = yaml.safe_load(made.text()), made.text()
-    assert content["train"]["transforms"] == [
-        {"_target_": "First", "keys": "label"},
-        {"_target_": "Second"},
-    ]
-    assert content["validate#dataset#data"] == "$[]"
+    content = yaml.safe_load(made.text())
+    before = yaml.safe_load(TEXT)
+    before["train"]["transforms"][0] = {"_target_": "First", "keys": "label"}
+    changed = {"last": None, "new": {"a": [1, 2]}, "image_size": [1, 2]}
+    assert content == {**before, **changed, "validate#dataset#data": "$[]"}
     assert list(content)[:3] == ["last", "new", "network"]
-    assert all(
-        kept in text for kept in ("- one   # kept\n", "# or another", "\n# before the end\nrun:\n")
-    )
 
 
 def test_json_stays_json(tmp_path: Path) -> None:
@@ -85,13 +71,6 @@ def test_json_stays_json(tmp_path: Path) -> None:
     made = EditedConfig(tmp_path / "train.json")
     made.set("a#b", [3])
     assert json.loads(made.text()) == {"a": {"b": [3]}, "c": 2}
-
-
-def test_a_style_without_blocks_is_written_anew(tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text("{a: 1, b: {c: 2}}\n")
-    made = EditedConfig(tmp_path / "train.yaml")
-    made.set("b#c", 3)
-    assert yaml.safe_load(made.text()) == {"a": 1, "b": {"c": 3}}
 
 
 def test_a_start_replaces_an_earlier_one() -> None:

@@ -24,7 +24,7 @@ from monai.bundle import ConfigParser
 from monai.data import PILReader
 
 from medfl.bundle.engines import _EVALUATORS, _TRAINERS
-from medfl.bundle.files import shipped_root
+from medfl.bundle.files import config_file, shipped_root
 from medfl.bundle.sections import _VALIDATION_SETS
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
@@ -691,3 +691,42 @@ def test_folders_within_each_other_without_end_are_walked(tmp_path: Path) -> Non
     root = write(tmp_path / "deep")
     with deep_folder(root):
         assert inspect(root).accepted
+
+
+@pytest.mark.parametrize(
+    ("place", "hostile", "refused"),
+    [
+        ("medfl/train.json", "configs/train.json", False),  # medfl reads the other
+        ("medfl/train.json", "configs/medfl/train.json", True),
+        ("medfl/train.txt", "configs/train.json", True),  # no configuration takes its place
+        ("other/train.json", "configs/train.json", True),
+        ("medfl/metadata.json", "configs/metadata.json", True),  # these have no second form
+        ("medfl/federated.json", "configs/federated.json", True),
+    ],
+)
+def test_what_is_inspected_is_what_is_read(
+    place: str, hostile: str, refused: bool, tmp_path: Path
+) -> None:
+    """Of a configuration in configs/ and in configs/medfl/ the latter alone is read."""
+    root = write(tmp_path / "bundle")
+    second = root / "configs" / place
+    second.parent.mkdir()
+    first = root / "configs" / second.name
+    source = first if first.is_file() else root / "configs" / "train.json"
+    second.write_text(source.read_text())
+    line = {"seed": "$__import__('os').system('true')"}
+    (root / hostile).write_text(json.dumps({**json.loads(source.read_text()), **line}))
+    found = inspect(root)
+    assert bool(found.refusals) is refused
+    assert config_file(root, "train") == (
+        second if place == "medfl/train.json" else root / "configs/train.json"
+    )
+
+
+def test_what_exports_of_0_7_0_name_is_read_still(tmp_path: Path) -> None:
+    root = write(tmp_path / "bundle")
+    writer = {"_target_": "medfl.datasets.WriteClassesd", "keys": "pred", "classes": ["a", "b"]}
+    data = "$medfl.datasets.unlabelled('data', False, 3)"
+    content = {"imports": ["$import medfl.datasets", "$import medfl"], "data": data}
+    (root / "configs/inference.json").write_text(json.dumps({**content, "postprocessing": writer}))
+    assert inspect(root).accepted

@@ -116,7 +116,7 @@ def test_a_run_of_a_shipped_bundle_that_has_changed_is_exported(
         path.write_text(path.read_text().replace("bundles/mednist", "bundle"))
     assert cli.main(["export", "run", "--formats", "torchscript", "--out", "exported"]) == 0
     assert ("is not that of medfl 0.6.0" in capsys.readouterr().err) != recorded
-    text = (old_shipped / "exported" / "configs" / "train.yaml").read_text()
+    text = (old_shipped / "exported" / "configs" / "medfl" / "train.yaml").read_text()
     assert ("network: two_conv_18" in text) == recorded
     assert ("network_name: two_conv_18" in text) != recorded
     assert f"`{pip_install()}`" in (old_shipped / "exported" / "docs" / "README.md").read_text()

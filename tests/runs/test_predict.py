@@ -15,6 +15,7 @@ import pytest
 import SimpleITK as sitk
 import torch
 import yaml
+from monai.networks.nets import DenseNet121
 from PIL import Image
 
 import medfl
@@ -31,10 +32,12 @@ from medfl.runs.launch import federate
 from medfl.runs.predict import predict
 from medfl.storage.files import save_weights
 from tests.datasets.test_volumes import AFFINE, IMAGE, save, save_dicom
+from tests.support.zoo_data import ROOT
 
 BUNDLES = Path(__file__).parents[2] / "bundles"
 SMALL = {
     "mednist": ("small_cnn", 2, 1, 6),
+    "pbc": ("small_cnn", 2, 3, 8),
     "lung_cxr": ("unet8", 2, 1, 2),
     "hippocampus": ("unet8", 3, 1, 3),
 }
@@ -342,6 +345,63 @@ def test_channels_and_masks_are_found_by_the_names_of_nnunet(
         "b.nii": "/b_0000.nii | /b_0001.nii", "a_0000.nii": "/a_0000.nii", "c.nii": "/c.nii",
         "x/a_0001.nii": "/x/a_0001.nii",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count", "axes", "together"),
+    [
+        ((0, 1, 2), 3, 3, True),
+        ((0, 1), 3, 3, False),  # one is missing
+        ((0, 1, 2, 3), 3, 3, False),  # one is beyond
+        ((1, 2, 3), 3, 3, False),
+        ((0, 10, 20), 3, 3, False),  # other numbers
+        ((0, 2), 2, 3, False),  # a gap
+        ((0,), 1, 3, False),  # no channels
+        ((0, 1, 2), 3, 4, False),  # each has all channels
+    ],
+)
+def test_channels_of_one_image_are_volumes_from_0_without_gaps(
+    numbers: tuple[int, ...], count: int, axes: int, together: bool, tmp_path: Path
+) -> None:
+    shape = (4, 5, 6, 3)[:axes]
+    files = {}
+    for number in numbers:
+        name = f"case_{number:04d}.nii.gz"
+        save(tmp_path / name, np.arange(np.prod(shape)).reshape(shape).astype(np.int16))
+        files[name] = str(tmp_path / name)
+
+    found = joined(files, count)
+    assert found == ({"case.nii.gz": " | ".join(files.values())} if together else files)
+
+
+def test_pictures_are_no_channels_of_each_other(tmp_path: Path) -> None:
+    """Three colour pictures for a network of three channels, whatever their numbers."""
+    colour = with_weights("pbc", tmp_path)
+    for numbers in ((0, 10, 20), (0, 1, 2)):
+        folder = tmp_path / str(numbers[1])
+        folder.mkdir()
+        names = [f"case_{number:04d}.jpg" for number in numbers]
+        for seed, name in enumerate(names):
+            pixels = np.random.default_rng(seed).integers(0, 255, (24, 24, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name)
+        told = predict(colour, folder, tmp_path / f"out {numbers[1]}")
+        assert told["failed"] == []
+        assert [row["id"] for row in told["predictions"]] == names
+
+
+def test_a_network_that_is_prompted_is_told_as_one(tmp_path: Path) -> None:
+    """NuClick's, whose images have a click of the label drawn into them."""
+    source = ROOT / "pathology_nuclei_classification"
+    if not source.is_dir():
+        pytest.skip("the zoo's bundle is not at hand")
+    bundle = Path(shutil.copytree(source, tmp_path / "nuclick"))
+    (bundle / "models").mkdir()
+    torch.save(DenseNet121(2, 4, 4).state_dict(), bundle / "models" / "model.pt")
+    Image.fromarray(np.zeros((128, 128, 3), np.uint8)).save(tmp_path / "nucleus.png")
+    with pytest.raises(InputError) as told:
+        predict(bundle, tmp_path / "nucleus.png", tmp_path / "out")
+    assert "the bundle's transforms ask for 'label' beside each image" in str(told.value)
+    assert "--" not in str(told.value)
 
 
 def test_a_channel_alone_is_told_as_what_it_is(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ They have a module of their own, so that code that only looks at folders and tab
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from PIL import Image
 
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
-from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
 from medfl.datasets.readers.mask_values import Classes, check_classes, picture_values, stored
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
@@ -325,62 +323,6 @@ class WriteMaskd(MapTransform):
 
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
-
-
-class WriteClassesd(MapTransform):
-    """Write class probabilities into `<output_dir>/predictions.csv`: id, prediction, and a column for each class.
-
-    The table is begun anew by the first image that an object sees.
-
-    Args:
-        keys: predictions: probabilities (K,).
-        output_dir: is made if missing.
-        classes: K names.
-
-    Raises:
-        InputError: there are not as many numbers as classes.
-    """
-
-    def __init__(
-        self,
-        keys: KeysCollection = "pred",
-        output_dir: str | Path = "output",
-        *,
-        classes: Sequence[str],
-    ) -> None:
-        super().__init__(keys)
-        self.file = Path(output_dir) / "predictions.csv"
-        self.classes = list(map(str, classes))
-        self._begun = False
-
-    def __call__(self, data: Entry) -> NewEntry:
-        """Write the row of one image; the data stay as they are."""
-        for key in self.key_iterator(data):
-            numbers = torch.as_tensor(data[key]).flatten().tolist()
-            if len(numbers) != len(self.classes):
-                raise InputError(
-                    f"{len(numbers)} probabilities of image {data.get('id', '?')}",
-                    f"the classes are {', '.join(self.classes)}",
-                    "give as many names as the network has outputs",
-                )
-
-            best = self.classes[numbers.index(max(numbers))]
-            self._write(
-                [as_cell(str(data.get("id", ""))), best, *(f"{number:.9g}" for number in numbers)]
-            )
-
-        return dict(data)
-
-    def _write(self, row: list[str]) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a" if self._begun else "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file, lineterminator="\n")
-            if not self._begun:
-                table.writerow(["id", "prediction", *self.classes])
-
-            table.writerow(row)
-
-        self._begun = True
 
 
 class ReadVolumed(FileReader):

@@ -21,24 +21,14 @@ from medfl.datasets.readers.reading import (
     files_below,
     shown_files,
 )
-from medfl.datasets.readers.volumes import SUFFIXES, bare
+from medfl.datasets.readers.volumes import SUFFIXES, bare, count_channels, is_volume
 from medfl.storage.places import require_there
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
-_CHANNEL = re.compile(r"(.+)_\d{4}((?:\.\w+)*)")
+_CHANNEL = re.compile(r"(.+)_(\d{4})((?:\.\w+)*)")
 _MOST_ROWS = 2_000_000
 _ARCHIVES = (".zip", ".npz")
 _READ = f"files that end in {', '.join(ENDINGS)}, DICOM series, .zip archives of these, .npz arrays of images"
-
-
-def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> list[dict[str, str]]:
-    """Return {id, image} of every image below a folder, the id its path there: a data list of unlabelled images.
-
-    Raises:
-        InputError: there is no such folder, or no image in it.
-    """
-    images = joined(named([folder], series), channels)
-    return [{"id": ident, "image": uri} for ident, uri in images.items()]
 
 
 def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
@@ -74,24 +64,28 @@ def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
 
 
 def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
-    """Return id -> URI with the files <name>_0000, <name>_0001, ... of so many channels as one image, as in nnU-Net."""
-    parts: dict[str, list[str]] = defaultdict(list)
-    for ident in files:
-        if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
-            parts[match[1] + match[2]].append(ident)
+    """Return id -> URI with the volumes <name>_0000, <name>_0001, ... of so many channels as one image, as in nnU-Net.
+
+    They are that if all of them are there, none is beyond, and each has one channel; pictures have theirs in one file.
+    """
+    parts: dict[str, dict[int, str]] = defaultdict(dict)
+    for ident, uri in files.items():
+        if channels > 1 and is_volume(uri) and (match := _CHANNEL.fullmatch(ident)):
+            parts[match[1] + match[3]][int(match[2])] = ident
 
     # An image stands where its first file did.
     name_of: dict[str, str] = {}
     for name, idents in parts.items():
-        if len(idents) == channels and name not in files:
-            name_of |= dict.fromkeys(idents, name)
+        is_complete = idents.keys() == {*range(channels)} and name not in files
+        if is_complete and all(count_channels(files[ident]) == 1 for ident in idents.values()):
+            name_of |= dict.fromkeys(idents.values(), name)
 
     images = {}
     for ident, uri in files.items():
         if ident not in name_of:
             images[ident] = uri
         elif (name := name_of[ident]) not in images:
-            images[name] = JOINED.join(files[channel] for channel in sorted(parts[name]))
+            images[name] = JOINED.join(files[parts[name][channel]] for channel in range(channels))
 
     return images
 

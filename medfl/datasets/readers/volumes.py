@@ -191,6 +191,14 @@ def count_voxels(uri: str) -> int | None:
         return None
 
 
+def count_channels(uri: str) -> int:
+    """Return the number of channels that a file's header states, 1 where it cannot be read or states none."""
+    try:
+        return math.prod(map(int, _header(uri).get_data_shape()[3:]))
+    except Exception:  # its reader says what is wrong with it
+        return 1
+
+
 def volume_files(root: Path) -> Files:
     """Return (relative path, URI) of all volumes below a folder or in a zip archive, sorted, but no hidden ones."""
     return files_below(root, SUFFIXES)

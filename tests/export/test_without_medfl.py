@@ -1,0 +1,298 @@
+"""Exports run by MONAI alone: in an environment that has no medfl they predict what `medfl predict` does of the run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import monai
+import nibabel
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from medfl import datasets
+from medfl.bundle.files import read, shipped, shipped_folders
+from medfl.export import checks
+from medfl.export.bundle_writer import export
+from medfl.runs.launch import federate
+from medfl.runs.predict import predict
+from medfl.starter import starter
+from tests.datasets.test_volumes import save_dicom
+
+pytestmark = [
+    pytest.mark.xdist_group("exports without medfl"),
+    pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Python of an environment with all packages of this one but medfl."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (places,) = folder.glob("lib/python*/site-packages")
+    # a path in a .pth file; the .pth files in there, as that of an editable medfl, are not read
+    (places / "monai.pth").write_text(f"{Path(monai.__file__).parents[1]}\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+
+    def run(*arguments: str, cwd: Path = folder) -> subprocess.CompletedProcess[str]:
+        command = [str(folder / "bin" / "python"), *arguments]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+    assert "No module named 'medfl'" in run("-c", "import medfl").stderr
+    return run
+
+
+def by_monai(python: Run, bundle: Path, images: Path, out: Path) -> None:
+    said = python(
+        *("-m", "monai.bundle", "run", "--config_file", "configs/inference.yaml", "--bundle_root", "."),
+        *("--dataset_dir", str(images), "--output_dir", str(out)),
+        cwd=bundle,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
+
+
+def rows(file: Path) -> dict[str, list[str]]:
+    with file.open(encoding="utf-8") as lines:
+        return {name: cells for name, *cells in csv.reader(lines)}
+
+
+def mask(file: Path) -> tuple[NDArray[Any], list[Any]]:
+    """A mask, and what a volume's header says of its place."""
+    if file.suffix == ".png":
+        return np.asarray(Image.open(file)), []
+    volume: Any = nibabel.load(file)
+    forms = [volume.header.get_qform(), volume.header.get_best_affine(), *volume.header.get_zooms()]
+    codes = [volume.header[name] for name in ("qform_code", "sform_code", "xyzt_units")]
+    return np.asarray(volume.dataobj), [*forms, *codes]
+
+
+def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True) -> None:
+    """Export a run, and compare what MONAI and medfl say of images."""
+    (document,) = export(run, place / "bundle", formats=())["bundles"]
+    told = predict(run, images, place / "ours")
+    assert told["failed"] == []
+    again = predict(place / "bundle", images, place / "by medfl")
+    assert again["task"] == told["task"]
+    for row, other in zip(again["predictions"], told["predictions"], strict=True):
+        assert row == pytest.approx(other, abs=1e-6)
+
+    by_monai(python, place / "bundle", images, place / "theirs")
+    if told["task"] != "segmentation":
+        ours, theirs = (rows(place / of / "predictions.csv") for of in ("ours", "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert ours.pop("id") == theirs.pop("id")
+        for name, cells in ours.items():
+            for cell, other in zip(cells, theirs[name], strict=True):
+                assert cell == other or float(cell) == pytest.approx(
+                    float(other), rel=1e-6, abs=1e-6
+                )
+        return
+
+    seen = set()
+    for row in told["predictions"]:
+        name = row["mask"].replace(".nii.gz", "_seg.nii.gz")
+        expected, header = mask(place / "ours" / row["mask"])
+        made, written = mask(place / "theirs" / name)
+        assert np.array_equal(made, expected), name
+        for value, other in zip(written, header, strict=True):
+            assert np.allclose(value, other, atol=1e-4)
+        seen |= {*np.unique(made)}
+
+    assert not varied or len(seen) > 1
+
+
+# Pictures and volumes that are drawn
+
+
+def drawn(shape: tuple[int, ...], seed: int, bright: bool) -> NDArray[np.uint8]:
+    """Noise of blocks, with a bright square where that is said."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 120, tuple(side // 8 + 1 for side in shape[:2]) + shape[2:])
+    pixels = np.kron(blocks, np.ones((8, 8) + (1,) * (len(shape) - 2)))[: shape[0], : shape[1]]
+    if bright:
+        pixels[shape[0] // 4 : shape[0] // 2, shape[1] // 4 : shape[1] // 2] += 130
+    return pixels.astype(np.uint8)
+
+
+def new_pictures(folder: Path, deep: bool) -> Path:
+    """Pictures of many kinds, to be predicted."""
+    (folder / "below").mkdir(parents=True)
+    Image.fromarray(drawn((50, 60, 3), 1, True)).save(folder / "a.png")
+    Image.fromarray(drawn((200, 300, 3), 2, False)).save(folder / "b.jpg")
+    Image.fromarray(drawn((300, 200), 3, True)).save(folder / "below" / "grey, large.jpg")
+    lying = Image.fromarray(drawn((90, 70, 3), 4, True))
+    exif = lying.getexif()
+    exif[274] = 6
+    lying.save(folder / "below" / "lying.JPG", exif=exif)
+    Image.fromarray(drawn((64, 64, 3), 5, True)).convert("P").save(folder / "palette.png")
+    Image.fromarray(drawn((64, 64, 3), 6, True)).convert("RGBA").save(folder / "alpha.png")
+    Image.fromarray(drawn((64, 64, 3), 7, True)).convert("CMYK").save(folder / "cmyk.jpg")
+    Image.fromarray(drawn((41, 47), 8, True)).save(folder / "grey.tif")
+    Image.fromarray(drawn((32, 33), 9, True) > 100).save(folder / "bits.png")
+    if deep:
+        Image.fromarray(drawn((40, 44), 10, True).astype(np.uint16) * 200).save(folder / "deep.png")
+    return folder
+
+
+def federated(bundle: Path, data: Path, run: Path, **requested: Any) -> Path:
+    settings = {"sites": 2, "rounds": 1, "partition": "iid", "local_epochs": 2, **requested}
+    federate(
+        str(bundle), requested={"method": "fedavg", "data": str(data), **settings}, out=run, jobs=1
+    )
+    return run
+
+
+def of_classes(root: Path, network: str, axes: int, deep: bool = False) -> Path:
+    """A run of `medfl new` on class folders of pictures."""
+    for number in range(24):
+        kind = ("dark", "bright")[number % 2]
+        (root / "data" / kind).mkdir(parents=True, exist_ok=True)
+        pixels = drawn((40, 44, 3)[:axes], number, number % 2 == 1)
+        pixels = pixels.astype(np.uint16) * 257 if deep else pixels
+        Image.fromarray(pixels).save(root / f"data/{kind}/{number}.png")
+    bundle = starter.write(root / "mine", starter.survey(root / "data"), size=32, network=network)
+    return federated(bundle, root / "data", root / "run")
+
+
+def of_table(root: Path, head: str, line: Callable[[int], str]) -> Path:
+    """A run of `medfl new` on pictures with a table of findings or numbers."""
+    (root / "data/images").mkdir(parents=True)
+    lines = [f"file,{head}"]
+    for number in range(40):
+        picture = drawn((36, 40), number, number % 2 == 1)
+        Image.fromarray(picture).save(root / f"data/images/{number}.png")
+        lines.append(f"{number}.png,{line(number)}")
+
+    (root / "data/table.csv").write_text("\n".join(lines) + "\n")
+    survey = starter.survey(root / "data/images", labels=root / "data/table.csv")
+    return federated(starter.write(root / "mine", survey, size=32), root / "data", root / "run")
+
+
+def of_masks(root: Path, suffix: str, channels: int = 1, values: tuple[int, ...] = (0, 1)) -> Path:
+    """A run of `medfl new` on pictures or volumes with masks."""
+    for folder in ("images", "masks"):
+        (root / "data" / folder).mkdir(parents=True)
+    for number in range(12):
+        shape = (40, 44, 3)[: 2 + (channels == 3)]
+        pixels = drawn(shape, number, True)
+        truth = np.zeros((40, 44), np.uint8)
+        truth[10:20, 11:22] = values[1]
+        if len(values) > 2:
+            truth[12:15, 13:18] = values[2]
+            pixels[12:15, 13:18] = 255
+        if suffix == ".png":
+            Image.fromarray(pixels).save(root / f"data/images/c{number}.png")
+            Image.fromarray(truth).save(root / f"data/masks/c{number}.png")
+            continue
+
+        affine = np.diag([-1.5, 1, 2, 1])
+        affine[:3, 3] = (10, -20, 30)
+        for channel in range(channels):
+            part = f"_{channel:04d}" if channels > 1 else ""
+            deep = np.repeat(np.rot90(pixels, 2 * channel)[..., None], 24, 2).astype(np.int16)
+            nibabel.save(
+                nibabel.Nifti1Image(deep, affine), root / f"data/images/c{number}{part}{suffix}"
+            )
+        deep = np.repeat(truth[..., None], 24, 2)
+        nibabel.save(nibabel.Nifti1Image(deep, affine), root / f"data/masks/c{number}{suffix}")
+
+    survey = starter.survey(root / "data/images", root / "data/masks")
+    size = 32 if suffix == ".png" else None
+    bundle = starter.write(root / "mine", survey, size=size, network="unet8")
+    return federated(bundle, root / "data", root / "run", lr=0.01, local_epochs=4, batch_size=2)
+
+
+def findings(number: int) -> str:
+    return f"{number % 2},{int(number % 3 == 0)}"
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "colour classes": lambda root: of_classes(root, "resnet18", 3),
+    "grey classes, TorchScript": lambda root: of_classes(root, "small_cnn", 2),
+    "classes of 16 bits": lambda root: of_classes(root, "resnet18", 2, deep=True),
+    "findings": lambda root: of_table(root, "Mass,Edema", findings),
+    "numbers": lambda root: of_table(
+        root, "age,length", lambda n: f"{30 + n % 2 * 40},{n % 7 + 1.5}"
+    ),
+    "grey masks": lambda root: of_masks(root, ".png"),
+    "colour masks": lambda root: of_masks(root, ".png", 3, (0, 100, 200)),
+    "volumes": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7)),
+    "volumes of two channels": lambda root: of_masks(root, ".nii.gz", 2),
+}
+FAST = ("colour classes", "grey masks")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_path: Path) -> None:
+    run = KINDS[kind](tmp_path)
+    images = (
+        tmp_path / "data" / "images"
+        if "volumes" in kind
+        else new_pictures(tmp_path / "new", "16 bits" in kind)
+    )
+    check(python, run, images, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
+    data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
+    volumes = sorted(data.rglob("*.nii*"))
+    config: dict[str, Any] = {"image_size": 32}
+    if volumes and datasets.get(name).task == "segmentation":
+        config |= {"patch_size": [16, 32, 16]}
+    elif volumes:
+        config = {"image_size": [24, 32, 24]}
+    settings = {"sites": 2, "rounds": 1, "partition": "iid", "method": "fedavg", "data": str(data)}
+    federate(name, config=config, requested=settings, out=tmp_path / "run", jobs=1)
+    images = tmp_path / "new"
+    images.mkdir()
+    for path in volumes[:2]:
+        (images / path.name).symlink_to(path)
+    axes = 2 if read(shipped_folders()[name] / "configs/train.yaml")["in_channels"] == 1 else 3
+    for number in range(0 if volumes else 3):
+        picture = drawn((70, 50, 3)[:axes], number, True)
+        Image.fromarray(picture).save(images / f"{number}.{('png', 'jpg', 'bmp')[number]}")
+    check(python, tmp_path / "run", images, tmp_path, varied=False)
+
+
+@pytest.mark.slow
+def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path: Path) -> None:
+    run = KINDS["volumes"](tmp_path)
+    (tmp_path / "new").mkdir()
+    for number in range(2):
+        pixels = np.random.default_rng(number).integers(0, 900, (30, 40, 20)).astype(np.int16)
+        save_dicom(tmp_path / f"new/series {number}", pixels)
+    check(python, run, tmp_path / "new", tmp_path, varied=False)
+
+
+def test_what_monai_checks_of_bundles_holds_without_medfl(python: Run, tmp_path: Path) -> None:
+    export(KINDS["grey classes, TorchScript"](tmp_path), tmp_path / "bundle", formats=())
+    meta = ("--meta_file", "configs/metadata.json")
+    config = ("--config_file", "configs/inference.yaml")
+    schema = str(checks.SCHEMA)
+    for command in (
+        ("verify_metadata", *meta, "--filepath", schema),
+        ("verify_net_in_out", "network_def", *meta, *config, "--bundle_root", "."),
+        (
+            *("ckpt_export", "network_def", *meta, *config, "--bundle_root", "."),
+            *("--ckpt_file", "models/model.pt", "--filepath", str(tmp_path / "again.ts")),
+        ),
+    ):
+        said = python("-m", "monai.bundle", *command, cwd=tmp_path / "bundle")
+        assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
+    assert (tmp_path / "again.ts").stat().st_size > 1000
