@@ -33,7 +33,7 @@ def add(verbs: Any) -> None:
     verb.add_argument(
         "model", type=arguments.existing, metavar="MODEL",
         help="folder of a run or of a bundle with weights, or a file of weights "
-             "(.safetensors, .pt, .pth, TorchScript)",
+             "(.safetensors, .pt, .pth, TorchScript, of which no code is run)",
     )  # fmt: skip
     verb.add_argument(
         "bundle", nargs="?", metavar="BUNDLE",
@@ -56,6 +56,7 @@ def add(verbs: Any) -> None:
     arguments.add_settings(sites, "site_labels", "site_channels", "metrics")
     machine = arguments.add_machine(verb)
     arguments.add_trust(machine)
+    arguments.add_runtime(machine)
     arguments.add_jobs(machine, "number of worker processes; does not change results")
     output = verb.add_argument_group("output")
     output.add_argument(
@@ -79,7 +80,8 @@ def run(args: Any) -> int:
         args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
 
     runs = [model] if init.startswith("run:") else []
-    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
+    connects = f"--runtime {args.runtime}" if args.runtime.startswith("flare") else ""
+    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out, connects=connects))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 

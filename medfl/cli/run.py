@@ -61,11 +61,7 @@ def add_flags(run: Any) -> None:
     machine = arguments.add_machine(run)
     arguments.add_trust(machine)
     arguments.add_jobs(machine, "number of worker processes; does not change results")
-    machine.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
-        help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
-             "process, or a job on NVIDIA FLARE's simulator",
-    )  # fmt: skip
+    arguments.add_runtime(machine)
     output = run.add_argument_group("output")
     arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
     arguments.add_switch(

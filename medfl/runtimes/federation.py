@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.message_limits import MessageLimits
 from medfl.core.names import listed
-from medfl.core.run import Run
+from medfl.core.run import Run, examines
 from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
@@ -59,12 +59,12 @@ class _Architecture:
 
 
 def participants(run: Run, pooled: bool) -> list[str]:
-    """Return who trains in a run: its sites with training images, or one participant with everybody's."""
+    """Return who takes part: sites with training images, or one with everybody's; all where nothing is trained."""
     if pooled:
         return [POOLED]
 
     sites = run.partition.sites
-    trained = [name for name, ids in sites.items() if ids.get("train")]
+    trained = [name for name, ids in sites.items() if ids.get("train") or examines(run)]
     # nobody's images may be known here: those of a federation lie elsewhere
     return trained or list(sites)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from medfl import methods
 from medfl.core.message import Weights
+from medfl.core.run import examines
 from medfl.core.task import SECTIONS
-from medfl.evaluation import undefined
+from medfl.evaluation import tally, undefined
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.mask_metrics import slug
 from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
@@ -134,6 +135,9 @@ class Scoring:
             self.record["best_classes"] = self._classes(scores, cases)
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
+        if examines(self.run) and self.method.judged == "global":
+            return self._at_sites(round_, section, server)
+
         total = len(self.federation.pooled(section))
         chunk = self.kind.chunk
         task = partial(tasks.ScoreGlobal, round_, server, section)
@@ -143,6 +147,14 @@ class Scoring:
             return Cases.concat(parts)
 
         return None
+
+    def _at_sites(self, round_: int, section: str, server: State) -> Cases | None:
+        """Have each site examine the received model, and return their outcomes in the order of the data."""
+        by_site = self._personal(round_, server, (section,), self.names)
+        cases = Cases.concat([part[section] for part in by_site.values()])
+        rows = {ident: row for row, ident in enumerate(cases.ids)}
+        order = self.federation.pooled(section).ids
+        return cases.select([rows[ident] for ident in order if ident in rows]) if rows else None
 
     def _personal(
         self,
@@ -157,10 +169,11 @@ class Scoring:
     def _tested(self, round_: int, server: State) -> Cases | None:
         """Return the global model's outcomes of the test items."""
         cases = self._global(round_, "test", server)
-        if cases is None or not self.kind.decides:
-            return cases
+        validation = self._global(round_, "validate", server) if self.kind.decides else None
+        if cases is None:
+            return None
 
-        return self.kind.decided(cases, self._global(round_, "validate", server))
+        return self.kind.decided(cases, validation)
 
     def _personal_tested(
         self, round_: int, server: State, names: Sequence[str]
@@ -184,10 +197,11 @@ class Scoring:
         if not cases:
             return by_site
 
+        scored = {*cases.ids}
         for name in self.federation.names:
             shard = self.federation.shard(name, section)
-            if len(shard):
-                by_site[name] = cases.select(shard.indices.tolist())
+            if len(shard) and scored.issuperset(shard.ids):
+                by_site[name] = cases.select(shard.ids)
 
         return by_site
 
@@ -223,6 +237,13 @@ class Scoring:
 
         last_global = self._scored(last, global_cases)
         last_personal = self._scored(last, personal_cases)
+        told = tally.examined(self.dispatcher.workers.tallies, self.kind.decides)
+        if told.sites:
+            last_global = {"round": last, **told.pooled.metrics}
+            received = {name: _of_told(site) for name, site in told.sites.items()}
+            if self.key not in last_global:
+                told.lines.append(f"{self.key} does not follow from what the sites tell")
+
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global(global_cases)
@@ -267,13 +288,16 @@ class Scoring:
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             **self.undefined_lines(
-                undefined.of_tests(
+                told.lines
+                if told.sites
+                else undefined.of_tests(
                     self.key,
                     judged_last,
                     global_cases if judged == "global" else personal_cases,
                     reasons,
                 )
             ),
+            **({"examined": told.pooled.as_dict()} if told.sites else {}),
             "weights_sha256": weights_sha256(weights),
         }
         if self.record["best"]:
@@ -497,6 +521,15 @@ class Scoring:
                 rows.append({"id": ident, "site": owner.get(ident, ""), **columns_of_case})
 
             self.folder.write_table("predictions.csv", rows)
+
+
+def _of_told(told: tally.Told) -> Metrics:
+    """Return a site's metrics with the ends of their intervals."""
+    scores = dict(told.metrics)
+    for name, (low, high) in told.intervals.items():
+        scores |= {f"{name}_low": low, f"{name}_high": high}
+
+    return scores
 
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
