@@ -11,6 +11,8 @@ from medfl.cli.run import launch_of, result_text
 from medfl.cli.walls import Use, hold
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.core.names import listed
+from medfl.core.untrusted import printable
 from medfl.storage.places import is_run
 from medfl.storage.run_documents import read_run
 
@@ -85,9 +87,33 @@ def run(args: Any) -> int:
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
+    _check_classes(model, bundle, config)
     requested |= {"method": "fedavg", "rounds": 0, "init": init}
     document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
     return show(args, document, lambda: result_text(Path(document["folder"])))
+
+
+def _check_classes(model: Path, bundle: str, config: Any) -> None:
+    """Raise an InputError if the model is known to be of other classes than the bundle's."""
+    from medfl.bundle.bundle import Bundle
+    from medfl.problem.described import channel_names
+
+    if not model.is_dir() or model == Path(bundle):
+        return
+
+    if is_run(model):
+        classes = tuple(read_run(model / "run.json")[1].get("classes") or ())
+    else:
+        classes = channel_names(Bundle(str(model)).metadata)
+
+    expected = channel_names(Bundle(bundle, config).metadata)
+    same = [str(name).casefold() for name in classes] == [name.casefold() for name in expected]
+    if classes and expected and not same:
+        raise InputError(
+            f"{model}, a model of the classes {listed([*map(printable, classes)])}",
+            f"{bundle} has the classes {listed([*map(printable, expected)])}",
+            "name a bundle with the model's classes, in its order",
+        )
 
 
 def _parts(model: Path, bundle: str | None) -> tuple[str, str]:

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from medfl import datasets
+from medfl import datasets, networks
+from medfl.bundle.bundle import Bundle
 from medfl.cli.verbs import main
-from medfl.storage.files import load_weights, save_weights
+from medfl.core.seeding import stream
+from medfl.runs import initial_weights
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from medfl.storage.files import load_weights, save_weights, weights_sha256
+from tests.zoo.build import ZOO
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +73,103 @@ def test_a_file_of_weights_needs_its_bundle(
     assert summary_of(out)["weights_sha256"] == summary_of(trained)["weights_sha256"]
 
 
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "bundle"
+    assert main(["export", str(trained), "--out", str(out), "--formats", "torchscript"]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["run", "bundle", "safetensors", "checkpoint", "torchscript"])
+def test_a_model_of_any_kind_has_the_scores_of_its_run(
+    kind: str, trained: Path, exported: Path, scans: Path, tmp_path: Path
+) -> None:
+    models = {
+        "run": trained,
+        "bundle": exported,
+        "safetensors": trained / "weights.safetensors",
+        "checkpoint": exported / "models" / "model.pt",
+        "torchscript": exported / "models" / "model.ts",
+    }
+    out = tmp_path / "out"
+    sites = ("--sites", 2, "--partition", "iid")
+    assert evaluate(models[kind], "mednist", "--data", scans, *sites, "--out", out) == 0
+    assert {**summary_of(out)["last"], "round": 1} == summary_of(trained)["last"]
+    assert summary_of(out)["weights_sha256"] == summary_of(trained)["weights_sha256"]
+
+
+def test_code_in_torchscript_is_not_run(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it loaded: the tensors are read by what the pickle says of them, buffers and constants left out."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("TorchScript is loaded")
+
+    with stream(0, "network"):
+        network = networks.build("small_cnn", 1, 6)
+    network.register_buffer("mean", torch.zeros(3), persistent=False)
+    file = tmp_path / "model.ts"
+    torch.jit.script(network).save(file)
+    monkeypatch.setattr(torch.jit, "load", never)
+    names = network.state_dict()
+    found = initial_weights.read(str(file), names.keys())
+    assert found.keys() == names.keys()
+    assert all(torch.equal(found[name], names[name]) for name in names)
+
+
+def test_somebody_s_bundle_with_weights(tmp_path: Path) -> None:
+    """In the style of the public zoo: its own network, data and metric."""
+    bundle = ZOO["cls2d_glob_yaml"](tmp_path)
+    opened = Bundle(str(bundle.path), bundle.overrides)
+    with stream(3, "network"):
+        weights = opened.network().state_dict()
+    (bundle.path / "models").mkdir(exist_ok=True)
+    torch.save({"model": weights}, bundle.path / "models" / "model.pt")
+    config = []
+    for name, value in bundle.overrides.items():
+        config += ["--config", f"{name}={value}"]
+    out = tmp_path / "out"
+    sites = ("--sites", 2, "--partition", "iid")
+    assert evaluate(bundle.path, *config, *sites, "--out", out) == 0
+    assert summary_of(out)["weights_sha256"] == weights_sha256(weights)
+    assert 0 <= summary_of(out)["last"]["balanced_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("runtime", ["monai-fl", pytest.param("flare", marks=pytest.mark.flare)])
+def test_the_runtimes_find_the_same(
+    runtime: str, trained: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A centre without training images takes part, too; on MONAI FL it is the client's `evaluate` that scores."""
+    asked = []
+
+    def watched(site: MedflClientAlgo, data: Any, extra: Any = None) -> Any:
+        asked.append((site.name, extra))
+        return original(site, data, extra)
+
+    original = MedflClientAlgo.evaluate
+    monkeypatch.setattr(MedflClientAlgo, "evaluate", watched)
+    data = ("--data", scans, "--partition", "counts:30/5,0/all")
+    found = {}
+    for name in ("simulator", runtime):
+        out = tmp_path / name
+        assert evaluate(trained, *data, "--runtime", name, "--out", out) == 0
+        summary = summary_of(out)
+        kept = {key: summary[key] for key in ("last", "sites", "weights_sha256", "run_hash")}
+        tables = [(out / table).read_text() for table in ("sites.csv", "predictions.csv")]
+        found[name] = (kept, tables)
+
+    assert found["simulator"] == found[runtime]
+    if runtime == "monai-fl":
+        assert asked == [(name, {"section": "test"}) for name in ("site-1", "site-2")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("TRAINED", "--partition", "centre:berlin=0/all"), "the centres of all 600 images"),
         (("nowhere",), "nowhere is not there"),
-        (("TRAINED", "kvasir_v2"), "network"),
+        (("TRAINED", "kvasir_v2"), "kvasir_v2 has the classes"),
     ],
 )
 def test_what_cannot_be_examined(
