@@ -54,6 +54,7 @@ class LeftOut:
         without: of the model that was trained without it.
         took_part: of the model that it took part in.
         own: of its own model.
+        given: what was scored as `without`, in words, where that is no global model as it is.
     """
 
     hospital: str
@@ -62,6 +63,7 @@ class LeftOut:
     without: Score | None
     took_part: Score | None
     own: Score | None
+    given: str
 
 
 def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
@@ -117,6 +119,7 @@ def rows_of(comparison: Comparison) -> list[LeftOut]:
                     _score([*row.runs.values()], hospital),
                     _score(with_runs, hospital),
                     _score(own_runs, hospital),
+                    str((row.first.summary or {}).get("newcomers") or ""),
                 )
             )
 
@@ -133,7 +136,9 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
             return None
 
         values.append(value)
-        predictions = run.predictions
+        # a method with a model for each site has none of one without training images
+        tables = [table for table in (run.predictions, run.newcomers) if table is not None]
+        predictions = next((table for table in tables if hospital in table.sites), None)
         if predictions is None:
             continue
 
@@ -167,6 +172,7 @@ def write(comparison: Comparison, folder: Path) -> str:
         scores = [_shown(score) for score in (row.without, row.took_part, row.own)]
         lines.append([row.hospital, str(row.images), row.method, *scores])
 
+    words = {row.method: row.given for row in rows if row.given}
     text = "\n".join(
         [
             f"## Hospitals left out: {title} at each",
@@ -175,6 +181,7 @@ def write(comparison: Comparison, folder: Path) -> str:
             "",
             "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images. "
             "Its own model: add the method local.",
+            *(f"Left out of {name}: {given}." for name, given in words.items()),
         ]
     )
     write_atomic(folder / "left_out.md", f"{text}\n".encode())

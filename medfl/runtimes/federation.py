@@ -180,6 +180,11 @@ class Federation:
 
         return architectures
 
+    @cached_property
+    def _of_newcomers(self) -> _Architecture:
+        """The architecture of a site that takes no part: the bundle's own."""
+        return self._build_architecture({})
+
     def _build_architecture(self, config: Mapping[str, object]) -> _Architecture:
         """Return the architecture with these ids of the bundle's configuration.
 
@@ -336,7 +341,7 @@ class Federation:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         run = self.run
-        arch = self._architectures[name]
+        arch = self._architectures.get(name) or self._of_newcomers
         by_epoch = self.run.decay_per == "epoch"
         bundle = arch.bundle
         first = (

@@ -18,6 +18,7 @@ from medfl.core.run import Run
 from medfl.core.untrusted import Plain
 from medfl.storage.run_documents import (
     MANIFEST,
+    NEWCOMERS,
     damaged,
     read_manifest,
     read_round,
@@ -167,8 +168,16 @@ class RunReader:
     @cached_property
     def prediction_table(self) -> Table | None:
         """`predictions.csv`, None where the run did not get that far."""
-        rows = self._rows("predictions.csv")
-        return None if rows is None else Table(self.path / "predictions.csv", rows)
+        return self._table("predictions.csv")
+
+    @cached_property
+    def newcomer_table(self) -> Table | None:
+        """`newcomers.csv`, None where there is none."""
+        return self._table(NEWCOMERS)
+
+    def _table(self, name: str) -> Table | None:
+        rows = self._rows(name)
+        return None if rows is None else Table(self.path / name, rows)
 
     def prediction_rows(self) -> list[dict[str, str]] | None:
         """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""

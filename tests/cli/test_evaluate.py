@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from medfl import datasets, networks
 from medfl.bundle.bundle import Bundle
 from medfl.cli.verbs import main
 from medfl.core.seeding import stream
+from medfl.report.run_files import Predictions, RunFiles
 from medfl.runs import initial_weights
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.storage.files import load_weights, save_weights, weights_sha256
@@ -192,18 +194,52 @@ def test_no_rounds_without_weights_are_refused(
     assert "--rounds 0; at least 1, or 0 to examine the weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+GIVEN = {
+    "fedavg": None,
+    "ditto": "the global model, for want of one of its own",
+    "fedper": "what the server sends, with initial values of what each site keeps",
+    "fedbn": "what the server sends, with initial values of what each site keeps and, in BatchNorm, the mean and "
+    "variance of its own test images",
+    "proxyfl": "nothing, for the server has something for each of its sites and nothing for others",
+}
+"""What is scored at a hospital that trained nothing."""
+
+
+@pytest.mark.parametrize("method", GIVEN)
 def test_a_hospital_that_only_tests(method: str, scans: Path, tmp_path: Path) -> None:
-    """The global model is scored there; its images train nothing, and it has no model of its own."""
+    """What it is given is scored there, and said; its images train nothing, and it has no model of its own."""
     out = tmp_path / "run"
     arguments = ["run", "mednist", "--data", str(scans), "--method", method, "--rounds", "1"]
-    partition = ["--partition", "counts:30/5,0/all"]
+    partition = ["--partition", "counts:10/5,10/5,0/all", "--config", "image_size=16"]
+    if method == "fedbn":
+        partition += ["--config", "network_name=resnet20"]
     assert main([*arguments, *partition, "--out", str(out), "--quiet"]) == 0
-    lines = (out / "sites.csv").read_text().splitlines()
-    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    assert rows[1]["train"] == "0"
-    assert float(rows[1]["received_accuracy"]) >= 0
+    rows = {
+        row["site"]: row for row in csv.DictReader((out / "sites.csv").read_text().splitlines())
+    }
+    only_tests = rows["site-3"]
+    assert only_tests["train"] == "0"
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert rounds[0]["cohort"] == ["site-1"]
-    if method == "ditto":
-        assert rows[1]["personal_accuracy"] == ""
+    assert rounds[0]["cohort"] == ["site-1", "site-2"]
+    assert summary_of(out).get("newcomers") == GIVEN[method]
+    if method == "proxyfl":
+        assert "received_accuracy" not in only_tests
+        return
+
+    assert 0 <= float(only_tests["received_accuracy"]) <= 1
+    if method == "fedavg":
+        assert not (out / "newcomers.csv").exists()
+        return
+
+    assert only_tests["personal_accuracy"] == ""
+    run = RunFiles(out)
+    assert run.newcomers is not None
+    assert {*run.newcomers.sites} == {"site-3"}
+    assert len(run.newcomers) == int(only_tests["test"])
+    found = accuracy_of(run.newcomers)
+    assert found == pytest.approx(float(only_tests["received_accuracy"]))
+
+
+def accuracy_of(predictions: Predictions) -> float:
+    values = predictions.cases.values
+    return float((values["label"] == values["predicted"]).double().mean())

@@ -22,13 +22,19 @@ from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.registry import Document
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
-from medfl.runtimes.step import StepResult, copied_weights
+from medfl.runtimes.step import StepResult, copied_weights, has_own_statistics
 from medfl.storage.files import State, file_sha256, weights_sha256
+from medfl.storage.run_documents import NEWCOMERS
 from medfl.storage.run_folder import RunFolder
 
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
 _OWN = "the site's own model, as the method leaves it"
+_GLOBAL = "the global model, for want of one of its own"
+_RECEIVED = "what the server sends, with initial values of what each site keeps"
+_STATISTICS = " and, in BatchNorm, the mean and variance of its own test images"
+_NOTHING = "nothing, for the server has something for each of its sites and nothing for others"
+"""What is scored at a site without training items, of a method with a model for each site."""
 _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
 )
@@ -228,6 +234,8 @@ class Scoring:
         global_cases = self._tested(last, server)
         personal_by_site = self._final_personal(last, server)
         global_by_site = self._by_site(global_cases, "test")
+        newcomers, given = self._newcomers(last, server, global_by_site)
+        global_by_site = {**global_by_site, **newcomers}
         received = self._of_sites(global_by_site)
         personal = self._of_sites(personal_by_site)
 
@@ -283,6 +291,7 @@ class Scoring:
             "global": last_global and {"last": last_global, "best": best_global},
             "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
+            **({"newcomers": given} if given else {}),
             "site_models": site_models,
             "sites": {"metric": self.key, **self._spread(by_site, judged_cases)},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
@@ -312,6 +321,8 @@ class Scoring:
                 columns[name] |= _columns(model, scores.get(name), classes)
 
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
+        if newcomers:
+            self._write_cases(NEWCOMERS, Cases.concat([*newcomers.values()]))
 
         return Final(summary, judged_cases)
 
@@ -449,6 +460,42 @@ class Scoring:
         by_site = _in_order(names, answers)
         return {name: self._decided(cases) for name, cases in by_site.items() if cases}
 
+    def _newcomers(
+        self, last: int, server: State, global_by_site: Mapping[str, Cases]
+    ) -> tuple[dict[str, Cases], str]:
+        """Score on test items of sites without training items what a method with a model for each site gives them.
+
+        That is the global model where there is one. Returns site -> outcomes, and in words what was scored, "" for no
+        such site.
+        """
+        names = []
+        for name in self.federation.names:
+            counts = [len(self.federation.shard(name, section)) for section in ("train", "test")]
+            if self.method.judged == "personal" and not counts[0] and counts[1]:
+                names.append(name)
+
+        if not names:
+            return {}, ""
+        if global_by_site:
+            return {name: global_by_site[name] for name in names}, _GLOBAL
+
+        sections = ("validate", "test") if self.kind.decides else ("test",)
+        score = partial(tasks.ScoreNewcomer, last, server)
+        answers = self.dispatcher.at_server([partial(score, name, sections) for name in names])
+        by_site = {}
+        for name, cases in zip(names, answers, strict=True):
+            if cases is not None:
+                by_site[name] = self._decided(cases)
+
+        with self.federation.networks.scope():
+            network = self.federation.networks.lease(self.federation.networks.initial)
+            personal = self.method.personal_names(network)
+
+        if not by_site:
+            return {}, _NOTHING
+
+        return by_site, _RECEIVED + (_STATISTICS if has_own_statistics(personal) else "")
+
     def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
@@ -509,18 +556,24 @@ class Scoring:
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        owner: dict[str, str] = {}
-        for name in federation.names:
-            owner |= dict.fromkeys(federation.shard(name, "test").ids, name)
-
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
-            rows = []
-            for index, ident in enumerate(cases.ids):
-                columns_of_case = self.kind.row(cases, index, classes, self.key)
-                rows.append({"id": ident, "site": owner.get(ident, ""), **columns_of_case})
+            self._write_cases("predictions.csv", cases)
 
-            self.folder.write_table("predictions.csv", rows)
+    def _write_cases(self, name: str, cases: Cases) -> None:
+        """Write a table of cases, with the site of each."""
+        federation = self.federation
+        classes = federation.bundle.classes
+        owner: dict[str, str] = {}
+        for site in federation.names:
+            owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
+
+        rows = []
+        for index, ident in enumerate(cases.ids):
+            columns = self.kind.row(cases, index, classes, self.key)
+            rows.append({"id": ident, "site": owner.get(ident, ""), **columns})
+
+        self.folder.write_table(name, rows)
 
 
 def _of_told(told: tally.Told) -> Metrics:
