@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("nvflare")
 
@@ -21,6 +22,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
 from medfl.flare import offer as flare_offer, wire
 from medfl.flare.files import read_run
+from medfl.flare.parts import ALLOWED
 from medfl.flare.remote import ReportedRunFolder
 from medfl.flare.server import FlareWorkers
 from medfl.flare.site import FlareSite
@@ -34,6 +36,7 @@ from medfl.runtimes.simulator import Simulator
 from medfl.storage.files import save_weights
 from medfl.storage.run_folder import RunFolder
 from tests.flare.test_server import Near
+from tests.support.local_federation import SERVER, LocalFederation
 
 SITES = ["north", "south"]
 CONFIG = {"network": "small_cnn", "image_size": 16}
@@ -265,3 +268,49 @@ def test_what_no_job_can_examine(
         )  # fmt: skip
     assert str(caught.value).startswith(text)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.flare
+@pytest.mark.slow
+@pytest.mark.xdist_group("provisioned federation")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FLARE's own
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_provisioned_site_examines_and_refuses_to_train(
+    model: Path, scans: dict[str, Path], tmp_path: Path
+) -> None:
+    """Processes, certificates and TLS; the site's policy has one word, and its figures are a simulation's."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("jobs: [evaluate]\n")
+    with LocalFederation(tmp_path / "federation", ["north"], ALLOWED) as federation:
+        shared = {"bundle": "mednist", "permits": [*CONFIG]}
+        own = {"data": str(scans["north"]), "policy": str(policy), "audit": "audit.jsonl"}
+        for name, more in ((SERVER, {}), ("north", own)):
+            settings = {**shared, **more, "folder": str(tmp_path / name)}
+            (federation.kit(name) / "local" / "medfl.yaml").write_text(yaml.safe_dump(settings))
+
+        federation.start()
+        federation.ready()
+        asked = {"init": str(model)}
+        for evaluate in (True, False):
+            requested = asked if evaluate else {**asked, "rounds": 1}
+            document = flare_offer.export(
+                "mednist", ["north"], tmp_path / f"job-{evaluate}", evaluate=evaluate, config=CONFIG,
+                requested=requested, rehearsal=True,
+            )  # fmt: skip
+            federation.wait(federation.submit(Path(document["job"])))
+
+    out = tmp_path / "alone"
+    flags = ["--config", "network=small_cnn", "--config", "image_size=16", "--sites", "1"]
+    data = ["--data", str(scans["north"]), "--out", str(out), "--quiet"]
+    assert main(["evaluate", str(model), "mednist", *flags, *data]) == 0
+    alone = json.loads((out / "summary.json").read_text())["last"]
+    (examined_at,) = (tmp_path / SERVER).glob("mednist-evaluate-*")
+    summary = json.loads((examined_at / "summary.json").read_text())
+    for metric in ("accuracy", "balanced_accuracy", "f1_macro"):
+        assert summary["last"][metric] == pytest.approx(alone[metric])
+    assert "received_accuracy_low" in rows_of(examined_at)["north"]
+    assert (examined_at / "report.html").is_file()
+
+    (refused_at,) = (tmp_path / SERVER).glob("mednist-fedavg-*")
+    error = (refused_at / "flare" / "failed.json").read_text()
+    assert "site 'north' refuses the run: a job to train; evaluate, as its policy says" in error
