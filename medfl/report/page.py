@@ -103,6 +103,7 @@ def context(run: RunFiles) -> Document:
         "spreads": spreads,
         "scale": scale,
         "gains": gains,
+        "site_ends": _site_ends(run),
         **_differences(run),
         "learning": learning_curves(run),
         "costs": costs(run),
@@ -113,6 +114,13 @@ def context(run: RunFiles) -> Document:
         **_pictures(run),
         "settings": _settings(record),
     }
+
+
+def _site_ends(run: RunFiles) -> dict[str, tuple[float, float]]:
+    """Return the interval of the key metric at each site that has told it."""
+    low = run.site_values(run.judged, f"{run.key}_low")
+    high = run.site_values(run.judged, f"{run.key}_high")
+    return {site: (low[site], high[site]) for site in low}
 
 
 def _differences(run: RunFiles) -> Document:
@@ -162,7 +170,14 @@ def _predicted(run: RunFiles) -> Document:
     analysis = analyse_predictions(run)
     if analysis is None:
         absent = ("confusion", "roc", "calibration", "few_cases", "worst")
-        empty = {"predictions": False, "intervals": {}, "intervals_method": "", "each": {}}
+        told = (run.summary or {}).get("examined") or {}
+        empty = {
+            "predictions": False,
+            "intervals": told.get("intervals") or {},
+            "intervals_method": _TOLD.format(**told) if told else "",
+            "each": {},
+            "told": bool(told),
+        }
         none = {"confusions": [], "numbers": [], **_structures(run, {})}
         return {**entries, **empty, **none, **dict.fromkeys(absent)}
 
@@ -339,6 +354,10 @@ def _pictures(run: RunFiles) -> Document:
 # A report's charts of the rounds: learning curves and costs.
 
 
+_TOLD = (
+    "Of {cases} cases, by what the sites tell of them: 95 % bootstrap intervals over the counts, of means over cases "
+    "the normal one; AUROC is computed from histograms of scores, and off by at most {auroc_error:.3f}."
+)
 _COSTS = (
     ("Seconds a round", 1, (
         ("received", "seconds_train", "training"), ("personal", "seconds_server", "server"),

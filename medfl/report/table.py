@@ -54,15 +54,16 @@ def result_table(run_folder: Path) -> str:
         *structure_lines(run, run.structures, model),
     ]
     differences = Differences(run)
+    summary = run.summary or {}
     for name, text in (
         ("personal", run.personal_model),
+        ("received, without training images", str(summary.get("newcomers") or "")),
         ("everybody's test images", differences.everybody()),
         ("against Local", differences.sentence()),
     ):
         if text:
             lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
 
-    summary = run.summary or {}
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
 

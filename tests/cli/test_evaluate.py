@@ -14,6 +14,7 @@ from medfl import datasets, networks
 from medfl.bundle.bundle import Bundle
 from medfl.cli.verbs import main
 from medfl.core.seeding import stream
+from medfl.report import result_table
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.runs import initial_weights
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -221,7 +222,10 @@ def test_a_hospital_that_only_tests(method: str, scans: Path, tmp_path: Path) ->
     assert only_tests["train"] == "0"
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert rounds[0]["cohort"] == ["site-1", "site-2"]
-    assert summary_of(out).get("newcomers") == GIVEN[method]
+    given = GIVEN[method]
+    assert summary_of(out).get("newcomers") == given
+    for page in ((out / "report.html").read_text(), " ".join(result_table(out).split())):
+        assert given is None or given in page
     if method == "proxyfl":
         assert "received_accuracy" not in only_tests
         return

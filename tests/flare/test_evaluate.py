@@ -29,6 +29,8 @@ from medfl.flare.site import FlareSite
 from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site
 from medfl.flare.wire import Payload
 from medfl.policy.outbound import Outbound
+from medfl.report import write_report
+from medfl.report.formatting import interval
 from medfl.runtimes.launch import Launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
@@ -156,6 +158,18 @@ def test_sites_tell_what_a_simulation_of_each_finds(
     assert summary["last"]["accuracy"] == pytest.approx(hits / summary["examined"]["cases"])
     assert 0 < summary["examined"]["auroc_error"] <= 0.5
     assert "accuracy" in summary["examined"]["intervals"]
+    page = write_report(folder).read_text()
+    assert "and off by at most" in page
+    assert "Counts alone:" in page
+    assert (
+        interval(
+            (
+                float(rows["north"]["received_balanced_accuracy_low"]),
+                float(rows["north"]["received_balanced_accuracy_high"]),
+            )
+        )
+        in page
+    )
     entries = [json.loads(line) for line in (tmp_path / "north.jsonl").read_text().splitlines()]
     assert entries[-1]["kind"] == "evaluate"
     assert entries[-1]["numbers"]["test/cases"] > 0
