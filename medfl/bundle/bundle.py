@@ -436,7 +436,9 @@ class Bundle(Problem):
         if self._own_metric is None:
             return cases
 
-        values = {name: v for name, v in cases.values.items() if name not in (PREDICTION, LABEL)}
+        values = dict(cases.values)
+        values.pop(PREDICTION, None)
+        values.pop(LABEL, None)
         for name, value in self._own_metric.of(cases).items():
             values[f"{WHOLE}{name}"] = torch.full((len(cases),), value, dtype=torch.float64)
 

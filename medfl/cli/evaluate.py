@@ -9,6 +9,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.run import launch_of, result_text
 from medfl.cli.walls import Use, hold
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.core.names import listed
@@ -93,7 +94,7 @@ def run(args: Any) -> int:
     return show(args, document, lambda: result_text(Path(document["folder"])))
 
 
-def _check_classes(model: Path, bundle: str, config: Any) -> None:
+def _check_classes(model: Path, bundle: str, config: Config) -> None:
     """Raise an InputError if the model is known to be of other classes than the bundle's."""
     from medfl.bundle.bundle import Bundle
     from medfl.problem.described import channel_names
@@ -107,8 +108,8 @@ def _check_classes(model: Path, bundle: str, config: Any) -> None:
         classes = channel_names(Bundle(str(model)).metadata)
 
     expected = channel_names(Bundle(bundle, config).metadata)
-    same = [str(name).casefold() for name in classes] == [name.casefold() for name in expected]
-    if classes and expected and not same:
+    agree = [str(name).casefold() for name in classes] == [name.casefold() for name in expected]
+    if classes and expected and not agree:
         raise InputError(
             f"{model}, a model of the classes {listed([*map(printable, classes)])}",
             f"{bundle} has the classes {listed([*map(printable, expected)])}",

@@ -137,8 +137,9 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
 
         values.append(value)
         # a method with a model for each site has none of one without training images
-        tables = [table for table in (run.predictions, run.newcomers) if table is not None]
-        predictions = next((table for table in tables if hospital in table.sites), None)
+        predictions = run.predictions
+        if predictions is None or hospital not in predictions.sites:
+            predictions = run.newcomers
         if predictions is None:
             continue
 
@@ -172,7 +173,11 @@ def write(comparison: Comparison, folder: Path) -> str:
         scores = [_shown(score) for score in (row.without, row.took_part, row.own)]
         lines.append([row.hospital, str(row.images), row.method, *scores])
 
-    words = {row.method: row.given for row in rows if row.given}
+    words = {}
+    for row in rows:
+        if row.given:
+            words[row.method] = f"Left out of {row.method}: {row.given}."
+
     text = "\n".join(
         [
             f"## Hospitals left out: {title} at each",
@@ -181,7 +186,7 @@ def write(comparison: Comparison, folder: Path) -> str:
             "",
             "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images. "
             "Its own model: add the method local.",
-            *(f"Left out of {name}: {given}." for name, given in words.items()),
+            *words.values(),
         ]
     )
     write_atomic(folder / "left_out.md", f"{text}\n".encode())

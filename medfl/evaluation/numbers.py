@@ -35,20 +35,6 @@ def of_one(target: Array, prediction: Array) -> dict[str, float]:
     return metrics
 
 
-def of_sums(sums: Array) -> dict[str, float]:
-    """Return the metrics of `of_one` from the sums (8,) of one number (`medfl.evaluation.tally`)."""
-    count, absolute, squared, t, tt, p, pp, tp = map(float, sums)
-    metrics = {"mae": absolute / count, "rmse": float(np.sqrt(squared / count))}
-    spread = tt - t * t / count
-    predicted_spread = pp - p * p / count
-    if count > 1 and spread > 0:
-        metrics["r2"] = 1 - squared / spread
-        if predicted_spread > 0:
-            metrics["pearson"] = (tp - t * p / count) / float(np.sqrt(spread * predicted_spread))
-
-    return metrics
-
-
 def summary(prediction: Array, target: Array) -> dict[str, float]:
     """Return the metrics of (N, D) predictions; of several numbers a case, the mean of each number's metric.
 

@@ -94,10 +94,11 @@ class ReportedRunFolder(RunFolder):
         reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
         samples = site.get("samples", self.workers.samples.get(name, 0))
         columns = {f"told_{metric}": value for metric, value in reported.items()}
-        received = {
-            column: value for column, value in row.items() if column.startswith("received_")
-        }
-        return {"site": name, "train": samples, **columns, **received}
+        for column, value in row.items():
+            if column.startswith("received_"):
+                columns[column] = value
+
+        return {"site": name, "train": samples, **columns}
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:

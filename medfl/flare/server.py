@@ -391,14 +391,14 @@ class FlareWorkers(Workers):
         """Keep the tables of a site's outcomes, of which no single case is known."""
         arrived = payload.group("tally")
         for section in sections:
-            prefix = f"{section}/"
-            tables = {
-                key.removeprefix(prefix): tensor
-                for key, tensor in arrived.items()
-                if key.startswith(prefix)
-            }
-            table = tally.read(tables, len(self._federation.bundle.classes))
-            self.tallies.setdefault(name, {})[section] = table
+            tables = {}
+            for key, tensor in arrived.items():
+                place, _, table = key.partition("/")
+                if place == section:
+                    tables[table] = tensor
+
+            sections_of_site = self.tallies.setdefault(name, {})
+            sections_of_site[section] = tally.read(tables, len(self._federation.bundle.classes))
 
         return dict.fromkeys(sections, Cases((), {}))
 

@@ -73,7 +73,6 @@ class FlareSite:
         """Return the answer to a question, or a failure; raises nothing."""
         answers: dict[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
-            wire.EXAMINE: self._examine,
             wire.TRAIN: self._train,
             wire.TRAIN_TO_SCORE: self._train_to_score,
             wire.SCORE_SITE: self._score_site,
@@ -83,9 +82,7 @@ class FlareSite:
         }
 
         if self._examines:
-            answers = {name: answers[name] for name in (wire.INTRODUCE, wire.EXAMINE)}
-        else:
-            del answers[wire.EXAMINE]
+            answers = {wire.INTRODUCE: self._introduce, wire.EXAMINE: self._examine}
 
         try:
             with errors_safe_to_send():

@@ -170,13 +170,13 @@ def _predicted(run: RunFiles) -> Document:
     analysis = analyse_predictions(run)
     if analysis is None:
         absent = ("confusion", "roc", "calibration", "few_cases", "worst")
-        told = (run.summary or {}).get("examined") or {}
+        examined = (run.summary or {}).get("examined") or {}
         empty = {
             "predictions": False,
-            "intervals": told.get("intervals") or {},
-            "intervals_method": _TOLD.format(**told) if told else "",
+            "intervals": examined.get("intervals") or {},
+            "intervals_method": _TOLD.format(**examined) if examined else "",
             "each": {},
-            "told": bool(told),
+            "told": bool(examined),
         }
         none = {"confusions": [], "numbers": [], **_structures(run, {})}
         return {**entries, **empty, **none, **dict.fromkeys(absent)}

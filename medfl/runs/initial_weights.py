@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -145,7 +144,7 @@ def tensors(path: Path) -> Tensors:
     return _finite(safetensors.torch.load_file(path))
 
 
-def _loaded(path: Path) -> Mapping[Any, Any]:
+def _loaded(path: Path) -> Mapping[object, object]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = load_pickled(path)
@@ -156,7 +155,7 @@ def _loaded(path: Path) -> Mapping[Any, Any]:
     return loaded
 
 
-def _parts(loaded: Mapping[Any, Any]) -> dict[str, Tensors]:
+def _parts(loaded: Mapping[object, object]) -> dict[str, Tensors]:
     """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
     todo = [("", loaded)]
     parts = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -147,16 +147,12 @@ def score_newcomer(
     (Li et al., Revisiting Batch Normalization For Practical Domain Adaptation, 2016; as FedBN's authors advise).
     """
     with judged(federation, round_, name, None, down) as network:
-        if has_own_statistics(federation.method.personal_names(network)):
+        personal = federation.method.personal_names(network)
+        if any(name.endswith("running_mean") for name in personal):
             # a copy, as the network is the pool's
             network = replace_all_batch_norm_modules_(deepcopy(network))
 
         return _scores(federation, network, name, sections)
-
-
-def has_own_statistics(personal: Collection[str]) -> bool:
-    """Tell whether statistics of BatchNorm are among the tensors that stay at a site."""
-    return any(name.endswith("running_mean") for name in personal)
 
 
 def score_site_on_all(

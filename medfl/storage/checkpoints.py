@@ -47,7 +47,7 @@ def first(value: Any, *_: Any) -> Any:
     return value
 
 
-class ScriptModule(dict[str, Any]):
+class ScriptModule(dict[str, object]):
     """Stands for a module of TorchScript: its attributes by name; its code is not read."""
 
 

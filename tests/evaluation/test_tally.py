@@ -33,7 +33,7 @@ def with_findings(count: int, seed: int = 0) -> Cases:
 def test_tables_of_two_sites_have_the_metrics_of_all_cases(classes: int) -> None:
     north, south = classified(70, classes), classified(40, classes, seed=1)
     expected = summarise(Cases.concat([north, south]))
-    found = tally.told(tally.added([tally.of(north), tally.of(south)]))
+    found = tally.outcome(tally.added([tally.of(north), tally.of(south)]))
     assert found.cases == 110
     assert found.metrics.keys() == expected.keys()
     for name in expected.keys() - {"auroc"}:
@@ -52,30 +52,36 @@ def test_findings_are_decided_by_thresholds_of_all_validation_cases() -> None:
     found = tally.examined(
         {name: {"validate": tally.of(v), "test": tally.of(t)} for name, (v, t) in sites.items()},
         decides=True,
+        key="auroc",
     )
+    assert found is not None
+    assert not found.lines
     assert abs(found.pooled.metrics["auroc"] - expected["auroc"]) <= found.pooled.error
     for name in ("f1", "sensitivity", "specificity", "average_precision"):
         assert found.pooled.metrics[name] == pytest.approx(expected[name], abs=0.02)
     assert sorted(found.sites) == ["a", "b"]
 
 
-def test_numbers_and_scores_of_cases_add_up() -> None:
+def test_scores_and_errors_of_cases_add_up() -> None:
     draws = torch.Generator().manual_seed(0)
-    target = 40 + torch.randn(60, 2, generator=draws, dtype=torch.float64)
+    target = 40 + torch.randn(60, 1, generator=draws, dtype=torch.float64)
     target[3, 0] = torch.nan
     values = {
         "target": target,
-        "prediction": target.nan_to_num() + torch.randn(60, 2, generator=draws).double(),
+        "prediction": target.nan_to_num() + torch.randn(60, 1, generator=draws).double(),
         "dice": torch.rand(60, generator=draws),
         f"{WHOLE}their_own": torch.full((60,), 0.25, dtype=torch.float64),
     }
     cases = Cases(tuple(map(str, range(60))), values)
     parts = [tally.of(cases.select(list(range(*ends)))) for ends in ((0, 25), (25, 60))]
-    found = tally.told(tally.added(parts))
+    found = tally.outcome(tally.added(parts))
     expected = summarise(cases)
-    assert found.metrics == pytest.approx({**expected, "their_own": 0.25})
-    low, high = found.intervals["dice"]
-    assert low < expected["dice"] < high
+    for name in ("mae", "dice"):
+        low, high = found.intervals[name]
+        assert low < found.metrics[name] < high
+        assert found.metrics[name] == pytest.approx(expected[name])
+
+    assert found.metrics["their_own"] == expected["their_own"] == 0.25
     assert "their_own" not in found.intervals
 
 
@@ -85,9 +91,9 @@ def test_what_a_small_cell_hides() -> None:
     shown = tally.released(whole, 0)
     assert shown.keys() == whole.keys()
     shown = tally.released(whole, 10)
-    assert shown["hits"].tolist() == [[55, 16]]
+    assert shown["hits"].tolist() == [55, 16]
     assert shown.keys() == {"cases", "hits"}
-    assert tally.told(shown).metrics == {"accuracy": 55 / 71}
+    assert tally.outcome(shown).metrics == {"accuracy": 55 / 71}
     assert tally.released(whole, 72) == {}
 
 
@@ -96,7 +102,7 @@ def test_bins_grow_until_none_is_small() -> None:
     shown = tally.released(full, 10)
     assert shown["scores/1"].shape[1] < full["scores/1"].shape[1]
     assert shown["scores/1"].min() >= 10
-    fine, coarse = tally.told(full), tally.told(shown)
+    fine, coarse = tally.outcome(full), tally.outcome(shown)
     assert fine.error < coarse.error
     assert abs(fine.metrics["auroc"] - coarse.metrics["auroc"]) <= fine.error + coarse.error
     both = tally.added([full, shown])
@@ -122,4 +128,4 @@ def test_odd_tables_are_refused(name: str, table: torch.Tensor) -> None:
     with pytest.raises(RunError, match="is none of a site's outcomes"):
         tally.read({**good, name: table}, 2)
     with pytest.raises(RunError, match="of how many cases"):
-        tally.read({"hits": torch.ones(1, 2, dtype=torch.int64)}, 2)
+        tally.read({"hits": torch.ones(2, dtype=torch.int64)}, 2)

@@ -113,7 +113,7 @@ def test_a_metric_of_a_whole_set_is_told_as_its_value(
         assert [*site.cases["test"].values] == [f"{WHOLE}theirs"]
 
     table = site.examine(broadcast(made, "x", 1), ("test",))["test"]
-    assert tally.told(table).metrics == {"theirs": 0.25}
+    assert tally.outcome(table).metrics == {"theirs": 0.25}
 
 
 def add(name: str, value: torch.Tensor) -> Change:

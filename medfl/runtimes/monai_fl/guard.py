@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.core.arrays import Array
+import numpy as np
+
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -213,14 +214,16 @@ class Guard:
         if self._gate is not None or self._log is not None:
             values: dict[str, object] = {}
             for section, outcome in cases.items():
+                numbers_of_section: Mapping[str, object] = {}
                 if isinstance(outcome, Cases):
-                    told: dict[str, object] = {**summarise(outcome)}
+                    numbers_of_section = summarise(outcome)
                     if counted and len(outcome):
-                        told["cases"] = len(outcome)
+                        values[f"{section}/cases"] = len(outcome)
                 else:
-                    told = {name: _plain(table) for name, table in outcome.items()}
+                    numbers_of_section = outcome
 
-                values |= {f"{section}/{name}": value for name, value in told.items()}
+                for name, value in numbers_of_section.items():
+                    values[f"{section}/{name}"] = _plain(value)
 
             # noise protects the training images: metrics of a model that never saw them need none
             trained_before = bool(set(state or {}) - {UNSENT})
@@ -260,6 +263,11 @@ class Guard:
         self._log.add(line)
 
 
-def _plain(table: Array) -> object:
-    """Return a table as JSON has it, one of a single number as that."""
-    return table.item() if table.size == 1 else table.tolist()
+def _plain(value: object) -> object:
+    """Return a number or a table as JSON has it, a table of a single number as that."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.size == 1:
+        return value.item()
+
+    return value.tolist()

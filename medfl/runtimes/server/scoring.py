@@ -22,7 +22,7 @@ from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.registry import Document
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
-from medfl.runtimes.step import StepResult, copied_weights, has_own_statistics
+from medfl.runtimes.step import StepResult, copied_weights
 from medfl.storage.files import State, file_sha256, weights_sha256
 from medfl.storage.run_documents import NEWCOMERS
 from medfl.storage.run_folder import RunFolder
@@ -31,8 +31,10 @@ _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items
 
 _OWN = "the site's own model, as the method leaves it"
 _GLOBAL = "the global model, for want of one of its own"
-_RECEIVED = "what the server sends, with initial values of what each site keeps"
-_STATISTICS = " and, in BatchNorm, the mean and variance of its own test images"
+_RECEIVED = (
+    "what the server sends, with initial values of what each site keeps (of BatchNorm's mean and variance those of its "
+    "own test images)"
+)
 _NOTHING = "nothing, for the server has something for each of its sites and nothing for others"
 """What is scored at a site without training items, of a method with a model for each site."""
 _TRAINED_ONCE_MORE = (
@@ -158,9 +160,11 @@ class Scoring:
         """Have each site examine the received model, and return their outcomes in the order of the data."""
         by_site = self._personal(round_, server, (section,), self.names)
         cases = Cases.concat([part[section] for part in by_site.values()])
-        rows = {ident: row for row, ident in enumerate(cases.ids)}
-        order = self.federation.pooled(section).ids
-        return cases.select([rows[ident] for ident in order if ident in rows]) if rows else None
+        if not len(cases):
+            return None
+
+        scored = {*cases.ids}
+        return cases.select([i for i in self.federation.pooled(section).ids if i in scored])
 
     def _personal(
         self,
@@ -234,7 +238,7 @@ class Scoring:
         global_cases = self._tested(last, server)
         personal_by_site = self._final_personal(last, server)
         global_by_site = self._by_site(global_cases, "test")
-        newcomers, given = self._newcomers(last, server, global_by_site)
+        newcomers, newcomer_model = self._newcomers(last, server, global_by_site)
         global_by_site = {**global_by_site, **newcomers}
         received = self._of_sites(global_by_site)
         personal = self._of_sites(personal_by_site)
@@ -245,12 +249,11 @@ class Scoring:
 
         last_global = self._scored(last, global_cases)
         last_personal = self._scored(last, personal_cases)
-        told = tally.examined(self.dispatcher.workers.tallies, self.kind.decides)
-        if told.sites:
-            last_global = {"round": last, **told.pooled.metrics}
-            received = {name: _of_told(site) for name, site in told.sites.items()}
-            if self.key not in last_global:
-                told.lines.append(f"{self.key} does not follow from what the sites tell")
+        tallies = self.dispatcher.workers.tallies
+        examined = tally.examined(tallies, self.kind.decides, self.key)
+        if examined is not None:
+            last_global = {"round": last, **examined.pooled.metrics}
+            received = {name: site.row for name, site in examined.sites.items()}
 
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
@@ -291,24 +294,22 @@ class Scoring:
             "global": last_global and {"last": last_global, "best": best_global},
             "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
-            **({"newcomers": given} if given else {}),
             "site_models": site_models,
             "sites": {"metric": self.key, **self._spread(by_site, judged_cases)},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
-            **self.undefined_lines(
-                told.lines
-                if told.sites
-                else undefined.of_tests(
-                    self.key,
-                    judged_last,
-                    global_cases if judged == "global" else personal_cases,
-                    reasons,
-                )
-            ),
-            **({"examined": told.pooled.as_dict()} if told.sites else {}),
             "weights_sha256": weights_sha256(weights),
         }
+        if newcomer_model:
+            summary["newcomers"] = newcomer_model
+        if examined is not None:
+            lines = examined.lines
+            summary["examined"] = examined.pooled.as_dict()
+        else:
+            judged_all = global_cases if judged == "global" else personal_cases
+            lines = undefined.of_tests(self.key, judged_last, judged_all, reasons)
+
+        summary |= self.undefined_lines(lines)
         if self.record["best"]:
             summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
 
@@ -470,11 +471,11 @@ class Scoring:
         """
         names = []
         for name in self.federation.names:
-            counts = [len(self.federation.shard(name, section)) for section in ("train", "test")]
-            if self.method.judged == "personal" and not counts[0] and counts[1]:
+            trains = len(self.federation.shard(name, "train"))
+            if not trains and len(self.federation.shard(name, "test")):
                 names.append(name)
 
-        if not names:
+        if not names or self.method.judged != "personal":
             return {}, ""
         if global_by_site:
             return {name: global_by_site[name] for name in names}, _GLOBAL
@@ -487,14 +488,7 @@ class Scoring:
             if cases is not None:
                 by_site[name] = self._decided(cases)
 
-        with self.federation.networks.scope():
-            network = self.federation.networks.lease(self.federation.networks.initial)
-            personal = self.method.personal_names(network)
-
-        if not by_site:
-            return {}, _NOTHING
-
-        return by_site, _RECEIVED + (_STATISTICS if has_own_statistics(personal) else "")
+        return by_site, _RECEIVED if by_site else _NOTHING
 
     def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
@@ -574,15 +568,6 @@ class Scoring:
             rows.append({"id": ident, "site": owner.get(ident, ""), **columns})
 
         self.folder.write_table(name, rows)
-
-
-def _of_told(told: tally.Told) -> Metrics:
-    """Return a site's metrics with the ends of their intervals."""
-    scores = dict(told.metrics)
-    for name, (low, high) in told.intervals.items():
-        scores |= {f"{name}_low": low, f"{name}_high": high}
-
-    return scores
 
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
