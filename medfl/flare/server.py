@@ -161,7 +161,6 @@ class FlareWorkers(Workers):
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
         self._started = False
-        self._examines = not simulated and examines(federation.run)
 
     def run(
         self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
@@ -205,7 +204,9 @@ class FlareWorkers(Workers):
             case TrainToScore(sections=sections):
                 kind = wire.TRAIN_TO_SCORE
                 read = partial(self._cases, name, sections)
-            case ScoreSite(sections=sections) if self._examines:
+            case ScoreSite(sections=sections) if not self._simulated and examines(
+                self._federation.run
+            ):
                 kind = wire.EXAMINE
                 read = partial(self._tallied, name, sections)
             case ScoreSite(sections=sections):

@@ -91,7 +91,10 @@ _REBUILT: Mapping[str, Any] = {
 """Name in a file of `torch.save` -> what is called in its place, or the kind of a storage's numbers."""
 _STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
 """Of a pickle's steps those that `torch.save` writes: others make objects, or ask for memory of any size."""
-_MOST_MODULES = 100_000
+_SCRIPT_CLASS = "a class of TorchScript"
+"""Stands for any: it cannot be called."""
+_MOST_NAMES = 10_000_000
+"""Characters of all names in a file of TorchScript, each with those of the modules that it is in."""
 _NAMES = (str, bytes, int, float, type(None))
 _SINGLE = (*_NAMES, Tensor, np.ndarray, np.generic)
 _VERSIONS = ("version", "spectral_norm")
@@ -152,7 +155,7 @@ class PlainUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name."""
         if module.partition(".")[0] == "__torch__":
-            return ScriptModule
+            return _SCRIPT_CLASS
         if (full := f"{module}.{name}") not in _REBUILT:
             raise pickle.UnpicklingError(f"it holds {printable(full, 80)}; {_ALLOWED}")
         return _REBUILT[full]
@@ -201,10 +204,11 @@ class PlainUnpickler(pickle._Unpickler):
         self.stack[-1] = self.stack[-1](*arguments)
 
     def _new(self) -> None:
-        arguments = self.stack.pop()
-        if self.stack[-1] is not ScriptModule or arguments != ():
-            raise pickle.UnpicklingError(f"it makes objects; {_ALLOWED}")
-        self.stack[-1] = ScriptModule()
+        # with its arguments, of which there are none
+        if len(self.stack) < 2 or self.stack[-2] is not _SCRIPT_CLASS:
+            self._refuse()
+
+        self.stack[-2:] = [ScriptModule()]
 
     def _build(self) -> None:
         state = self.stack.pop()
@@ -254,10 +258,12 @@ def script_tensors(module: ScriptModule) -> ScriptModule:
     """Return the tensors of a module of TorchScript and of those in it, by their names in a state dict."""
     tensors = ScriptModule()
     todo = [("", module)]
+    length = 0
     for prefix, part in todo:
         # one that holds itself would have no end
-        if len(todo) > _MOST_MODULES:
-            raise pickle.UnpicklingError(f"it holds more than {_MOST_MODULES:,} modules")
+        length += sum(1 + len(prefix) + len(name) for name in part)
+        if length > _MOST_NAMES:
+            raise pickle.UnpicklingError("its modules have more names than any network's")
 
         for name, value in part.items():
             if isinstance(value, Tensor):
