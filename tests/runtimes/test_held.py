@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from medfl.core.errors import RunError
+from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.evaluation import tally
 from medfl.evaluation.metrics import WHOLE, Cases
@@ -361,3 +361,17 @@ def test_cases_cross_the_pipe() -> None:
     state = join_state(*split_state(cases_state(algo.cases)))
     assert state["validate"]["ids"] == list(algo.cases["validate"].ids)
     assert bits(state["validate"]["values"]) == bits(dict(algo.cases["validate"].values))
+
+
+def test_a_host_of_monai_fl_gets_what_the_site_s_policy_allows() -> None:
+    made = federation("fedavg")
+    for jobs, allowed in ((("train",), "train"), (("evaluate",), "evaluate"), ((), "")):
+        site = MedflClientAlgo(made, "x", jobs=jobs)
+        site.initialize()
+        for kind, work in (("train", site.train), ("evaluate", site.evaluate)):
+            data = broadcast(made, "x", 1)
+            if allowed in (kind, ""):
+                work(data)
+                continue
+            with pytest.raises(InputError, match=f"^site 'x': {kind}; {allowed}, as its policy"):
+                work(data)
