@@ -29,7 +29,7 @@ from medfl.bundle.files import (
     shipped_root as shipped_root,
     ships_unchanged,
 )
-from medfl.bundle.own_metric import OwnMetric
+from medfl.bundle.own_metric import LABEL, PREDICTION, OwnMetric
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes
@@ -39,7 +39,7 @@ from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
 from medfl.data.disk_cache import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
-from medfl.evaluation.metrics import IF_MISSING, Cases, title
+from medfl.evaluation.metrics import IF_MISSING, WHOLE, Cases, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
@@ -430,6 +430,19 @@ class Bundle(Problem):
             metrics |= self._own_metric.of(cases)
 
         return metrics
+
+    def told(self, cases: Cases) -> Cases:
+        """Return cases with the bundle's own metric as its value, in the place of what it is computed of."""
+        if self._own_metric is None:
+            return cases
+
+        values = dict(cases.values)
+        values.pop(PREDICTION, None)
+        values.pop(LABEL, None)
+        for name, value in self._own_metric.of(cases).items():
+            values[f"{WHOLE}{name}"] = torch.full((len(cases),), value, dtype=torch.float64)
+
+        return Cases(cases.ids, values)
 
     @cached_property
     def _key_metric(self) -> tuple[str, Any]:

@@ -167,6 +167,15 @@ def add_machine(parser: Any) -> Any:
     return group
 
 
+def add_runtime(group: Any) -> None:
+    """Add the flag that says what runs the sites."""
+    group.add_argument(
+        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
+        help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
+             "process, or a job on NVIDIA FLARE's simulator",
+    )  # fmt: skip
+
+
 def add_robustness(parser: Any) -> Any:
     """Add the flags about sites that fail, or send what is wrong; return their group."""
     group = parser.add_argument_group("robustness")

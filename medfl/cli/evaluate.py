@@ -9,8 +9,11 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.run import launch_of, result_text
 from medfl.cli.walls import Use, hold
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.core.names import listed
+from medfl.core.untrusted import printable
 from medfl.storage.places import is_run
 from medfl.storage.run_documents import read_run
 
@@ -33,7 +36,7 @@ def add(verbs: Any) -> None:
     verb.add_argument(
         "model", type=arguments.existing, metavar="MODEL",
         help="folder of a run or of a bundle with weights, or a file of weights "
-             "(.safetensors, .pt, .pth, TorchScript)",
+             "(.safetensors, .pt, .pth, TorchScript, of which no code is run)",
     )  # fmt: skip
     verb.add_argument(
         "bundle", nargs="?", metavar="BUNDLE",
@@ -56,6 +59,7 @@ def add(verbs: Any) -> None:
     arguments.add_settings(sites, "site_labels", "site_channels", "metrics")
     machine = arguments.add_machine(verb)
     arguments.add_trust(machine)
+    arguments.add_runtime(machine)
     arguments.add_jobs(machine, "number of worker processes; does not change results")
     output = verb.add_argument_group("output")
     output.add_argument(
@@ -79,13 +83,38 @@ def run(args: Any) -> int:
         args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
 
     runs = [model] if init.startswith("run:") else []
-    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
+    connects = f"--runtime {args.runtime}" if args.runtime.startswith("flare") else ""
+    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out, connects=connects))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
+    _check_classes(model, bundle, config)
     requested |= {"method": "fedavg", "rounds": 0, "init": init}
     document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
     return show(args, document, lambda: result_text(Path(document["folder"])))
+
+
+def _check_classes(model: Path, bundle: str, config: Config) -> None:
+    """Raise an InputError if the model is known to be of other classes than the bundle's."""
+    from medfl.bundle.bundle import Bundle
+    from medfl.problem.described import channel_names
+
+    if not model.is_dir() or model == Path(bundle):
+        return
+
+    if is_run(model):
+        classes = tuple(read_run(model / "run.json")[1].get("classes") or ())
+    else:
+        classes = channel_names(Bundle(str(model)).metadata)
+
+    expected = channel_names(Bundle(bundle, config).metadata)
+    agree = [str(name).casefold() for name in classes] == [name.casefold() for name in expected]
+    if classes and expected and not agree:
+        raise InputError(
+            f"{model}, a model of the classes {listed([*map(printable, classes)])}",
+            f"{bundle} has the classes {listed([*map(printable, expected)])}",
+            "name a bundle with the model's classes, in its order",
+        )
 
 
 def _parts(model: Path, bundle: str | None) -> tuple[str, str]:

@@ -35,6 +35,8 @@ examples
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 50 --out jobs
       then nvflare job submit -j jobs/medfl-... --startup-kit ADMIN-KIT, the kit of a
       person who may submit jobs (type admin in project.yml)
+  medfl flare export hippocampus --sites north,south --evaluate --init run:runs/hippocampus-fedavg-0 --out jobs
+      nothing trains: each site examines the model, and tells counts
   medfl flare export hippocampus --sites north,south --rehearsal --rounds 2 --out rehearsal
       every site takes drawn images: medfl data make hippocampus --out DIR
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 80 --resume --out more
@@ -66,6 +68,9 @@ def add(verbs: Any) -> None:
         "--data",
         metavar="DIR",
         help="images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
+    )
+    arguments.add_switch(
+        group, "--evaluate", "only examine the weights of --init at the sites; nothing trains"
     )
     arguments.add_switch(group, "--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
@@ -104,8 +109,8 @@ def _export(args: Any) -> int:
 
     document = export(
         args.bundle, sites, args.out, options=values, config=config, requested=requested,
-        rehearsal=args.rehearsal, data=args.data, resume=args.resume, min_replies=args.min_replies,
-        deadline=args.deadline,
+        evaluate=args.evaluate, rehearsal=args.rehearsal, data=args.data, resume=args.resume,
+        min_replies=args.min_replies, deadline=args.deadline,
     )  # fmt: skip
 
     return show(args, document, lambda: _text(document))

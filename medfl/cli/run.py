@@ -13,6 +13,7 @@ from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
 from medfl.core import portable
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.core.settings import SETTINGS
@@ -55,17 +56,18 @@ def add_flags(run: Any) -> None:
         help="a method (medfl methods), or the dotted path of your own; default: fedavg",
     )
     arguments.add_what(group, "set an option of the method (medfl methods NAME); may be repeated")
-    arguments.add_partition(arguments.add_sites(run))
+    sites = arguments.add_sites(run)
+    arguments.add_partition(sites)
+    sites.add_argument(
+        "--leave-out", metavar="NAME,...",
+        help="train at all centres but these, and test there: --partition centre:NAME=0/all,...",
+    )  # fmt: skip
     arguments.add_training(run)
     arguments.add_robustness(run)
     machine = arguments.add_machine(run)
     arguments.add_trust(machine)
     arguments.add_jobs(machine, "number of worker processes; does not change results")
-    machine.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
-        help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
-             "process, or a job on NVIDIA FLARE's simulator",
-    )  # fmt: skip
+    arguments.add_runtime(machine)
     output = run.add_argument_group("output")
     arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
     arguments.add_switch(
@@ -112,6 +114,9 @@ def run(args: Any) -> int:
     values = arguments.parse_pairs("--set", args.options)
     config = arguments.parse_pairs("--config", args.config)
     requested = arguments.given_settings(args, "method", "partition", "presets", "data", "sites")
+    if args.leave_out:
+        requested["partition"] = _without(args.leave_out, requested)
+
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
@@ -148,6 +153,22 @@ def run(args: Any) -> int:
         launch=launch,
     )
     return show(args, document, lambda: result_text(Path(document["folder"])))
+
+
+def _without(names: str, requested: Config) -> str:
+    """Return the partition in which some centres only test; InputError with another partition."""
+    for flag in ("partition", "sites"):
+        if flag in requested:
+            raise InputError(
+                f"--leave-out with --{flag}", "it makes the partition", "give one of them"
+            )
+
+    if names == "each":
+        raise InputError(
+            "--leave-out each of one run", "names of centres", "use medfl compare --leave-out each"
+        )
+
+    return "centre:" + ",".join(f"{name}=0/all" for name in arguments.parse_names(names))
 
 
 def _use(args: Any) -> Use:

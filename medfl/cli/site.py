@@ -199,7 +199,7 @@ def _inspect(args: Any) -> int:
     document = {
         **inspection.as_dict(),
         "outbound": policy.outbound.lines(),
-        "jobs": policy.jobs(),
+        "jobs": policy.job_rules(),
         "changes": changes,
     }
     if anew is not None:

@@ -54,6 +54,7 @@ class LeftOut:
         without: of the model that was trained without it.
         took_part: of the model that it took part in.
         own: of its own model.
+        given: what was scored as `without`, in words, where that is no global model as it is.
     """
 
     hospital: str
@@ -62,6 +63,7 @@ class LeftOut:
     without: Score | None
     took_part: Score | None
     own: Score | None
+    given: str
 
 
 def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
@@ -117,6 +119,7 @@ def rows_of(comparison: Comparison) -> list[LeftOut]:
                     _score([*row.runs.values()], hospital),
                     _score(with_runs, hospital),
                     _score(own_runs, hospital),
+                    str((row.first.summary or {}).get("newcomers") or ""),
                 )
             )
 
@@ -133,7 +136,10 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
             return None
 
         values.append(value)
+        # a method with a model for each site has none of one without training images
         predictions = run.predictions
+        if predictions is None or hospital not in predictions.sites:
+            predictions = run.newcomers
         if predictions is None:
             continue
 
@@ -167,6 +173,11 @@ def write(comparison: Comparison, folder: Path) -> str:
         scores = [_shown(score) for score in (row.without, row.took_part, row.own)]
         lines.append([row.hospital, str(row.images), row.method, *scores])
 
+    words = {}
+    for row in rows:
+        if row.given:
+            words[row.method] = f"Left out of {row.method}: {row.given}."
+
     text = "\n".join(
         [
             f"## Hospitals left out: {title} at each",
@@ -175,6 +186,7 @@ def write(comparison: Comparison, folder: Path) -> str:
             "",
             "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images. "
             "Its own model: add the method local.",
+            *words.values(),
         ]
     )
     write_atomic(folder / "left_out.md", f"{text}\n".encode())

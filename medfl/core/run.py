@@ -223,6 +223,11 @@ def _hash_of(document: Document) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
+def examines(run: Run) -> bool:
+    """Tell whether a run trains nothing: it examines the weights that it begins with."""
+    return run.rounds == 0
+
+
 def without_round_limit(run: Run) -> Run:
     """Return a run with 0 rounds: runs that differ in their number of rounds alone go on from each other."""
     return replace(run, rounds=0)

@@ -105,6 +105,8 @@ OF_CASES = (
     "own_label",
 )  # fmt: skip
 """What is no metric of a case."""
+WHOLE = "whole:"
+"""Before the name of a metric that is no mean over cases: each case has its value for all of them."""
 OVER_CLASSES = frozenset(
     {
         "balanced_accuracy",
@@ -392,6 +394,7 @@ def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     for name, array in values_of.items():
         scored = array[~np.isnan(array)]
         if scored.size:
+            name = name.removeprefix(WHOLE)
             # In float64: the mean of many float32 losses would lose digits.
             result[name] = float(scored.mean(dtype=np.float64))
             if scored.size < array.size:

@@ -18,7 +18,7 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.remote import federation_of_names
-from medfl.flare.site_config import PLAIN, needs_in_one_place, odd_option
+from medfl.flare.site_config import EXAMINING, PLAIN, needs_in_one_place, odd_option
 from medfl.flare.wire import is_flare_name
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
@@ -26,6 +26,31 @@ from medfl.runtimes import site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
 from medfl.storage.places import PHANTOM, require_unused
+
+
+def as_evaluation(requested: Config) -> Document:
+    """Return the settings of a job that only examines a model.
+
+    Raises:
+        InputError: no model is named, or it is to be trained.
+    """
+    if not requested.get("init"):
+        raise InputError(
+            "--evaluate without a model",
+            "weights to examine, as --init FILE, run:DIR or bundle:DIR",
+            "name them",
+        )
+
+    fixed = {"method": EXAMINING, "rounds": 0}
+    for name, value in fixed.items():
+        if requested.get(name, value) != value:
+            raise InputError(
+                f"--evaluate with --{name} {requested[name]}",
+                "a finished model, which is sent as it is and not trained",
+                "leave one of them out",
+            )
+
+    return {**requested, **fixed}
 
 
 def offer(
@@ -98,11 +123,13 @@ def export(
     resume: bool = False,
     min_replies: int | None = None,
     deadline: float | None = None,
+    evaluate: bool = False,
     **offered: Any,
 ) -> Document:
     """Write the job of an offered run into a new folder and return its description.
 
-    With `resume` the server continues the run if it has it already; `offered` are further arguments of `offer`.
+    With `resume` the server continues the run if it has it already; with `evaluate` the sites only examine the
+    weights that the run begins with; `offered` are further arguments of `offer`.
 
     Raises:
         InputError: something is not allowed; nothing was written.
@@ -112,6 +139,8 @@ def export(
 
     tolerance = Tolerance(min_replies, deadline)
     require_unused(out)
+    if evaluate:
+        offered["requested"] = as_evaluation(offered.get("requested") or {})
     run = offer(bundle, sites, **offered)
     least = min_replies or len(sites)
 

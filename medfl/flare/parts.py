@@ -33,7 +33,7 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl.core.errors import InputError, MedflError, errors_safe_to_send
 from medfl.core.names import NO_WALLS
-from medfl.core.run import Run, without_round_limit
+from medfl.core.run import Run, examines, without_round_limit
 from medfl.core.terminal import Print
 from medfl.flare import wire
 from medfl.flare.files import error_document, participants, read_run
@@ -277,7 +277,8 @@ class RemoteController(_Controller):
         self._config = SiteConfig.read(settings)
         accepted_run(self._run, None, self._config)  # before its names become a folder's
         run_hash = without_round_limit(self._run).run_hash
-        path = Path(self._config.folder) / f"{self._run.bundle}-{self._run.method}-{run_hash[:16]}"
+        work = "evaluate" if examines(self._run) else self._run.method
+        path = Path(self._config.folder) / f"{self._run.bundle}-{work}-{run_hash[:16]}"
         if not (path / "run.json").is_file():
             RunFolder.create(path)
         elif not self.resume:
@@ -414,7 +415,7 @@ class RemoteExecutor(_Executor):
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
 
-        return FlareSite(algo, flare_name)
+        return FlareSite(algo, flare_name, examines=examines(run))
 
     def _say(self, text: str) -> None:
         self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it

@@ -78,7 +78,7 @@ class ReportedRunFolder(RunFolder):
         """Write a table; that of the sites with the metrics reported last."""
         if name == "sites.csv":
             sites = self.rounds()[-1]["sites"] if self.rounds() else {}
-            rows = [self._reported_row(row["site"], sites.get(row["site"], {})) for row in rows]
+            rows = [self._reported_row(row, sites.get(row["site"], {})) for row in rows]
         if rows:
             super().write_table(name, rows)
 
@@ -89,10 +89,15 @@ class ReportedRunFolder(RunFolder):
         facts = self.workers.by_kind(summary)
         super().write_summary({**summary, **facts, "told": {**last, **final}})
 
-    def _reported_row(self, name: str, site: Config) -> Document:
+    def _reported_row(self, row: Config, site: Config) -> Document:
+        name = row["site"]
         reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
         samples = site.get("samples", self.workers.samples.get(name, 0))
         columns = {f"told_{metric}": value for metric, value in reported.items()}
+        for column, value in row.items():
+            if column.startswith("received_"):
+                columns[column] = value
+
         return {"site": name, "train": samples, **columns}
 
 

@@ -19,7 +19,9 @@ import torch
 from medfl.core.documents import Config, Document
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
+from medfl.core.run import examines
 from medfl.core.terminal import Print
+from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.flare import site_facts, wire
@@ -137,6 +139,7 @@ class FlareWorkers(Workers):
     Attributes:
         deadline: seconds that the sites have for a round, None for no limit.
         reported: site -> metrics of its own items that it reported, where sites send no cases.
+        tallies: site -> section -> tables of the outcomes of its own items, of a job that only examines.
         samples: site -> number of its training items that it reported.
     """
 
@@ -201,6 +204,11 @@ class FlareWorkers(Workers):
             case TrainToScore(sections=sections):
                 kind = wire.TRAIN_TO_SCORE
                 read = partial(self._cases, name, sections)
+            case ScoreSite(sections=sections) if not self._simulated and examines(
+                self._federation.run
+            ):
+                kind = wire.EXAMINE
+                read = partial(self._tallied, name, sections)
             case ScoreSite(sections=sections):
                 kind = wire.SCORE_SITE
                 read = partial(self._cases, name, sections)
@@ -379,6 +387,21 @@ class FlareWorkers(Workers):
         renewed = bool(payload.whole_number(wire.RENEWED))
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
+
+    def _tallied(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+        """Keep the tables of a site's outcomes, of which no single case is known."""
+        arrived = payload.group("tally")
+        for section in sections:
+            tables = {}
+            for key, tensor in arrived.items():
+                place, _, table = key.partition("/")
+                if place == section:
+                    tables[table] = tensor
+
+            sections_of_site = self.tallies.setdefault(name, {})
+            sections_of_site[section] = tally.read(tables, len(self._federation.bundle.classes))
+
+        return dict.fromkeys(sections, Cases((), {}))
 
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""

@@ -20,6 +20,7 @@ from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
 from medfl.core.message import Message, Tensors
 from medfl.core.untrusted import printable
+from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.flare import site_facts, wire
@@ -48,20 +49,29 @@ class FlareSite:
         name: its name in the run.
         shows: a simulation's run folder: the site then shows cases, masks and its own weights as the simulator does.
             None: it reports metrics of its own items, and sends only what the method sends.
+        examines: the job only examines a model: no other question is answered than those to do so.
     """
 
-    def __init__(self, algo: MedflClientAlgo, name: str, shows: RunFolder | None = None) -> None:
+    def __init__(
+        self,
+        algo: MedflClientAlgo,
+        name: str,
+        shows: RunFolder | None = None,
+        *,
+        examines: bool = False,
+    ) -> None:
         """Store the arguments; the first question prepares the site."""
         self.algo = algo
         self.name = name
         self._simulation = shows
+        self._examines = examines
         self._ready = False
 
     def answer(
         self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None
     ) -> Payload:
         """Return the answer to a question, or a failure; raises nothing."""
-        answers: Mapping[str, Callable[[Payload], Payload]] = {
+        answers: dict[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
             wire.TRAIN: self._train,
             wire.TRAIN_TO_SCORE: self._train_to_score,
@@ -70,6 +80,9 @@ class FlareSite:
             wire.COPY_WEIGHTS: self._copy_weights,
             wire.SEGMENT: self._segment,
         }
+
+        if self._examines:
+            answers = {wire.INTRODUCE: self._introduce, wire.EXAMINE: self._examine}
 
         try:
             with errors_safe_to_send():
@@ -100,6 +113,15 @@ class FlareSite:
         reply = self.algo.get_weights()
         numbers = {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]}
         return Payload(self._outgoing_tensors(reply), numbers)
+
+    def _examine(self, payload: Payload) -> Payload:
+        tables = self.algo.examine(self._exchange_object(payload), payload.sections)
+        tensors: Tensors = {}
+        for section, table in tables.items():
+            for name, tensor in tally.tensors(table).items():
+                tensors[f"tally/{section}/{name}"] = tensor
+
+        return Payload(tensors)
 
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)

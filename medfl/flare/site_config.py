@@ -40,7 +40,7 @@ from medfl.core import portable
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.names import is_name
-from medfl.core.run import DataRecord, Run
+from medfl.core.run import DataRecord, Run, examines
 from medfl.core.setting_values import site_names
 from medfl.core.settings import SETTINGS
 from medfl.core.task import SECTIONS
@@ -68,6 +68,8 @@ _DECLARED = {"labels": "structures, or auto", "channels": "channels"}
 _DECLARED_NAME = re.compile(r"[^,;=\n]{1,200}")
 _NAMES = {"plm"}
 """Options that stand for something that is looked up."""
+EXAMINING = "fedavg"
+"""The method of a job that only examines a model: the sites get its weights as they are."""
 PLAIN = "numbers and plain names"
 """What a site takes of a method's options."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
@@ -307,6 +309,9 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
     if need := needs_in_one_place(method):
         raise refuse(f"method {run.method} needs {need}", "methods whose sites keep their images")
+    if examines(run) and not (run.method == EXAMINING and run.init):
+        allowed = f"method {EXAMINING} and weights to begin with"
+        raise refuse(f"it examines a model by method {run.method}", allowed)
     if disagreement := policy.disagreement(run):
         raise refuse(*disagreement)
     if name is None:

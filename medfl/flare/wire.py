@@ -1,7 +1,8 @@
 """The format of what server and sites exchange on NVIDIA FLARE: named tensors and a few numbers.
 
 An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
-of single cases under `cases/`, what a site tells of its data under `site/`. Its `meta` has only numbers from a fixed
+of single cases under `cases/`, tables of outcomes (`evaluation.tally`) under `tally/`, what a site tells of its data
+under `site/`. Its `meta` has only numbers from a fixed
 list. A question is FLARE's task name, one of `TASKS`. There are no paths, no texts but names, no configuration; a site
 that fails says why in one line.
 """
@@ -22,8 +23,8 @@ from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 
-INTRODUCE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
-    "introduce", "train", "try", "judge", "abroad", "weights", "masks",
+INTRODUCE, EXAMINE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
+    "introduce", "evaluate", "train", "try", "judge", "abroad", "weights", "masks",
 )  # fmt: skip
 """Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""
 

@@ -6,6 +6,7 @@
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
     outbound: {clip: 1.0}        # what may leave the site, see `medfl.policy.outbound`
+    jobs: [train, evaluate]      # what a job may do; evaluate: examine a model that the site does not train
     methods: [fedavg, scaffold]  # that a job may ask for
     settings: {rounds: 100}      # the most that a job may ask for, see `MOST`
 
@@ -23,7 +24,7 @@ import yaml
 
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
-from medfl.core.run import Run
+from medfl.core.run import Run, examines
 from medfl.core.untrusted import Plain, Refused, decode_text, printable, read_bytes, read_plain
 from medfl.policy.outbound import Outbound, changes, check_known
 
@@ -40,7 +41,9 @@ PERMISSIONS = {
 }
 """What a policy can allow, and what each permission means."""
 
-_KEYS = ("bundle", "allow", "limits", "files", "outbound", "methods", "settings")
+JOBS = ("train", "evaluate")
+"""What a job does: train a model, or only examine one."""
+_KEYS = ("bundle", "allow", "limits", "files", "outbound", "jobs", "methods", "settings")
 MOST = ("rounds", "batch_size", "local_epochs")
 """Settings of a run that a policy may limit."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -79,6 +82,8 @@ class Policy:
     """that a job may ask for; none named: any"""
     settings: Mapping[str, int] = field(default_factory=dict)
     """the most that a job may ask for, of `MOST`; none named: any"""
+    jobs: tuple[str, ...] = ()
+    """of `JOBS`; none named: any"""
 
     @property
     def runs_scripts(self) -> bool:
@@ -87,11 +92,18 @@ class Policy:
 
     def restricted_to(self, run: Run) -> Policy:
         """Return the policy that agrees to a run and no more of its kind, where this one says nothing of it."""
-        settings = self.settings or {name: int(getattr(run, name)) for name in MOST}
-        return replace(self, methods=self.methods or (run.method,), settings=settings)
+        settings = self.settings or {name: max(1, int(getattr(run, name))) for name in MOST}
+        return replace(
+            self,
+            methods=self.methods or (run.method,),
+            settings=settings,
+            jobs=self.jobs or (job_of(run),),
+        )
 
     def disagreement(self, run: Run) -> tuple[str, str] | None:
         """Return what of a run is not agreed to, and what is; None where all is."""
+        if self.jobs and job_of(run) not in self.jobs:
+            return f"a job to {job_of(run)}", f"{' and '.join(self.jobs)}, as its policy says"
         if self.methods and run.method not in self.methods:
             return (
                 f"method {printable(run.method, 60)}",
@@ -102,11 +114,13 @@ class Policy:
                 return f"{name} {getattr(run, name)}", f"at most {most}, as its policy says"
         return None
 
-    def jobs(self) -> str:
+    def job_rules(self) -> str:
         """Say which jobs are taken."""
         rules = [f"at most {count} {name}" for name, count in self.settings.items()]
         if self.methods:
             rules.insert(0, f"methods {', '.join(self.methods)}")
+        if self.jobs:
+            rules.insert(0, " and ".join(self.jobs))
         return "; ".join(rules) or "any"
 
     @classmethod
@@ -137,6 +151,8 @@ class Policy:
         allow = _words(document, "allow", path)
         files = document.get("files")
         check_known(allow, PERMISSIONS, f"policy {path}: the permission")
+        jobs = _words(document, "jobs", path)
+        check_known(jobs, JOBS, f"policy {path}: jobs:")
         methods = tuple(
             check_name(name, f"policy {path}: method") for name in _words(document, "methods", path)
         )
@@ -163,6 +179,7 @@ class Policy:
             outbound,
             methods=methods,
             settings=settings,
+            jobs=tuple(jobs),
         )
 
     def text(self) -> str:
@@ -171,6 +188,7 @@ class Policy:
         optional = {
             "limits": changes(self.limits),
             "outbound": self.outbound.as_dict(),
+            "jobs": list(self.jobs),
             "methods": list(self.methods),
             "settings": dict(self.settings),
         }
@@ -187,6 +205,11 @@ class Policy:
             + comments
             + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
         )
+
+
+def job_of(run: Run) -> str:
+    """Return which of `JOBS` a run is."""
+    return "evaluate" if examines(run) else "train"
 
 
 def _are_pins(files: object) -> bool:

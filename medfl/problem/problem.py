@@ -305,6 +305,10 @@ class Problem:
         """Return the metrics of a set of cases that its evaluator scored."""
         return summarise(cases)
 
+    def told(self, cases: Cases) -> Cases:
+        """Return cases with a metric of its own as its value, in the place of what it is computed of."""
+        return cases
+
     @cached_property
     def evaluator(self) -> Evaluator:
         """How its networks are scored."""

@@ -104,6 +104,7 @@ def context(run: RunFiles) -> Document:
         "spreads": spreads,
         "scale": scale,
         "gains": gains,
+        "site_ends": _site_ends(run),
         **_differences(run),
         "cross_site": cross_site.read(run),
         "contribution": contribution_of(run),
@@ -117,6 +118,13 @@ def context(run: RunFiles) -> Document:
         **_pictures(run),
         "settings": _settings(record),
     }
+
+
+def _site_ends(run: RunFiles) -> dict[str, tuple[float, float]]:
+    """Return the interval of the key metric at each site that has told it."""
+    low = run.site_values(run.judged, f"{run.key}_low")
+    high = run.site_values(run.judged, f"{run.key}_high")
+    return {site: (low[site], high[site]) for site in low}
 
 
 def _differences(run: RunFiles) -> Document:
@@ -181,7 +189,14 @@ def _predicted(run: RunFiles) -> Document:
     analysis = analyse_predictions(run)
     if analysis is None:
         absent = ("confusion", "roc", "calibration", "few_cases", "worst")
-        empty = {"predictions": False, "intervals": {}, "intervals_method": "", "each": {}}
+        examined = (run.summary or {}).get("examined") or {}
+        empty = {
+            "predictions": False,
+            "intervals": examined.get("intervals") or {},
+            "intervals_method": _TOLD.format(**examined) if examined else "",
+            "each": {},
+            "told": bool(examined),
+        }
         none = {"confusions": [], "numbers": [], **_structures(run, {})}
         return {**entries, **empty, **none, **dict.fromkeys(absent)}
 
@@ -358,6 +373,10 @@ def _pictures(run: RunFiles) -> Document:
 # A report's charts of the rounds: learning curves and costs.
 
 
+_TOLD = (
+    "Of {cases} cases, by what the sites tell of them: 95 % bootstrap intervals over the counts, of means over cases "
+    "the normal one; AUROC is computed from histograms of scores, and off by at most {auroc_error:.3f}."
+)
 _COSTS = (
     ("Seconds a round", 1, (
         ("received", "seconds_train", "training"), ("personal", "seconds_server", "server"),

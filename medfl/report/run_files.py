@@ -14,7 +14,7 @@ from medfl.evaluation.bootstrap import Draws, Integers
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.undefined import listed
-from medfl.storage.run_reader import RunReader
+from medfl.storage.run_reader import RunReader, Table
 
 if TYPE_CHECKING:
     from medfl.problem.tasks.kind import Kind, Redrawn, Wanted
@@ -74,7 +74,14 @@ class RunFiles(RunReader):
     @cached_property
     def predictions(self) -> Predictions | None:
         """`predictions.csv`, None where the run did not get that far."""
-        table = self.prediction_table
+        return self._predictions(self.prediction_table)
+
+    @cached_property
+    def newcomers(self) -> Predictions | None:
+        """What sites without training items are given, of a method with a model for each site; None without any."""
+        return self._predictions(self.newcomer_table)
+
+    def _predictions(self, table: Table | None) -> Predictions | None:
         if table is None:
             return None
 

@@ -53,12 +53,16 @@ def result_table(run_folder: Path) -> str:
         *_pooled_lines(run),
         *structure_lines(run, {} if _has_one(run) else run.structures, model),
     ]
-    answers = {"personal": run.personal_model, **Differences(run).answers()}
+    summary = run.summary or {}
+    answers = {
+        "personal": run.personal_model,
+        "received, without training images": str(summary.get("newcomers") or ""),
+        **Differences(run).answers(),
+    }
     for name, text in answers.items():
         if text:
             lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
 
-    summary = run.summary or {}
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
 

@@ -24,6 +24,7 @@ from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
+from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
 
@@ -61,11 +62,14 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
     They are those of a checkpoint that are called most like `names`, without what it has before each name.
     """
     path = weights_file(text)
+    is_script = False
     try:
         if path.suffix == ".safetensors":
             parts = {"": tensors(path)}
         else:
-            parts = _parts(path)
+            loaded = _loaded(path)
+            parts = _parts(loaded)
+            is_script = isinstance(loaded, ScriptModule)
 
         ranks = {}
         for place, part in parts.items():
@@ -82,6 +86,10 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
         for name, tensor in parts[place].items():
             if name.startswith(prefix):
                 weights[name.removeprefix(prefix)] = tensor.detach()
+
+        # TorchScript has constants and buffers among them that no state dict has
+        if is_script and names & weights.keys():
+            weights = {name: tensor for name, tensor in weights.items() if name in names}
 
         # what a method added to a network of medfl is of this network too
         if path.suffix == ".safetensors" and len(weights) < len(parts[place]):
@@ -136,15 +144,20 @@ def tensors(path: Path) -> Tensors:
     return _finite(safetensors.torch.load_file(path))
 
 
-def _parts(path: Path) -> dict[str, Tensors]:
-    """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
+def _loaded(path: Path) -> Mapping[object, object]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        todo = [("", load_pickled(path))]
+        loaded = load_pickled(path)
 
-    if not isinstance(todo[0][1], Mapping):
+    if not isinstance(loaded, Mapping):
         raise ValueError("it holds no tensors by name")
 
+    return loaded
+
+
+def _parts(loaded: Mapping[object, object]) -> dict[str, Tensors]:
+    """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
+    todo = [("", loaded)]
     parts = {}
     for place, value in todo:
         tensors = {}

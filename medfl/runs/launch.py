@@ -436,10 +436,11 @@ def site_algo(
 
         return federation
 
-    outbound = None if site_policy is None else site_policy.outbound
+    site_policy = site_policy or Policy()
     return MedflClientAlgo(
-        make_federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say
-    )
+        make_federation, name, folder=folder, host=host, outbound=site_policy.outbound, audit=audit,
+        jobs=site_policy.jobs, say=say,
+    )  # fmt: skip
 
 
 def _require_same_runtime(path: Path, runtime: str) -> None:

@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.message_limits import MessageLimits
 from medfl.core.names import listed
-from medfl.core.run import Run
+from medfl.core.run import Run, examines
 from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
@@ -59,12 +59,12 @@ class _Architecture:
 
 
 def participants(run: Run, pooled: bool) -> list[str]:
-    """Return who trains in a run: its sites with training images, or one participant with everybody's."""
+    """Return who takes part: sites with training images, or one with everybody's; all where nothing is trained."""
     if pooled:
         return [POOLED]
 
     sites = run.partition.sites
-    trained = [name for name, ids in sites.items() if ids.get("train")]
+    trained = [name for name, ids in sites.items() if ids.get("train") or examines(run)]
     # nobody's images may be known here: those of a federation lie elsewhere
     return trained or list(sites)
 
@@ -179,6 +179,11 @@ class Federation:
             architectures[name] = built[key]
 
         return architectures
+
+    @cached_property
+    def _of_newcomers(self) -> _Architecture:
+        """The architecture of a site that takes no part: the bundle's own."""
+        return self._build_architecture({})
 
     def _build_architecture(self, config: Mapping[str, object]) -> _Architecture:
         """Return the architecture with these ids of the bundle's configuration.
@@ -336,7 +341,7 @@ class Federation:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         run = self.run
-        arch = self._architectures[name]
+        arch = self._architectures.get(name) or self._of_newcomers
         by_epoch = self.run.decay_per == "epoch"
         bundle = arch.bundle
         first = (

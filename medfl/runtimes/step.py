@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor, nn
+from torch.func import replace_all_batch_norm_modules_
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors
@@ -133,6 +135,23 @@ def score_site(
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
+        return _scores(federation, network, name, sections)
+
+
+def score_newcomer(
+    federation: SiteContext, round_: int, name: str, down: Message, sections: Sequence[str]
+) -> dict[str, Cases]:
+    """Score on its own items what a site is given that has trained nothing: what the server sends, and a first State.
+
+    Where the statistics of BatchNorm stay at sites, those of the site's own batches stand for them, without its labels
+    (Li et al., Revisiting Batch Normalization For Practical Domain Adaptation, 2016; as FedBN's authors advise).
+    """
+    with judged(federation, round_, name, None, down) as network:
+        personal = federation.method.personal_names(network)
+        if any(name.endswith("running_mean") for name in personal):
+            # a copy, as the network is the pool's
+            network = replace_all_batch_norm_modules_(deepcopy(network))
+
         return _scores(federation, network, name, sections)
 
 

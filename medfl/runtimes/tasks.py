@@ -26,6 +26,7 @@ from medfl.runtimes.step import (
     introduce,
     refuse_other_state,
     score,
+    score_newcomer,
     score_site,
     score_site_on_all,
     segment,
@@ -236,6 +237,28 @@ class ScoreGlobal(WorkerTask):
             pooled = federation.pooled(self.section)
             part = replace(pooled, indices=pooled.indices[self.start : self.stop])
             return score(federation, network, part, self.section)
+
+
+@dataclass(frozen=True)
+class ScoreNewcomer(WorkerTask):
+    """Score on the items of a site that has trained nothing what it is given: section -> outcomes."""
+
+    round: int
+    server: State
+    site: str
+    sections: tuple[str, ...]
+
+    def run(self, federation: Federation) -> dict[str, Cases] | None:
+        """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""
+        with profiling.during(profiling.EVALUATION):
+            try:
+                with federation.networks.scope():
+                    host = federation.host(self.round)
+                    down = federation.method.broadcast(host, self.server, self.site)
+            except KeyError:
+                return None
+
+            return score_newcomer(federation, self.round, self.site, down, self.sections)
 
 
 @dataclass(frozen=True)

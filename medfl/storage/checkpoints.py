@@ -47,6 +47,10 @@ def first(value: Any, *_: Any) -> Any:
     return value
 
 
+class ScriptModule(dict[str, object]):
+    """Stands for a module of TorchScript: its attributes by name; its code is not read."""
+
+
 def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
     """Put values into a dict; an UnpicklingError for a name that is no text and no number, as Python hashes any."""
     plain = type(target) in (dict, OrderedDict)
@@ -71,16 +75,26 @@ _KINDS = {
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
     "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
 }  # fmt: skip
+_TYPED = (
+    "restore_type_tag",
+    *(f"build_{kind}list" for kind in ("int", "double", "bool", "tensor")),
+)
+"""What TorchScript wraps its lists and dicts in."""
 _REBUILT: Mapping[str, Any] = {
     **STAND_INS,
     **{f"{place}.{name}Storage": kind for place in ("torch", "torch.cuda") for name, kind in _KINDS.items()},
     **{f"torch._utils._rebuild_tensor{version}": dense for version in ("", "_v2")},
     "torch._utils._rebuild_parameter": first, "torch.Size": first, "collections.Counter": first,
     "collections.OrderedDict": ordered, "_codecs.encode": latin1,
+    **{f"torch.jit._pickle.{name}": first for name in _TYPED},
 }  # fmt: skip
 """Name in a file of `torch.save` -> what is called in its place, or the kind of a storage's numbers."""
 _STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
 """Of a pickle's steps those that `torch.save` writes: others make objects, or ask for memory of any size."""
+_SCRIPT_CLASS = "a class of TorchScript"
+"""Stands for any: it cannot be called."""
+_MOST_NAMES = 10_000_000
+"""Characters of all names in a file of TorchScript, each with those of the modules that it is in."""
 _NAMES = (str, bytes, int, float, type(None))
 _SINGLE = (*_NAMES, Tensor, np.ndarray, np.generic)
 _VERSIONS = ("version", "spectral_norm")
@@ -140,6 +154,8 @@ class PlainUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name."""
+        if module.partition(".")[0] == "__torch__":
+            return _SCRIPT_CLASS
         if (full := f"{module}.{name}") not in _REBUILT:
             raise pickle.UnpicklingError(f"it holds {printable(full, 80)}; {_ALLOWED}")
         return _REBUILT[full]
@@ -187,6 +203,13 @@ class PlainUnpickler(pickle._Unpickler):
         self._take_parts(arguments)
         self.stack[-1] = self.stack[-1](*arguments)
 
+    def _new(self) -> None:
+        # with its arguments, of which there are none
+        if len(self.stack) < 2 or self.stack[-2] is not _SCRIPT_CLASS:
+            self._refuse()
+
+        self.stack[-2:] = [ScriptModule()]
+
     def _build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
@@ -200,6 +223,9 @@ class PlainUnpickler(pickle._Unpickler):
             for name, facts in state["_metadata"].items():
                 metadata[name] = {kind: facts[kind] for kind in _VERSIONS if kind in facts}
             vars(target)["_metadata"] = metadata
+        elif isinstance(target, ScriptModule) and type(state) is dict:
+            self._take(len(state))
+            target.update(state)
         else:
             raise pickle.UnpicklingError(
                 f"it sets attributes of {type(target).__name__}; {_ALLOWED}"
@@ -221,7 +247,28 @@ class PlainUnpickler(pickle._Unpickler):
         **dict.fromkeys(range(256), _refuse),
         **{step: pickle._Unpickler.dispatch[step] for step in _STEPS},
         pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _new,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_items,
     }
+
+
+def script_tensors(module: ScriptModule) -> ScriptModule:
+    """Return the tensors of a module of TorchScript and of those in it, by their names in a state dict."""
+    tensors = ScriptModule()
+    todo = [("", module)]
+    length = 0
+    for prefix, part in todo:
+        # one that holds itself would have no end
+        length += sum(1 + len(prefix) + len(name) for name in part)
+        if length > _MOST_NAMES:
+            raise pickle.UnpicklingError("its modules have more names than any network's")
+
+        for name, value in part.items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}{name}"] = value
+            elif isinstance(value, ScriptModule):
+                todo.append((f"{prefix}{name}.", value))
+
+    return tensors

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from medfl.core.errors import RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
-from medfl.storage.checkpoints import PlainUnpickler
+from medfl.storage.checkpoints import PlainUnpickler, ScriptModule, script_tensors
 
 _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
@@ -225,7 +225,8 @@ def load_weights(path: Path) -> Tensors:
 def load_pickled(path: Path) -> Any:
     """Read tensors and plain values that `torch.save` wrote; Parameters come as tensors, and all on the CPU.
 
-    Nothing else is rebuilt (`PlainUnpickler`), and the file has to have as many bytes as its tensors take.
+    Of TorchScript these are the tensors by name, a `ScriptModule`, and no code of it is read. Nothing else is rebuilt
+    (`PlainUnpickler`), and the file has to have as many bytes as its tensors take.
 
     Raises:
         ValueError or UnpicklingError: it holds something else, or would take more; damage raises other errors, too.
@@ -248,6 +249,10 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
     with zipfile.ZipFile(file) as archive:
         # Stored as it is, and no bytes twice: else a small file could fill the memory.
         members = archive.infolist()
+        folder = members[0].filename.partition("/")[0]
+        # TorchScript packs its code, of which nothing is read
+        read_here = (f"{folder}/data/", f"{folder}/data.pkl", f"{folder}/byteorder")
+        members = [member for member in members if member.filename.startswith(read_here)]
         packed = any(member.compress_type for member in members)
         if packed or sum(member.file_size for member in members) > size:
             raise ValueError(
@@ -258,7 +263,6 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
             if not member.CRC:
                 del member.CRC  # torch.save may be told to write none
 
-        folder = members[0].filename.partition("/")[0]
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != sys.byteorder.encode():
             raise ValueError("it was written on a machine with the other order of bytes")
@@ -271,7 +275,9 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
 
             return held
 
-        return PlainUnpickler(io.BytesIO(archive.read(f"{folder}/data.pkl")), size, read).load()
+        pickled = io.BytesIO(archive.read(f"{folder}/data.pkl"))
+        loaded = PlainUnpickler(pickled, size, read).load()
+        return script_tensors(loaded) if isinstance(loaded, ScriptModule) else loaded
 
 
 def _from_stream(file: BinaryIO, size: int) -> Any:

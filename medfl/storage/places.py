@@ -37,7 +37,10 @@ CALIBRATION = "calibration.json"
 _LEAST_SIDE = 16
 _WEIGHTS = {
     "run": ("the weights of a run that is finished", ("weights.safetensors",)),
-    "bundle": ("a bundle's weights", ("models/model.safetensors", "models/model.pt")),
+    "bundle": (
+        "a bundle's weights",
+        ("models/model.safetensors", "models/model.pt", "models/model.ts"),
+    ),
 }
 
 
@@ -201,7 +204,7 @@ def weights_file(text: str) -> Path:
     if not (colon and kind in _WEIGHTS):
         path = Path(text).expanduser()
         if not path.is_file():
-            allowed = "FILE (.safetensors, .pt, .pth), run:DIR or bundle:DIR"
+            allowed = "FILE (.safetensors, .pt, .pth, .ts), run:DIR or bundle:DIR"
             raise InputError(f"--init {text}", allowed, "name one that is there")
 
         return path

@@ -29,6 +29,8 @@ from medfl.core.untrusted import (
 )
 
 MANIFEST = "manifest.json"
+NEWCOMERS = "newcomers.csv"
+"""Of a run by a method with a model for each site: as predictions.csv, of the sites without training items."""
 Round = Annotated[int, range(1_000_001)]
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None

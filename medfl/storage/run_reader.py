@@ -19,6 +19,7 @@ from medfl.core.untrusted import Plain
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,
+    NEWCOMERS,
     damaged,
     read_calibration,
     read_manifest,
@@ -169,8 +170,16 @@ class RunReader:
     @cached_property
     def prediction_table(self) -> Table | None:
         """`predictions.csv`, None where the run did not get that far."""
-        rows = self._rows("predictions.csv")
-        return None if rows is None else Table(self.path / "predictions.csv", rows)
+        return self._table("predictions.csv")
+
+    @cached_property
+    def newcomer_table(self) -> Table | None:
+        """`newcomers.csv`, None where there is none."""
+        return self._table(NEWCOMERS)
+
+    def _table(self, name: str) -> Table | None:
+        rows = self._rows(name)
+        return None if rows is None else Table(self.path / name, rows)
 
     def prediction_rows(self) -> list[dict[str, str]] | None:
         """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""

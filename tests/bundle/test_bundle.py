@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from ignite.metrics import MeanAbsoluteError
 from torch import nn
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
+from medfl.bundle.own_metric import OwnMetric
 from medfl.core.errors import InputError
 from medfl.evaluation.evaluators import ClassEvaluator
-from medfl.evaluation.metrics import higher_is_better
+from medfl.evaluation.metrics import Cases, higher_is_better, summarise
 from medfl.policy.policy import Policy
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.regression import NumberEvaluator
@@ -553,3 +555,21 @@ def test_what_a_bundle_declares_is_taken_at_its_word_and_no_step_is_tried(tmp_pa
     former = Bundle(str(folder), config, known_as="mednist")
     assert (former.task, former.evaluator) == ("classification", ClassEvaluator())
     assert former.sha256 == bundle.sha256, "a hash of what is trained, not of how it is described"
+
+
+def test_a_bundle_tells_its_own_metric_and_not_what_it_is_computed_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metric = OwnMetric("their_mae", MeanAbsoluteError(_both), None)
+    monkeypatch.setattr(Bundle, "_own_metric", metric)
+    values = {"own_pred": torch.tensor([1.0, 2]), "own_label": torch.tensor([1.0, 4])}
+    bundle = object.__new__(Bundle)
+    told = bundle.told(Cases(("a", "b"), {**values, "loss": torch.zeros(2)}))
+    assert summarise(told) == {"their_mae": 1.0, "loss": 0.0}
+    assert not values.keys() & told.values.keys()
+
+
+def _both(cases: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([case["pred"] for case in cases]), torch.stack(
+        [case["label"] for case in cases]
+    )

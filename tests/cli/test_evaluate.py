@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from medfl import datasets
+from medfl import datasets, networks
+from medfl.bundle.bundle import Bundle
 from medfl.cli.verbs import main
-from medfl.storage.files import load_weights, save_weights
+from medfl.core.seeding import stream
+from medfl.report import result_table
+from medfl.report.run_files import Predictions, RunFiles
+from medfl.runs import initial_weights
+from medfl.runtimes.monai_fl.client import MedflClientAlgo
+from medfl.storage.files import load_weights, save_weights, weights_sha256
+from tests.zoo.build import ZOO
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +77,103 @@ def test_a_file_of_weights_needs_its_bundle(
     assert summary_of(out)["weights_sha256"] == summary_of(trained)["weights_sha256"]
 
 
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "bundle"
+    assert main(["export", str(trained), "--out", str(out), "--formats", "torchscript"]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["run", "bundle", "safetensors", "checkpoint", "torchscript"])
+def test_a_model_of_any_kind_has_the_scores_of_its_run(
+    kind: str, trained: Path, exported: Path, scans: Path, tmp_path: Path
+) -> None:
+    models = {
+        "run": trained,
+        "bundle": exported,
+        "safetensors": trained / "weights.safetensors",
+        "checkpoint": exported / "models" / "model.pt",
+        "torchscript": exported / "models" / "model.ts",
+    }
+    out = tmp_path / "out"
+    sites = ("--sites", 2, "--partition", "iid")
+    assert evaluate(models[kind], "mednist", "--data", scans, *sites, "--out", out) == 0
+    assert {**summary_of(out)["last"], "round": 1} == summary_of(trained)["last"]
+    assert summary_of(out)["weights_sha256"] == summary_of(trained)["weights_sha256"]
+
+
+def test_code_in_torchscript_is_not_run(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it loaded: the tensors are read by what the pickle says of them, buffers and constants left out."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("TorchScript is loaded")
+
+    with stream(0, "network"):
+        network = networks.build("small_cnn", 1, 6)
+    network.register_buffer("mean", torch.zeros(3), persistent=False)
+    file = tmp_path / "model.ts"
+    torch.jit.script(network).save(file)
+    monkeypatch.setattr(torch.jit, "load", never)
+    names = network.state_dict()
+    found = initial_weights.read(str(file), names.keys())
+    assert found.keys() == names.keys()
+    assert all(torch.equal(found[name], names[name]) for name in names)
+
+
+def test_somebody_s_bundle_with_weights(tmp_path: Path) -> None:
+    """In the style of the public zoo: its own network, data and metric."""
+    bundle = ZOO["cls2d_glob_yaml"](tmp_path)
+    opened = Bundle(str(bundle.path), bundle.overrides)
+    with stream(3, "network"):
+        weights = opened.network().state_dict()
+    (bundle.path / "models").mkdir(exist_ok=True)
+    torch.save({"model": weights}, bundle.path / "models" / "model.pt")
+    config = []
+    for name, value in bundle.overrides.items():
+        config += ["--config", f"{name}={value}"]
+    out = tmp_path / "out"
+    sites = ("--sites", 2, "--partition", "iid")
+    assert evaluate(bundle.path, *config, *sites, "--out", out) == 0
+    assert summary_of(out)["weights_sha256"] == weights_sha256(weights)
+    assert 0 <= summary_of(out)["last"]["balanced_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("runtime", ["monai-fl", pytest.param("flare", marks=pytest.mark.flare)])
+def test_the_runtimes_find_the_same(
+    runtime: str, trained: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A centre without training images takes part, too; on MONAI FL it is the client's `evaluate` that scores."""
+    asked = []
+
+    def watched(site: MedflClientAlgo, data: Any, extra: Any = None) -> Any:
+        asked.append((site.name, extra))
+        return original(site, data, extra)
+
+    original = MedflClientAlgo.evaluate
+    monkeypatch.setattr(MedflClientAlgo, "evaluate", watched)
+    data = ("--data", scans, "--partition", "counts:30/5,0/all")
+    found = {}
+    for name in ("simulator", runtime):
+        out = tmp_path / name
+        assert evaluate(trained, *data, "--runtime", name, "--out", out) == 0
+        summary = summary_of(out)
+        kept = {key: summary[key] for key in ("last", "sites", "weights_sha256", "run_hash")}
+        tables = [(out / table).read_text() for table in ("sites.csv", "predictions.csv")]
+        found[name] = (kept, tables)
+
+    assert found["simulator"] == found[runtime]
+    if runtime == "monai-fl":
+        assert asked == [(name, {"section": "test"}) for name in ("site-1", "site-2")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("TRAINED", "--partition", "centre:berlin=0/all"), "the centres of all 600 images"),
         (("nowhere",), "nowhere is not there"),
-        (("TRAINED", "kvasir_v2"), "network"),
+        (("TRAINED", "kvasir_v2"), "kvasir_v2 has the classes"),
     ],
 )
 def test_what_cannot_be_examined(
@@ -94,18 +196,58 @@ def test_no_rounds_without_weights_are_refused(
     assert "--rounds 0; at least 1, or 0 to examine the weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+RECEIVED = (
+    "what the server sends, with initial values of what each site keeps (of BatchNorm's mean and variance those of its "
+    "own test images)"
+)
+GIVEN = {
+    "fedavg": None,
+    "ditto": "the global model, for want of one of its own",
+    "fedper": RECEIVED,
+    "fedbn": RECEIVED,
+    "proxyfl": "nothing, for the server has something for each of its sites and nothing for others",
+}
+"""What is scored at a hospital that trained nothing."""
+
+
+@pytest.mark.parametrize("method", GIVEN)
 def test_a_hospital_that_only_tests(method: str, scans: Path, tmp_path: Path) -> None:
-    """The global model is scored there; its images train nothing, and it has no model of its own."""
+    """What it is given is scored there, and said; its images train nothing, and it has no model of its own."""
     out = tmp_path / "run"
     arguments = ["run", "mednist", "--data", str(scans), "--method", method, "--rounds", "1"]
-    partition = ["--partition", "counts:30/5,0/all"]
+    partition = ["--partition", "counts:10/5,10/5,0/all", "--config", "image_size=16"]
+    if method == "fedbn":
+        partition += ["--config", "network_name=resnet20"]
     assert main([*arguments, *partition, "--out", str(out), "--quiet"]) == 0
-    lines = (out / "sites.csv").read_text().splitlines()
-    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    assert rows[1]["train"] == "0"
-    assert float(rows[1]["received_accuracy"]) >= 0
+    rows = {
+        row["site"]: row for row in csv.DictReader((out / "sites.csv").read_text().splitlines())
+    }
+    only_tests = rows["site-3"]
+    assert only_tests["train"] == "0"
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert rounds[0]["cohort"] == ["site-1"]
-    if method == "ditto":
-        assert rows[1]["personal_accuracy"] == ""
+    assert rounds[0]["cohort"] == ["site-1", "site-2"]
+    given = GIVEN[method]
+    assert summary_of(out).get("newcomers") == given
+    for page in ((out / "report.html").read_text(), " ".join(result_table(out).split())):
+        assert given is None or given in html.unescape(page)
+    if method == "proxyfl":
+        assert "received_accuracy" not in only_tests
+        return
+
+    assert 0 <= float(only_tests["received_accuracy"]) <= 1
+    if method == "fedavg":
+        assert not (out / "newcomers.csv").exists()
+        return
+
+    assert only_tests["personal_accuracy"] == ""
+    run = RunFiles(out)
+    assert run.newcomers is not None
+    assert {*run.newcomers.sites} == {"site-3"}
+    assert len(run.newcomers) == int(only_tests["test"])
+    found = accuracy_of(run.newcomers)
+    assert found == pytest.approx(float(only_tests["received_accuracy"]))
+
+
+def accuracy_of(predictions: Predictions) -> float:
+    values = predictions.cases.values
+    return float((values["label"] == values["predicted"]).double().mean())

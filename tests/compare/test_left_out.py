@@ -42,6 +42,57 @@ def test_the_table_has_what_the_runs_have(skin: Path, tmp_path: Path) -> None:
     assert "| rosendahl |" in (out / "left_out.md").read_text()
 
 
+@pytest.mark.slow
+def test_a_personal_method_has_an_interval_where_it_trained_nothing(
+    skin: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "grid"
+    arguments = ["compare", "ham10000", "--data", str(skin), "--methods", "fedper,ditto", *SMALL]
+    assert main([*arguments, "--leave-out", "rosendahl", "--seeds", "0", "--out", str(out)]) == 0
+    rows = {
+        row["method"]: row
+        for row in csv.DictReader((out / "left_out.csv").read_text().splitlines())
+    }
+    for name in ("fedper", "ditto"):
+        low, value, high = (float(rows[name][f"left_out{end}"]) for end in ("_low", "", "_high"))
+        assert low <= value <= high
+
+    text = (out / "left_out.md").read_text()
+    assert "Left out of fedper: what the server sends, with initial values" in text
+    assert "Left out of ditto: the global model, for want of one of its own." in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--leave-out", "berlin"], "no training image is of centre 'berlin'; the centres are"),
+        (["--leave-out", "each"], "--leave-out each of one run; "),
+        (["--leave-out", "rosendahl", "--sites", "3"], "--leave-out with --sites"),
+        (["--leave-out", "rosendahl", "--partition", "iid"], "--leave-out with --partition"),
+    ],
+)
+def test_what_a_run_cannot_leave_out(
+    flags: list[str], told: str, skin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "ham10000", "--data", str(skin), *SMALL, *flags, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert not out.exists()
+
+
+def test_a_run_without_a_hospital_examines_there(skin: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--leave-out", "rosendahl", "--out", str(out), "--quiet"]
+    assert main(["run", "ham10000", "--data", str(skin), *SMALL, *flags]) == 0
+    run = RunFiles(out)
+    assert run.partition == "centre:rosendahl=0/all"
+    assert run.size("rosendahl", "train") == 0
+    assert "rosendahl" in run.site_values("received", run.key)
+    assert "rosendahl" not in run.rounds[0]["cohort"]
+
+
 def test_everybody_and_one_without_each(skin: Path) -> None:
     found = left_out.partitions("ham10000", "each", data=str(skin))
     assert found[0] == "centre"

@@ -65,6 +65,7 @@ def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
         ("bundle: ../../x", "the name of the bundle '../../x'; letters, digits"),
         ("trusted: true", "key 'trusted'"),
         ("methods: fedavg", "a list of words"),
+        ("jobs: [watch]", "jobs: 'watch'; known are train, evaluate"),
         ("methods: [a/b]", "method 'a/b'"),
         ("settings: [rounds]", "names with whole numbers"),
         ("settings: {rounds: 1.5}", "whole numbers of at least 1"),
@@ -149,8 +150,18 @@ def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> No
 
 
 def test_what_a_policy_says_itself_stays_when_it_agrees_to_a_run() -> None:
-    said = Policy(methods=("ditto",), settings={"rounds": 9})
+    said = Policy(methods=("ditto",), settings={"rounds": 9}, jobs=("train",))
     assert said.restricted_to(run_record(method="fedavg", rounds=5)) == said
+
+
+def test_a_job_that_only_examines_is_agreed_to_apart(tmp_path: Path) -> None:
+    examines = run_record(method="fedavg", rounds=0, batch_size=8, local_epochs=2)
+    agreed = read(tmp_path, Policy().restricted_to(examines).text())
+    assert agreed.jobs == ("evaluate",)
+    assert agreed.disagreement(examines) is None
+    trains = run_record(method="fedavg", rounds=1, batch_size=8, local_epochs=2)
+    assert agreed.disagreement(trains) == ("a job to train", "evaluate, as its policy says")
+    assert "evaluate; " in agreed.job_rules()
 
 
 @pytest.mark.parametrize("entry", BORDER, ids=lambda entry: entry["what"])

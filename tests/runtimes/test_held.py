@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from medfl.core.errors import RunError
+from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
+from medfl.evaluation import tally
+from medfl.evaluation.metrics import WHOLE, Cases
 from medfl.policy.audit import verify
 from medfl.policy.outbound import Outbound
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -26,7 +28,7 @@ from medfl.safety.sandbox import Allowed, devices, private_folders, python_and_s
 from medfl.storage.files import State, join_state, split_state
 from tests.runtimes.test_monai_fl import broadcast, federation
 from tests.support.programs import python_path
-from tests.support.toy import bits
+from tests.support.toy import ToyBundle, bits
 
 walls = pytest.mark.skipif(bool(sandbox.lacking()), reason=f"needs {sandbox.lacking()}")
 Change = Callable[[State], object]
@@ -91,6 +93,27 @@ def test_law1_what_a_held_site_says_has_the_bits_of_a_site_in_the_same_process(
     ]
     assert states[0] == states[1]
     assert states[0]
+
+
+@pytest.mark.parametrize("where", ["here", "held"])
+def test_a_metric_of_a_whole_set_is_told_as_its_value(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is computed of stays with the worker: its keeper, MONAI FL's host and the tables get a number."""
+
+    def told(_: ToyBundle, cases: Cases) -> Cases:
+        return Cases(cases.ids, {f"{WHOLE}theirs": torch.full((len(cases),), 0.25)})
+
+    monkeypatch.setattr(ToyBundle, "told", told)
+    made = federation("fedavg")
+    site = MedflClientAlgo(made if where == "here" else lambda: held(made), "x")
+    site.initialize()
+    assert site.evaluate(broadcast(made, "x", 1), {"section": "test"}).metrics == {"theirs": 0.25}
+    if where == "held":
+        assert [*site.cases["test"].values] == [f"{WHOLE}theirs"]
+
+    table = site.examine(broadcast(made, "x", 1), ("test",))["test"]
+    assert tally.outcome(table).metrics == {"theirs": 0.25}
 
 
 def add(name: str, value: torch.Tensor) -> Change:
@@ -338,3 +361,17 @@ def test_cases_cross_the_pipe() -> None:
     state = join_state(*split_state(cases_state(algo.cases)))
     assert state["validate"]["ids"] == list(algo.cases["validate"].ids)
     assert bits(state["validate"]["values"]) == bits(dict(algo.cases["validate"].values))
+
+
+def test_a_host_of_monai_fl_gets_what_the_site_s_policy_allows() -> None:
+    made = federation("fedavg")
+    for jobs, allowed in ((("train",), "train"), (("evaluate",), "evaluate"), ((), "")):
+        site = MedflClientAlgo(made, "x", jobs=jobs)
+        site.initialize()
+        for kind, work in (("train", site.train), ("evaluate", site.evaluate)):
+            data = broadcast(made, "x", 1)
+            if allowed in (kind, ""):
+                work(data)
+                continue
+            with pytest.raises(InputError, match=f"^site 'x': {kind}; {allowed}, as its policy"):
+                work(data)

@@ -311,3 +311,25 @@ def test_damaged_numbers_are_no_weights(tmp_path: Path) -> None:
     path.write_bytes(content[:at] + b"\1" + content[at + 1 :])
     with pytest.raises(zipfile.BadZipFile):
         load_pickled(path)
+
+
+SCRIPT = b"c__torch__.a\nNet\n"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        SCRIPT + b"]\x85R",  # called as a function
+        SCRIPT + b")\x81]b",  # a state that is no dict
+        SCRIPT + b")\x81q\0}" + text(b"a") + b"h\0sb",  # in itself
+        b"".join(  # in two places each: 2^30 names
+            SCRIPT + b")\x81q%c}(" % (at + 1)
+            + (text(b"a") + b"h%c" % at + text(b"b") + b"h%c" % at if at else text(b"w") + b"N")
+            + b"ub"
+            for at in range(30)
+        ),
+    ],
+)  # fmt: skip
+def test_odd_modules_of_torchscript_are_refused(tmp_path: Path, steps: bytes) -> None:
+    with pytest.raises((pickle.UnpicklingError, TypeError)):
+        load_pickled(packed(tmp_path / "a.pt", steps))

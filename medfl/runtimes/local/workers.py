@@ -20,6 +20,7 @@ import torch
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Weights
+from medfl.evaluation.tally import Tally
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, Results, result_or_failure
@@ -32,6 +33,7 @@ class Workers(AbstractContextManager["Workers"]):
     Attributes:
         introduced_counts: site -> number of training items, where only the site knows it; the run's record keeps it.
         facts: site -> kind -> names: what else it told of its data there; kept in the same way.
+        tallies: site -> section -> tables of its outcomes, where they stand for its cases.
     """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -39,6 +41,7 @@ class Workers(AbstractContextManager["Workers"]):
         self._federation = federation
         self.introduced_counts: dict[str, int] = {}
         self.facts: dict[str, dict[str, list[str]]] = {}
+        self.tallies: dict[str, dict[str, Tally]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     def set_deadline(self, seconds: float | None) -> None:

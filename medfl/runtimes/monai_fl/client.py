@@ -21,7 +21,7 @@ With rules for what leaves (`policy.outbound`) nothing does that they do not per
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,11 @@ from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.task import SECTIONS
+from medfl.evaluation import tally
 from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.tally import Tally
 from medfl.policy.outbound import Outbound
+from medfl.policy.policy import JOBS
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
@@ -86,12 +89,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         host: "medfl", or "averaging" for a host that averages weights and knows of no method.
         outbound: rules for what leaves; None or the default ones: what the method sends.
         audit: file of the site's audit log; None: no log.
+        jobs: what the site is there for, of `medfl.policy.policy.JOBS`; none named: any.
         say: where it is told, after each reply, what all replies together tell of the images.
 
     Attributes:
         states: where the State is.
-        cases: section -> outcomes of the trained model, for the sections that `train` was asked to score; they stay
-            here.
+        cases: section -> outcomes of the trained model, for the sections that `train` was asked to score, or of the
+            one that `evaluate` was; they stay here.
         renewed: whether the last training left a State.
 
     Raises:
@@ -107,6 +111,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         host: str = "medfl",
         outbound: Outbound | None = None,
         audit: Path | str | None = None,
+        jobs: Collection[str] = (),
         say: Callable[[str], object] = str,
     ) -> None:
         if host not in HOSTS:
@@ -115,6 +120,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.name = name
         self.host = host
         self.folder = folder
+        self.jobs = tuple(jobs)
         self.phase = FlPhase.IDLE
         self.states: States = States()
         self.cases: dict[str, Cases] = {}
@@ -231,7 +237,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: Extra = None) -> ExchangeObject:
-        """Return the metrics of the network that the site is judged by, on its own items.
+        """Return the metrics of the network that the site is judged by, on its own items; `cases` has the outcomes.
 
         `extra["section"]` may be train, validate (default) or test.
 
@@ -241,8 +247,17 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         section = (extra or {}).get(SECTION, "validate")
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"one of {', '.join(SECTIONS)}", "choose one")
-        cases = self.visit(score_site, data, (section,), counted=False)[section]
-        return ExchangeObject(metrics=summarise(cases))
+        self.cases = self.visit(score_site, data, (section,), counted=False)
+        return ExchangeObject(metrics=summarise(self._ready().told(self.cases[section])))
+
+    def examine(self, data: ExchangeObject, sections: Sequence[str]) -> dict[str, Tally]:
+        """Return what the site may tell of a received model on its own items: section -> tables.
+
+        Raises:
+            RunError: as `visit`.
+        """
+        tables: dict[str, Tally] = self.visit(score_site, data, sections, tallied=True)
+        return tables
 
     def visit(
         self,
@@ -251,12 +266,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         *rest: Any,
         part: str = profiling.EVALUATION,
         counted: bool = True,
+        tallied: bool = False,
     ) -> Any:
         """Call a function of `step` at this site with its State and what the server says; nothing is kept or sent.
 
         It is called as (federation, round, name, State, message, *rest). The caller tells metrics of what it gets, and
         with `counted` of how many items they are: these have to be permitted where the site has rules for what leaves,
-        and stand in its audit log.
+        and stand in its audit log. With `tallied` the tables of the outcomes are returned, without cells that are too
+        small.
 
         Raises:
             RunError: what was received is not what the method expects, the function fails, or that may not leave.
@@ -268,6 +285,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 state = self._state(round_, base)
 
             result = self._call_step(part, function, round_, state, received, *rest)
+            if tallied:
+                for section, cases in result.items():
+                    table = tally.of(view.told(cases))
+                    result[section] = tally.released(table, self._guard.min_count)
+
             activity = Activity(activity.kind, round_)
             self._guard.check_scores(
                 activity, function.__name__, result, state, counted, view.is_held_out
@@ -323,6 +345,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.phase = phase
         activity = Activity(_PHASES[phase][0], round_)
         try:
+            if self.jobs and activity.kind in JOBS and activity.kind not in self.jobs:
+                allowed = f"{' and '.join(self.jobs)}, as its policy says"
+                raise InputError(
+                    f"site {self.name!r}: {activity.kind}", allowed, "ask its administrator"
+                )
             yield activity
         except Aborted as error:
             aborted = f"site {self.name!r}: {_PHASES[phase][1]} aborted"

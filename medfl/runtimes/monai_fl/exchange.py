@@ -13,6 +13,7 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -20,6 +21,7 @@ from medfl.runtimes.monai_fl.client import (
     LOSS,
     ROUND,
     SCORED_SECTIONS,
+    SECTION,
     MedflClientAlgo,
     exchange_object,
 )
@@ -32,6 +34,7 @@ from medfl.runtimes.tasks import (
     MakeTask,
     Results,
     RoundTask,
+    ScoreSite,
     Train,
     TrainToScore,
     WorkerTask,
@@ -67,6 +70,8 @@ class Exchange(Workers):
                 return self._train(task)
             case TrainToScore():
                 return self._visit(task).cases
+            case ScoreSite():
+                return self._evaluate(task)
             case RoundTask():
                 return self._visit(task)
 
@@ -97,6 +102,18 @@ class Exchange(Workers):
         loss = answer.statistics[LOSS]
         steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
+
+    def _evaluate(self, task: ScoreSite) -> dict[str, Cases]:
+        """Have a site evaluate a model, a section at a time."""
+        cases: dict[str, Cases] = {}
+        data, _ = self._sent(task)
+        states = _TaskStates(task, None, self._federation.networks.device)
+        with self._at(task.site, states) as site:
+            for section in task.sections:
+                site.evaluate(data, {SECTION: section})
+                cases |= site.cases
+
+        return cases
 
     def _visit(self, task: RoundTask) -> Any:
         # nothing is trained for good, so no State is written

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -187,7 +189,7 @@ class Guard:
         counted: bool,
         is_held_out: Callable[[str], bool],
     ) -> None:
-        """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
+        """Check and write down what the caller of a visit may tell: metrics, tables, or in a simulation what it shows.
 
         `counted` says whether the number of each section's items is told beside its metrics, `is_held_out` of a section
         whether it is shown to have none of the training images.
@@ -199,7 +201,7 @@ class Guard:
         cases = metrics.cases if isinstance(metrics, StepResult) else metrics
         if not (
             isinstance(cases, Mapping)
-            and all(isinstance(outcome, Cases) for outcome in cases.values())
+            and all(isinstance(outcome, Cases | dict) for outcome in cases.values())
         ):
             if self._gate is not None:
                 raise RunError(
@@ -210,14 +212,18 @@ class Guard:
             return
 
         if self._gate is not None or self._log is not None:
-            values: dict[str, float] = {}
+            values: dict[str, object] = {}
             for section, outcome in cases.items():
-                for name, value in summarise(outcome).items():
-                    values[f"{section}/{name}"] = value
+                numbers_of_section: Mapping[str, object] = {}
+                if isinstance(outcome, Cases):
+                    numbers_of_section = summarise(outcome)
+                    if counted and len(outcome):
+                        values[f"{section}/cases"] = len(outcome)
+                else:
+                    numbers_of_section = outcome
 
-            for section, outcome in cases.items():
-                if counted and len(outcome):
-                    values[f"{section}/cases"] = len(outcome)
+                for name, value in numbers_of_section.items():
+                    values[f"{section}/{name}"] = _plain(value)
 
             # noise protects the training images: metrics of a model that never saw them need none
             trained_before = bool(set(state or {}) - {UNSENT})
@@ -255,3 +261,13 @@ class Guard:
             line["privacy"] = self._gate.account.words()
 
         self._log.add(line)
+
+
+def _plain(value: object) -> object:
+    """Return a number or a table as JSON has it, a table of a single number as that."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.size == 1:
+        return value.item()
+
+    return value.tolist()

@@ -20,6 +20,7 @@ from medfl.core.run import Run, without_round_limit
 from medfl.core.seeding import derive
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
+from medfl.evaluation.metrics import Cases
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation, site_seed
 from medfl.runtimes.message_rules import MessageRules, Wire
@@ -84,6 +85,10 @@ class SiteEnd(ABC):
 
         They are where each item's files and its patient are known, and both sections have none in common.
         """
+
+    def told(self, cases: Cases) -> Cases:
+        """Return outcomes as a site tells of them (`Problem.told`)."""
+        return cases
 
     @abstractmethod
     def go_on(self) -> None:
@@ -258,6 +263,10 @@ class SiteView(SiteEnd):
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section."""
         return self._stoppable(self._federation.pooled(section))
+
+    def told(self, cases: Cases) -> Cases:
+        """Return outcomes with the bundle's own metric as a number."""
+        return self.bundle.told(cases)
 
     def go_on(self) -> None:
         """Raise `Aborted` if the site has been told to stop."""

@@ -95,7 +95,7 @@ def _trained(view: SiteView, question: State) -> State:
         "message": result.reply.flat(),
         "loss": float(result.loss),
         "steps": int(result.steps),
-        "cases": cases_state(result.cases),
+        "cases": cases_state({name: view.told(part) for name, part in result.cases.items()}),
     }
 
 
@@ -103,7 +103,8 @@ def _scored(view: SiteView, question: State) -> State:
     from medfl.runtimes.monai_fl.held import cases_state
     from medfl.runtimes.step import score_site
 
-    return {"cases": cases_state(_called(view, score_site, question))}
+    cases = _called(view, score_site, question)
+    return {"cases": cases_state({name: view.told(part) for name, part in cases.items()})}
 
 
 def _called(view: SiteView, function: Callable[..., Any], question: State) -> Any:

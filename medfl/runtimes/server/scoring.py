@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from medfl import methods
 from medfl.core.message import Message, Weights
 from medfl.core.names import slug
+from medfl.core.run import examines
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
-from medfl.evaluation import bootstrap, undefined
+from medfl.evaluation import bootstrap, tally, undefined
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
 from medfl.evaluation.slices import unit
@@ -27,11 +28,19 @@ from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
 from medfl.storage.files import State, file_sha256, weights_sha256
 from medfl.storage.places import CONTRIBUTION, CROSS_SITE
+from medfl.storage.run_documents import NEWCOMERS
 from medfl.storage.run_folder import RunFolder
 
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
 _OWN = "the site's own model, as the method leaves it"
+_GLOBAL = "the global model, for want of one of its own"
+_RECEIVED = (
+    "what the server sends, with initial values of what each site keeps (of BatchNorm's mean and variance those of its "
+    "own test images)"
+)
+_NOTHING = "nothing, for the server has something for each of its sites and nothing for others"
+"""What is scored at a site without training items, of a method with a model for each site."""
 _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
 )
@@ -159,6 +168,9 @@ class Scoring:
             self.record["best_classes"] = self._classes(scores, cases)
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
+        if examines(self.run) and self.method.judged == "global":
+            return self._at_sites(round_, section, server)
+
         total = len(self.federation.pooled(section))
         chunk = self.kind.chunk
         task = partial(tasks.ScoreGlobal, round_, server, section)
@@ -168,6 +180,16 @@ class Scoring:
             return Cases.concat(parts)
 
         return None
+
+    def _at_sites(self, round_: int, section: str, server: State) -> Cases | None:
+        """Have each site examine the received model, and return their outcomes in the order of the data."""
+        by_site = self._personal(round_, server, (section,), self.names)
+        cases = Cases.concat([part[section] for part in by_site.values()])
+        if not len(cases):
+            return None
+
+        scored = {*cases.ids}
+        return cases.select([i for i in self.federation.pooled(section).ids if i in scored])
 
     def _personal(
         self,
@@ -182,10 +204,11 @@ class Scoring:
     def _tested(self, round_: int, server: State) -> Cases | None:
         """Return the global model's outcomes of the test items."""
         cases = self._global(round_, "test", server)
-        if cases is None or not self.kind.decides:
-            return cases
+        validation = self._global(round_, "validate", server) if self.kind.decides else None
+        if cases is None:
+            return None
 
-        return self.kind.decided(cases, self._global(round_, "validate", server))
+        return self.kind.decided(cases, validation)
 
     def _personal_tested(
         self, round_: int, server: State, names: Sequence[str]
@@ -209,10 +232,11 @@ class Scoring:
         if not cases:
             return by_site
 
+        scored = {*cases.ids}
         for name in self.federation.names:
             shard = self.federation.shard(name, section)
-            if len(shard):
-                by_site[name] = cases.select(shard.indices.tolist())
+            if len(shard) and scored.issuperset(shard.ids):
+                by_site[name] = cases.select(shard.ids)
 
         return by_site
 
@@ -239,6 +263,8 @@ class Scoring:
         global_cases = self._tested(last, server)
         personal_by_site = self._final_personal(last, server)
         global_by_site = self._by_site(global_cases, "test")
+        newcomers, newcomer_model = self._newcomers(last, server, global_by_site)
+        global_by_site = {**global_by_site, **newcomers}
         received = self._of_sites(global_by_site)
         personal = self._of_sites(personal_by_site)
 
@@ -248,6 +274,12 @@ class Scoring:
 
         last_global = self._scored(last, global_cases)
         last_personal = self._scored(last, personal_cases)
+        tallies = self.dispatcher.workers.tallies
+        examined = tally.examined(tallies, self.kind.decides, self.key)
+        if examined is not None:
+            last_global = {"round": last, **examined.pooled.metrics}
+            received = {name: site.row for name, site in examined.sites.items()}
+
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global(global_cases)
@@ -291,16 +323,18 @@ class Scoring:
             "sites": {"metric": self.key, **self._spread(by_site, judged_cases)},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
-            **self.undefined_lines(
-                undefined.of_tests(
-                    self.key,
-                    judged_last,
-                    global_cases if judged == "global" else personal_cases,
-                    reasons,
-                )
-            ),
             "weights_sha256": weights_sha256(weights),
         }
+        if newcomer_model:
+            summary["newcomers"] = newcomer_model
+        if examined is not None:
+            lines = examined.lines
+            summary["examined"] = examined.pooled.as_dict()
+        else:
+            judged_all = global_cases if judged == "global" else personal_cases
+            lines = undefined.of_tests(self.key, judged_last, judged_all, reasons)
+
+        summary |= self.undefined_lines(lines)
         if self.record["best"]:
             summary["best_sha256"] = file_sha256(self.folder.path / "best.safetensors")
 
@@ -318,6 +352,9 @@ class Scoring:
 
         if self.cross_site:
             self._score_everywhere(server, global_by_site)
+
+        if newcomers:
+            self._write_cases(NEWCOMERS, Cases.concat([*newcomers.values()]))
 
         return Final(summary, judged_cases)
 
@@ -455,6 +492,35 @@ class Scoring:
         by_site = _in_order(names, answers)
         return {name: self._decided(cases) for name, cases in by_site.items() if cases}
 
+    def _newcomers(
+        self, last: int, server: State, global_by_site: Mapping[str, Cases]
+    ) -> tuple[dict[str, Cases], str]:
+        """Score on test items of sites without training items what a method with a model for each site gives them.
+
+        That is the global model where there is one. Returns site -> outcomes, and in words what was scored, "" for no
+        such site.
+        """
+        names = []
+        for name in self.federation.names:
+            trains = len(self.federation.shard(name, "train"))
+            if not trains and len(self.federation.shard(name, "test")):
+                names.append(name)
+
+        if not names or self.method.judged != "personal":
+            return {}, ""
+        if global_by_site:
+            return {name: global_by_site[name] for name in names}, _GLOBAL
+
+        sections = ("validate", "test") if self.kind.decides else ("test",)
+        score = partial(tasks.ScoreNewcomer, last, server)
+        answers = self.dispatcher.at_server([partial(score, name, sections) for name in names])
+        by_site = {}
+        for name, cases in zip(names, answers, strict=True):
+            if cases is not None:
+                by_site[name] = self._decided(cases)
+
+        return by_site, _RECEIVED if by_site else _NOTHING
+
     def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
@@ -543,18 +609,24 @@ class Scoring:
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        owner: dict[str, str] = {}
-        for name in federation.names:
-            owner |= dict.fromkeys(federation.shard(name, "test").ids, name)
-
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
-            rows = []
-            for index, ident in enumerate(cases.ids):
-                columns_of_case = self.kind.row(cases, index, classes, self.key)
-                rows.append({"id": ident, "site": owner.get(ident, ""), **columns_of_case})
+            self._write_cases("predictions.csv", cases)
 
-            self.folder.write_table("predictions.csv", rows)
+    def _write_cases(self, name: str, cases: Cases) -> None:
+        """Write a table of cases, with the site of each."""
+        federation = self.federation
+        classes = federation.bundle.classes
+        owner: dict[str, str] = {}
+        for site in federation.names:
+            owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
+
+        rows = []
+        for index, ident in enumerate(cases.ids):
+            columns = self.kind.row(cases, index, classes, self.key)
+            rows.append({"id": ident, "site": owner.get(ident, ""), **columns})
+
+        self.folder.write_table(name, rows)
 
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:

@@ -1,0 +1,374 @@
+"""What a site tells of its outcomes where single cases do not travel: tables of counts and sums that add up over sites.
+
+    cases         (1,)    how many
+    confusion     (K, K)  classes, the reference in rows
+    hits          (2,)    right and wrong, where `confusion` has too small a cell
+    scores/<k>    (2, B)  cases without and with class or finding k, by the bin of its probability
+    mean/<name>   (3,)    of cases that have a metric: how many, the sum, that of the squares; -1 in the place of this
+                          of a metric that is no mean over cases, whose value then is sum / how many
+
+The bins of a probability are of equal width in its logit from -8 to 8: 128 of them, or of 64 to 2 the most that leave
+no cell too small. Within a bin the order is not known: half of its pairs of a case with and one without are taken as
+right, so that the area under the ROC curve is off by at most half of the share of these pairs (`error`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.special import expit, ndtri
+
+from medfl.core.arrays import Array
+from medfl.core.documents import Document
+from medfl.core.errors import RunError
+from medfl.core.message import Tensors, Weights
+from medfl.core.names import listed
+from medfl.core.seeding import derive
+from medfl.core.untrusted import printable
+from medfl.evaluation import bootstrap, findings
+from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.metrics import OF_CASES, WHOLE, Cases, confusion, from_confusion
+from medfl.policy.suppression import suppress_counts
+
+BINS = 128
+_EDGES = expit(np.linspace(-8, 8, BINS + 1))
+_NAME = re.compile(r"cases|confusion|hits|scores/[0-9]{1,4}|mean/[^/]{1,100}")
+Tally = dict[str, Array]
+
+
+def of(cases: Cases) -> Tally:
+    """Return the tables of a set of cases, {} of none."""
+    if not len(cases):
+        return {}
+
+    values: Tally = {}
+    for name, tensor in cases.values.items():
+        values[name] = tensor.numpy(force=True)
+
+    tally: Tally = {"cases": np.array([len(cases)])}
+    truth = values.get("findings", np.empty((0, 0)))
+    if "label" in values:
+        label = values["label"]
+        classes = values["probabilities"].shape[1]
+        tally["confusion"] = confusion(label, values["probabilities"].argmax(1), classes)
+        truth = label[:, None] == np.arange(classes)
+
+    # of two classes the second's area is the metric, as in `summarise`
+    first = int("label" in values and truth.shape[1] == 2)
+    for k in range(first, truth.shape[1]):
+        tally[f"scores/{k}"] = _binned(truth[:, k], values["probabilities"][:, k])
+
+    # of numbers the mean error alone: others are no means over cases
+    if "target" in values:
+        values["mae"] = np.abs(values["prediction"] - values["target"]).mean(1)
+
+    for name in values.keys() - {*OF_CASES}:
+        scores = values[name][~np.isnan(values[name])].astype(np.float64)
+        squares = -1.0 if name.startswith(WHOLE) else scores @ scores
+        sums = np.array([len(scores), scores.sum(), squares])
+        tally[f"mean/{name.removeprefix(WHOLE)}"] = sums
+
+    return tally
+
+
+def _binned(truth: Array, score: Array) -> Array:
+    is_known = truth >= 0
+    bins = np.searchsorted(_EDGES[1:-1], score[is_known], "right")
+    cells = bins + BINS * truth[is_known].astype(np.int64)
+    return np.bincount(cells, minlength=2 * BINS).reshape(2, -1)
+
+
+def released(tally: Tally, least: int) -> Tally:
+    """Return what of a tally may be told where cells below `least` may not, {} where all cases are fewer.
+
+    A table with such cells, or with others by which they would be known (`policy.suppression`), is told as the finest
+    coarser one that has none.
+    """
+    if not tally or tally["cases"][0] < least:
+        return {}
+
+    tables: Tally = {}
+    for name, table in tally.items():
+        for coarser_name, coarser in _coarser(name, table):
+            if _may_be_told(coarser, tally["cases"][0], least):
+                tables[coarser_name] = coarser
+                break
+
+    return tables
+
+
+def _coarser(name: str, table: Array) -> Iterator[tuple[str, Array]]:
+    """Yield a table, and coarser ones."""
+    yield name, table
+    if name == "confusion":
+        yield "hits", _hits(table)
+
+    while name.startswith("scores/") and table.shape[1] > 2:
+        table = table.reshape(2, -1, 2).sum(2)
+        yield name, table
+
+
+def _hits(table: Array) -> Array:
+    right = np.trace(table)
+    return np.array([right, table.sum() - right])
+
+
+def _may_be_told(table: Array, cases: int, least: int) -> bool:
+    cells = table.ravel()
+    # of sums the cases that they are of, and the others
+    if table.dtype.kind == "f":
+        cells = np.trim_zeros(np.array([cells[0], cases - cells[0]]))
+
+    names = map(str, range(len(cells)))
+    counts = dict(zip(names, cells.astype(int).tolist(), strict=True))
+    return None not in suppress_counts(counts, least)[0].values()
+
+
+def added(tallies: Sequence[Tally]) -> Tally:
+    """Return the sums of several sites' tables, each over the sites that tell it, as coarse as the coarsest."""
+    names = sorted(set().union(*tallies))
+    if "hits" in names:
+        tallies = [_without_confusion(tally) for tally in tallies]
+        names = sorted(set().union(*tallies))
+
+    total: Tally = {}
+    for name in names:
+        parts = [tally[name] for tally in tallies if name in tally]
+        if name.startswith("scores/"):
+            bins = min(part.shape[1] for part in parts)
+            parts = [part.reshape(2, bins, -1).sum(2) for part in parts]
+
+        total[name] = np.sum(parts, 0)
+
+    return total
+
+
+def _without_confusion(tally: Tally) -> Tally:
+    tables = dict(tally)
+    if "confusion" in tally:
+        tables["hits"] = _hits(tables.pop("confusion"))
+
+    return tables
+
+
+def _scores(tally: Tally) -> dict[int, tuple[Array, Array]]:
+    """Return for each class or finding whether each case has it (N,), and the middle of its score's bin (N,)."""
+    scores = {}
+    for name, table in tally.items():
+        if name.startswith("scores/"):
+            middles = expit(np.linspace(-8, 8, 2 * table.shape[1] + 1)[1::2])
+            score = np.repeat(np.tile(middles, 2), table.ravel())
+            scores[int(name.partition("/")[2])] = np.repeat([0, 1], table.sum(1)), score
+
+    return scores
+
+
+def thresholds(validation: Tally) -> dict[int, float]:
+    """Return the threshold of each finding by its validation cases (`findings.thresholds`)."""
+    cuts = {}
+    for k, (truth, score) in _scores(validation).items():
+        cuts[k] = float(findings.thresholds(score[:, None], truth[:, None])[0])
+
+    return cuts
+
+
+@dataclass
+class Outcome:
+    """What tables tell: of how many cases, metrics as `metrics.summarise` has them, intervals, the AUROC's error."""
+
+    cases: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    error: float = 0.0
+
+    @property
+    def row(self) -> dict[str, float]:
+        """The metrics with the ends of their intervals."""
+        row = dict(self.metrics)
+        for name, (low, high) in self.intervals.items():
+            row |= {f"{name}_low": low, f"{name}_high": high}
+
+        return row
+
+    def as_dict(self) -> Document:
+        """Return what a run's summary says beside the metrics."""
+        return {"cases": self.cases, "intervals": self.intervals, "auroc_error": self.error}
+
+
+def outcome(tally: Tally, cuts: Mapping[int, float] | None = None, seed: int = 0) -> Outcome:
+    """Return what tables tell; of findings with their thresholds, 0.5 where one is missing.
+
+    Intervals are those of the bootstrap over the cases of a table, of a mean over cases the normal one.
+    """
+    result = Outcome()
+    if tally:
+        result.cases = int(tally["cases"][0])
+        _add_classified(tally, seed, result)
+        _add_areas(tally, cuts, seed, result)
+        _add_sums(tally, result)
+
+    return result
+
+
+def _add_classified(tally: Tally, seed: int, result: Outcome) -> None:
+    """Add accuracy and the like, as far as the classes are told."""
+    table = tally.get("confusion")
+    names = {"accuracy", "balanced_accuracy", "f1_macro"}
+    if table is None and "hits" in tally:
+        # what is wrong stands as a class of its own
+        table = np.array([tally["hits"], [0, 0]])
+        names = {"accuracy"}
+
+    if table is None:
+        return
+
+    label, predicted = np.repeat(np.indices(table.shape).reshape(2, -1), table.ravel(), axis=1)
+    drawn = bootstrap.classified(label, predicted, len(table), bootstrap.draw(label, seed))
+    ends = bootstrap.intervals(drawn)
+    for name in names:
+        result.metrics[name] = from_confusion(table)[name]
+        if len(label) >= bootstrap.LEAST:
+            result.intervals[name] = ends[name]
+
+
+def _add_areas(tally: Tally, cuts: Mapping[int, float] | None, seed: int, result: Outcome) -> None:
+    """Add the means over classes or findings of what scores decide; of a single one the AUROC has an interval."""
+    rows = []
+    errors = []
+    # a class needs a case of each outcome, a finding as many as are averaged over
+    least = 1 if cuts is None else findings.LEAST
+    scores = _scores(tally)
+    for k, (truth, score) in scores.items():
+        if not findings.scored(truth[:, None], least)[0]:
+            continue
+        if cuts is None:
+            rows.append({"auroc": findings.area(truth, score)})
+        else:
+            rows.append(findings.of_one(truth, score, score >= cuts.get(k, 0.5)))
+
+        without, having = tally[f"scores/{k}"].astype(np.float64)
+        errors.append(without @ having / 2 / (without.sum() * having.sum()))
+
+    if not rows:
+        return
+
+    result.error = float(np.mean(errors))
+    for name in rows[0].keys() - {"positives", "cases"}:
+        result.metrics[name] = float(np.mean([row[name] for row in rows]))
+
+    if len(scores) == 1 and len(truth) >= bootstrap.LEAST:
+        drawn = bootstrap.area(truth == 1, score, bootstrap.draw(truth, seed))
+        result.intervals |= bootstrap.intervals({"auroc": drawn})
+
+
+def _add_sums(tally: Tally, result: Outcome) -> None:
+    """Add means over cases, and metrics of whole sets."""
+    for name, sums in tally.items():
+        kind, _, metric = name.partition("/")
+        if kind != "mean" or not sums[0]:
+            continue
+
+        count, total, squares = map(float, sums)
+        mean = total / count
+        result.metrics[metric] = mean
+        if count < result.cases:
+            result.metrics[f"{metric}_cases"] = count
+        if squares >= 0 and count >= bootstrap.LEAST:
+            variance = max(0.0, squares / count - mean**2)
+            half = float(ndtri(0.975)) * math.sqrt(variance / count)
+            result.intervals[metric] = (mean - half, mean + half)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What several sites tell of a model: of all of them together, of each, and lines on what is not told."""
+
+    pooled: Outcome
+    sites: dict[str, Outcome]
+    lines: list[str]
+
+
+def examined(
+    tallies: Mapping[str, Mapping[str, Tally]], decides: bool, key: str
+) -> Examined | None:
+    """Return what sites tell of a model, None where none does; `tallies` are site -> section -> tables.
+
+    Where validation cases decide of test cases, it is those of all sites together, for it is one model. A line says
+    where the metric `key` does not follow, and which sites have told less than others.
+    """
+    if not tallies:
+        return None
+
+    tests = {site: tallies[site].get("test", {}) for site in sorted(tallies)}
+    cuts = None
+    if decides:
+        cuts = thresholds(added([tally.get("validate", {}) for tally in tallies.values()]))
+
+    total = added([*tests.values()])
+    pooled = outcome(total, cuts, derive(0, "told"))
+    sites = {}
+    hiding = []
+    for site, tally in tests.items():
+        sites[site] = outcome(tally, cuts, derive(0, "told", site))
+        if total.keys() - _without_confusion(tally).keys() - tally.keys():
+            hiding.append(site)
+
+    lines = []
+    if key not in pooled.metrics:
+        lines.append(f"{key} does not follow from what the sites tell")
+    if hiding:
+        lines.append(f"some metrics are without {listed(hiding)}, where counts are too small")
+
+    return Examined(pooled, sites, lines)
+
+
+def tensors(tally: Tally) -> Tensors:
+    """Return tables as they cross a wire."""
+    crossing = {}
+    for name, table in tally.items():
+        crossing[name] = torch.from_numpy(np.ascontiguousarray(table))
+
+    return crossing
+
+
+def read(arrived: Weights, outputs: int) -> Tally:
+    """Return tables that arrived; `outputs` are the classes, findings or numbers that the bundle names.
+
+    Raises:
+        RunError: they have other forms than a site's tables.
+    """
+    tally: Tally = {}
+    for name, tensor in arrived.items():
+        tally[name] = tensor.numpy(force=True)
+        if not (name.isprintable() and _fits(name, tally[name], outputs)):
+            raise RunError(f"its table {printable(name, 60)!r} is none of a site's outcomes")
+
+    if tally and "cases" not in tally:
+        raise RunError("it does not tell of how many cases its tables are")
+
+    return tally
+
+
+def _fits(name: str, table: Array, outputs: int) -> bool:
+    kind, _, member = name.partition("/")
+    shapes = {
+        "cases": (1,),
+        "confusion": (outputs, outputs),
+        "hits": (2,),
+        "scores": (2, *table.shape[1:2]),
+        "mean": (3,),
+    }
+    if not _NAME.fullmatch(name) or table.shape != shapes[kind]:
+        return False
+    # a power of two, as halves of halves are
+    if kind == "scores" and (BINS % table.shape[1] or int(member) >= outputs):
+        return False
+    if kind == "mean":
+        return bool(table.dtype == np.float64 and np.isfinite(table).all() and table[0] >= 0)
+
+    return bool(table.dtype == np.int64 and table.min() >= 0 and table.max() <= 2**53)
