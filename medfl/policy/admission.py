@@ -49,10 +49,9 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
     inspection = inspect(folder, policy)
     if not policy.trusted:
         inspection.require(reads)
-    elif inspection.refusals and folder not in _warned:
+    elif (refusals := inspection.refused(reads)) and folder not in _warned:
         _warned.add(folder)
-        count = len(inspection.refusals)
         sys.stderr.write(
             f"--trust: bundle {inspection.bundle} runs code with your rights: it may read, change and send any file "
-            f"that you may; inspection refuses {count} of its lines, the first {inspection.refusals[0]}\n"
+            f"that you may; inspection refuses {len(refusals)} of its lines, the first {refusals[0]}\n"
         )

@@ -11,6 +11,7 @@ import ast
 import builtins
 import importlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -64,7 +65,7 @@ _ACTS = re.compile(
 """A name that acts, leads to a module that does, or to the interpreter; also `LoadImage` and the like."""
 _PERMISSIONS = {
     "torch.load": "pickle", "torch.jit.load": "pickle", "sys.path.append": "sys.path", "sys.path.insert": "sys.path",
-    "torch.cuda.set_device": "distributed",
+    "torch.cuda.set_device": "distributed", "os.path.expanduser": "paths",
 }  # fmt: skip
 """Members that need a permission of the site's policy, and which."""
 _READING = ("r", "rb", "rt")
@@ -200,7 +201,9 @@ class ExpressionFilter:
             elif isinstance(node, ast.Call):
                 passed.update(self._call(node, uses))
             elif isinstance(node, ast.Name) and node.id not in nameable:
-                raise Refused(f"the name {printable(node.id)}")
+                raise Refused(
+                    f"the name {printable(node.id)}, which is not imported, or may not be called here"
+                )
             elif isinstance(node, ast.Name) and node.id in _BUILTINS:
                 uses.counts[node.id] += 1
             elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -208,7 +211,9 @@ class ExpressionFilter:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if _PLACEHOLDER in node.value:
                     raise Refused("a reference inside a text")
-                check_path(node.value, absolute=True)
+                # for os.path.expanduser
+                home = "~" if "paths" in self.permissions else ""
+                check_path(node.value.removeprefix(home), absolute=True)
 
         return paths
 
@@ -291,7 +296,7 @@ def _only_statement(text: str) -> ast.stmt:
     """Return the one statement of a text.
 
     Raises:
-        Refused: it is not valid Python, not ASCII, or not one statement.
+        Refused: this Python does not parse it, or it is not ASCII, or not one statement.
     """
     if not text.isascii():
         raise Refused("characters outside of ASCII in an expression")
@@ -300,7 +305,8 @@ def _only_statement(text: str) -> ast.stmt:
         # MemoryError is the parser's for what is nested too deeply.
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise Refused("an expression that is not valid Python") from error
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise Refused(f"an expression that Python {version} does not parse") from error
 
     if len(statements) != 1:
         raise Refused("not exactly one expression")

@@ -125,6 +125,8 @@ class Inspection:
             )
 
         more = "" if count == 1 else f" (and {count - 1} more)"
+        if not self.refused(TRAINING):
+            more += ", in what medfl predict and teachers read, and medfl run does not"
         problem = f"bundle {printable(self.bundle)!r} is refused: {first}{more}".replace(";", ",")
         if len(self.pin_refusals) == count:  # nothing else is wrong with it
             command = f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE"

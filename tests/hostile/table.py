@@ -334,7 +334,7 @@ HOSTILE: dict[str, Hostile] = {
     "huge_range": _runs("range(99999999)", ""),
     "huge_power": _runs("2 ** 5000", ""),
     "shifted": _runs("1 << 99999", ""),
-    "matrix_product": _runs("@images @ @images", "valid Python"),
+    "matrix_product": _runs("@images @ @images", "does not parse"),
     "complex_number": _runs("1j", ""),
     "many_levels": _runs("-" * 900 + "1", ""),
     "walrus_in_a_comprehension": _runs("[(y := i) for i in @images]", ""),
@@ -414,9 +414,9 @@ HOSTILE: dict[str, Hostile] = {
     "second_line": _runs("1\n2", "exactly one"),
     "statement": _runs("del os", "a statement"),
     "import_where_it_is_evaluated": _runs("import os", "a statement"),
-    "not_python": _runs("(", "valid Python"),
+    "not_python": _runs("(", "does not parse"),
     "long_expression": _runs("1" + " + 1" * 300, "more than 1000 characters"),
-    "deep_expression": _runs("(" * 300 + "1" + ")" * 300, "valid Python"),
+    "deep_expression": _runs("(" * 300 + "1" + ")" * 300, "does not parse"),
     "expression_with_an_escape": Hostile(
         "the name eval", files={"configs/evaluate.json": '{"x": "\\u0024ev\\u0061l(1)"}'}
     ),
@@ -447,7 +447,7 @@ HOSTILE: dict[str, Hostile] = {
     "reference_to_everything": _runs("[@]", ""),
     "reference_to_an_import": _runs("@imports#1.getcwd()", ""),
     "reference_from_an_import": Hostile(
-        "valid Python", {"imports": ["$import os", "$@#0.remove('a')"]}
+        "does not parse", {"imports": ["$import os", "$@#0.remove('a')"]}
     ),
     "reference_to_an_import_by_steps": Hostile("", {"a": {"b": "$@###imports#0"}}),
     "reference_inside_a_text": _runs("'@images'", "inside a text"),
@@ -508,6 +508,15 @@ HOSTILE: dict[str, Hostile] = {
     "path_of_the_system_as_data": Hostile("folder of the system", {"dataset_dir": "/etc"}),
     "path_of_the_system_behind_a_reference": _runs(
         "@bundle_root + '/etc/passwd'", "folder of the system"
+    ),
+    "path_into_a_home": _runs(
+        "os.path.expanduser('~/images')",
+        "os.path.expanduser, for which the policy has to allow 'paths'",
+        word="paths",
+    ),
+    "import_of_another_file": _runs(
+        "datetime.datetime.now()",
+        "the name datetime, which is not imported",
     ),
     "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),
     "path_by_join": _runs("os.path.join(@bundle_root, '/data')", ""),

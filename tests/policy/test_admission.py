@@ -82,6 +82,10 @@ def test_a_line_that_a_command_does_not_read_does_not_refuse_it(
     assert main(["predict", str(root), str(tmp_path), "--out", str(tmp_path / "p")]) == 2
     assert "configs/inference.json: inferer: a name with two underscores" in capsys.readouterr().err
     assert main(["site", "inspect", str(root)]) == 2  # which reads them all
+    assert "what medfl predict and teachers read, and medfl run does not" in capsys.readouterr().err
+    with admission.trusting(True):
+        Bundle(str(root))
+    assert "--trust" not in capsys.readouterr().err
     (root / "configs" / "evaluate.json").write_text(json.dumps({"x": "$__import__('os')"}))
     assert command(root, *data(root), "--out", tmp_path / "b") == 2
     assert inspect(root, Policy(files={"configs/inference.json": "0" * 64})).refused(()) != []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import string
 
 import pytest
@@ -130,6 +132,12 @@ def fuzz(count: int) -> None:
 
 def test_expressions_end_in_a_report_or_a_refusal() -> None:
     fuzz(500)
+
+
+def test_a_grammar_of_newer_pythons_is_said_with_this_ones_version() -> None:
+    version = ".".join(platform.python_version_tuple()[:2])
+    with pytest.raises(Refused, match=rf"Python {re.escape(version)} does not parse"):
+        ExpressionFilter(NAMES).check("f'{@text!}'", Uses())
 
 
 @pytest.mark.slow
