@@ -53,8 +53,8 @@ class LeftOut:
         images: test images there.
         without: of the model that was trained without it.
         took_part: of the model that it took part in.
-        own: of its own model.
-        given: what was scored as `without`, in words, where that is no global model as it is.
+        alone: of its own model.
+        newcomer: what was scored as `without`, in words, where that is no global model as it is.
     """
 
     hospital: str
@@ -62,8 +62,8 @@ class LeftOut:
     images: int
     without: Score | None
     took_part: Score | None
-    own: Score | None
-    given: str
+    alone: Score | None
+    newcomer: str
 
 
 def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
@@ -170,13 +170,13 @@ def write(comparison: Comparison, folder: Path) -> str:
     heads = ["hospital", "test images", "method", "left out", "took part", "its own model"]
     lines = []
     for row in rows:
-        scores = [_shown(score) for score in (row.without, row.took_part, row.own)]
+        scores = [_shown(score) for score in (row.without, row.took_part, row.alone)]
         lines.append([row.hospital, str(row.images), row.method, *scores])
 
     words = {}
     for row in rows:
-        if row.given:
-            words[row.method] = f"Left out of {row.method}: {row.given}."
+        if row.newcomer:
+            words[row.method] = f"Left out of {row.method}: {row.newcomer}."
 
     text = "\n".join(
         [
@@ -199,7 +199,7 @@ def write(comparison: Comparison, folder: Path) -> str:
     writer.writerow(columns)
     for row in rows:
         cells: list[object] = [as_cell(row.hospital), row.images, as_cell(row.method)]
-        for score in (row.without, row.took_part, row.own):
+        for score in (row.without, row.took_part, row.alone):
             value = "" if score is None else score.value
             cells += [value, *((score and score.ends) or ("", ""))]
 

@@ -54,14 +54,14 @@ class Scored:
     Attributes:
         ids: N.
         bins: (N, J) place of the edge that a part's score counts as, `bins_of`.
-        wanted: (N, J) share of what is true of the case, with the sum 1.
+        shares: (N, J) share of what is true of the case, with the sum 1.
         size: (N, J) what a part adds to the size of a set.
         scale: as of `Rule`: sets are intervals.
     """
 
     ids: tuple[str, ...]
     bins: Integers
-    wanted: Floats
+    shares: Floats
     size: Floats
     scale: tuple[float, ...] = ()
 
@@ -77,16 +77,16 @@ class Scored:
         """Return the cases of which something is true, `true` (N, J) says how much of it is each part."""
         amount = true.sum(1, dtype=np.float64)
         rows = np.flatnonzero(amount > 0)
-        wanted = true[rows] / amount[rows, None]
+        shares = true[rows] / amount[rows, None]
         kept_ids = tuple(ids[row] for row in rows.tolist())
-        return cls(kept_ids, bins[rows], wanted, size[rows], scale)
+        return cls(kept_ids, bins[rows], shares, size[rows], scale)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def losses(self, place: int) -> Floats:
         """Return what the set at an edge leaves out of each case, (N,) from 0 to 1."""
-        return np.asarray((self.wanted * (self.bins > place)).sum(1), np.float64)
+        return np.asarray((self.shares * (self.bins > place)).sum(1), np.float64)
 
     def sizes(self, place: int) -> Floats:
         """Return the size of each case's set, (N,): of intervals their mean width."""
@@ -107,11 +107,11 @@ def sums_of(scored: Scored | None, least: int = 0) -> Floats:
     if scored is None or len(scored) < least:
         return histogram
 
-    np.add.at(histogram, scored.bins.ravel(), scored.wanted.ravel())
+    np.add.at(histogram, scored.bins.ravel(), scored.shares.ravel())
     if least == 0:
         return histogram
 
-    rows, columns = np.nonzero(scored.wanted)
+    rows, columns = np.nonzero(scored.shares)
     bins = scored.bins[rows, columns]
     joined = np.zeros_like(histogram)
     top = len(histogram) - 1

@@ -308,12 +308,12 @@ class _BundleWriter:
     def _formats(
         self, network: nn.Module, recorder: ShapeRecorder, definition: _NetworkDefinition
     ) -> dict[str, Agreement]:
-        wanted = [*self._wanted()]
-        if self.monai_network == TORCHSCRIPT and "torchscript" not in wanted:
-            wanted.append("torchscript")
+        kinds = [*self._wanted()]
+        if self.monai_network == TORCHSCRIPT and "torchscript" not in kinds:
+            kinds.append("torchscript")
 
         agreements = {}
-        for kind in wanted:
+        for kind in kinds:
             is_needed = kind == definition.kind or kind in (self.formats or ())
             only = {"instead": _NO_OTHER} if kind == definition.kind else {}
             path = self.folder / FILES[kind]

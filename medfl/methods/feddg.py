@@ -146,8 +146,8 @@ def _block(x: Tensor, frequencies: int) -> tuple[slice | Tensor, ...]:
     """Return the index of the frequencies -f to f along each spatial axis."""
     ends = torch.arange(-frequencies, frequencies + 1)
     axes = [ends % size for size in x.shape[2:]]
-    whole = slice(None)
-    return (whole, whole, *(torch.meshgrid(*axes, indexing="ij") if axes else ()))
+    everything = slice(None)
+    return (everything, everything, *(torch.meshgrid(*axes, indexing="ij") if axes else ()))
 
 
 METHOD = FedDG

@@ -113,8 +113,8 @@ def component(
     name: str, in_channels: int, num_classes: int, spatial_dims: int = 2
 ) -> Document | None:
     """Return a network as a component of MONAI, None where MONAI lacks it; arguments are as of `build`."""
-    made = _BUILDERS[name](in_channels, num_classes, spatial_dims)
-    return made if isinstance(made, dict) else None
+    network = _BUILDERS[name](in_channels, num_classes, spatial_dims)
+    return network if isinstance(network, dict) else None
 
 
 def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) -> nn.Module:
@@ -148,10 +148,10 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
             "set it to 2, or 3 for volumes",
         )
 
-    made = _BUILDERS[name](in_channels, num_classes, spatial_dims)
-    if isinstance(made, nn.Module):
-        return made
+    network = _BUILDERS[name](in_channels, num_classes, spatial_dims)
+    if isinstance(network, nn.Module):
+        return network
 
-    component_class = _CLASSES[made.pop("_target_").rpartition(".")[2]]
+    component_class = _CLASSES[network.pop("_target_").rpartition(".")[2]]
     with redirect_stdout(None):  # BasicUNet prints its features
-        return component_class(**made)
+        return component_class(**network)

@@ -129,15 +129,15 @@ def _with_rule(
 
     name = site or document["site"] or ALL_SITES
     way = "pooled" if name == ALL_SITES else document["share"]
-    found = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
-    if not found or "threshold" not in found[0]:
+    rows = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
+    if not rows or "threshold" not in rows[0]:
         raise InputError(
             f"--site {name}",
             f"a site that {CALIBRATION} has a threshold of",
             "name one, leave it out, or add --uncalibrated",
         )
 
-    threshold = float(found[0]["threshold"])
+    threshold = float(rows[0]["threshold"])
     say(
         f"note: coverage {document['coverage']:g} is promised of {document['promise']} ({way}, threshold "
         f"{threshold:.4g}); --uncalibrated leaves it out"

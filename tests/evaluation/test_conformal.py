@@ -245,7 +245,7 @@ def test_cases_without_anything_to_find_are_no_cases() -> None:
     has = np.array([[1, 1, 0], [0, 0, 0], [0, 0, 1]])
     scored = of_findings(np.full((3, 3), 0.4), has)
     assert scored.ids == ("0", "2")
-    np.testing.assert_allclose(scored.wanted, [[0.5, 0.5, 0], [0, 0, 1]])
+    np.testing.assert_allclose(scored.shares, [[0.5, 0.5, 0], [0, 0, 1]])
 
 
 def test_shrunken_is_between_alone_and_pooled() -> None:

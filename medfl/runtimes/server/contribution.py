@@ -114,7 +114,7 @@ def _orders(names: Sequence[str], seed: int) -> list[tuple[str, ...]]:
     draws = np.random.default_rng(seed)
     orders = []
     for name in names:
-        after = [other for other in names if other != name]
+        after = [site for site in names if site != name]
         orders.append((name, *draws.permutation(after).tolist()))
 
     return orders
