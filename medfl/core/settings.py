@@ -159,7 +159,8 @@ class GeneralSettings:
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     init: str = setting(
-        "initial weights, for the same network; default: random, from the seed", "FILE|run:DIR|bundle:DIR",
+        "initial weights, for the same network, or all but its head (backbone:FILE, torchvision:NAME or timm:NAME, "
+        "where these libraries have downloaded them); default: random, from the seed", "FILE|run:DIR|bundle:DIR|...",
         group=TRAINING, default="", later=True,
     )  # fmt: skip
     metrics: str = setting(

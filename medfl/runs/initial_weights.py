@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.message import Tensors, Weights
+from medfl.core.names import listed
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -26,7 +27,7 @@ from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
-from medfl.storage.places import weights_file
+from medfl.storage.places import BACKBONES, weights_file
 
 FILE = "init.safetensors"
 """Of a run's folder."""
@@ -37,22 +38,26 @@ KNOWN = "sha256:"
 _MAX_BYTES = 1 << 30
 
 
-def begin_with(bundle: Problem, text: str, say: Print = str) -> tuple[Problem, str]:
+def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> tuple[Problem, str]:
     """Return a problem whose networks begin as `--init` says, and what the record says of it.
 
     Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
-    when the federation is made; where a checkpoint has them under other names, `say` gets a line about it.
+    when the federation is made; where a checkpoint has them under other names, `say` gets a line about it. What the
+    weights of a backbone lack, as the head, is drawn by the run's seed.
 
     Raises:
-        InputError: no weights are there.
+        InputError: no weights are there, or those of a backbone fit less than half of the network.
     """
     if not text or text.startswith(KNOWN):
         return bundle, text
 
-    with stream(0, "network"):
+    with stream(seed, "network"):
         drawn = bundle.network().state_dict()
 
     weights = _in_types_of(drawn, read(text, drawn.keys(), say), say)
+    if text.partition(":")[0] in BACKBONES:
+        weights = _as_backbone(text, drawn, weights, say)
+
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
@@ -122,6 +127,25 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
             "save the state dict with one of the two",
         ) from error
+
+
+def _as_backbone(text: str, drawn: Weights, weights: Weights, say: Print) -> Tensors:
+    """Return a network's tensors, those of a backbone by name and shape, and the others as drawn."""
+    fitting = {}
+    for name, tensor in weights.items():
+        if name in drawn and drawn[name].shape == tensor.shape:
+            fitting[name] = tensor
+
+    remaining = [name for name in drawn if name not in fitting]
+    if len(remaining) > len(fitting):
+        raise InputError(
+            f"--init {text}: {len(fitting)} of its {len(weights)} tensors are of this network",
+            f"at least half of the network's {len(drawn)}, by name and shape, as {listed([*drawn])}",
+            "choose the backbone's network with --config network=NAME",
+        )
+
+    say(f"--init {text}: {len(fitting)} tensors; drawn are {listed(remaining) or 'none'}")
+    return {name: fitting.get(name, tensor) for name, tensor in drawn.items()}
 
 
 def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say: Print) -> Tensors:

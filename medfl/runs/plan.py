@@ -167,7 +167,9 @@ def make_plan(
 
     bundle = open_problem(request.bundle, config, device, policy)
     require_buildable(bundle, config)
-    bundle, general_settings["init"] = initial_weights.begin_with(bundle, request.init, say)
+    bundle, general_settings["init"] = initial_weights.begin_with(
+        bundle, request.init, say, request.seed
+    )
     general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
     protocol_settings = _protocol_settings(request, protocol)
     requested_options = {**options_for(protocol, request.method), **request.options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +44,18 @@ _WEIGHTS = {
     ),
 }
 
+
+_PRETRAINED = {
+    "torchvision": ("TORCH_HOME", "~/.cache/torch", "hub/checkpoints/{}-*.pth"),
+    "timm": (
+        "HF_HOME",
+        "~/.cache/huggingface",
+        "hub/models--timm--{}/snapshots/*/model.safetensors",
+    ),
+}
+"""Where PyTorch's and Hugging Face's caches have the pretrained weights of a network."""
+BACKBONES = ("backbone", *_PRETRAINED)
+"""Kinds of `--init` that give a network all but its head."""
 
 _PRIVATE = ("prepared", "answers", "embeddings", PHANTOM)
 """Kinds of cache that a worker in a sandbox has for itself: what a bundle makes there, others would take up."""
@@ -199,13 +212,26 @@ def record_of(source: Path) -> Path:
 
 
 def weights_file(text: str) -> Path:
-    """Return the file that `--init` names: FILE, run:DIR or bundle:DIR; InputError if it is not there."""
+    """Return the file that `--init` names.
+
+    It is FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME or timm:NAME, which are looked for where these
+    libraries keep their downloads.
+
+    Raises:
+        InputError: it is not there.
+    """
     kind, colon, folder = text.partition(":")
+    if colon and kind in _PRETRAINED:
+        return _downloaded(text, *_PRETRAINED[kind])
+
     if not (colon and kind in _WEIGHTS):
-        path = Path(text).expanduser()
+        path = Path(text.removeprefix("backbone:")).expanduser()
         if not path.is_file():
-            allowed = "FILE (.safetensors, .pt, .pth, .ts), run:DIR or bundle:DIR"
-            raise InputError(f"--init {text}", allowed, "name one that is there")
+            raise InputError(
+                f"--init {text}",
+                "FILE (.safetensors, .pt, .pth, .ts), backbone:FILE, run:DIR, bundle:DIR, torchvision:NAME or timm:NAME",
+                "name one that is there",
+            )
 
         return path
 
@@ -219,6 +245,21 @@ def weights_file(text: str) -> Path:
         f"--init {text}",
         f"{description}: {' or '.join(names)} in this folder",
         "name another folder",
+    )
+
+
+def _downloaded(text: str, variable: str, home: str, pattern: str) -> Path:
+    """Return the only file of a library's cache with the weights that a text names."""
+    name = text.partition(":")[2]
+    root = Path(os.environ.get(variable) or home).expanduser()
+    files = sorted(root.glob(pattern.format(name))) if re.fullmatch(r"[\w.-]+", name) else []
+    if len(files) == 1:
+        return files[0]
+
+    raise InputError(
+        f"--init {text}",
+        f"one file {pattern.format(name)} in {root}, where the library puts what it downloads; there are {len(files)}",
+        "download it there, copy it from a machine with a network, or name the file: --init backbone:FILE",
     )
 
 

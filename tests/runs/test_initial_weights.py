@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from medfl import datasets, networks
+from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.core.seeding import stream
 from medfl.runs import initial_weights
 from medfl.storage.files import load_weights, save_weights, weights_sha256
 
@@ -334,3 +336,47 @@ def test_names_and_shapes_that_differ_are_named_and_counted(
     )
     assert f"1 tensors are missing: {names[0]!r}" in line
     assert "1 tensors are not of the network: 'extra.weight'" in line
+
+
+def test_a_pretrained_backbone_is_found_where_its_library_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the head, which the run's seed draws as without it; a missing file says where it belongs."""
+    torchvision = pytest.importorskip("torchvision")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    bundle = Bundle("ham10000")
+    with pytest.raises(InputError, match=r"one file hub/checkpoints/resnet18-\*.pth in .*are 0; "):
+        initial_weights.begin_with(bundle, "torchvision:resnet18")
+
+    torch.manual_seed(1)
+    pretrained = torchvision.models.resnet18().state_dict()
+    place = tmp_path / "hub/checkpoints"
+    place.mkdir(parents=True)
+    torch.save(pretrained, place / "resnet18-01234567.pth")
+    lines: list[str] = []
+    begun, known = initial_weights.begin_with(bundle, "torchvision:resnet18", lines.append, 7)
+    with stream(7, "network"):
+        drawn = bundle.network().state_dict()
+
+    assert begun.start is not None
+    heads = [name for name in drawn if begun.start[name].equal(drawn[name])]
+    assert {name.partition(".")[0] for name in heads if "num_batches" not in name} >= {"fc"}
+    for name in pretrained.keys() & drawn.keys():
+        if not name.startswith("fc."):
+            assert begun.start[name].equal(pretrained[name]), name
+
+    assert lines == [
+        f"--init torchvision:resnet18: {len(drawn) - 2} tensors; drawn are fc.weight, fc.bias"
+    ]
+    assert known == f"sha256:{weights_sha256(begun.start)}"
+    file = place / "resnet18-01234567.pth"
+    again, _ = initial_weights.begin_with(bundle, f"backbone:{file}", str, 7)
+    assert again.start is not None
+    assert weights_sha256(again.start) == known.removeprefix("sha256:")
+    with pytest.raises(InputError, match="another|of its"):
+        initial_weights.begin_with(
+            Bundle("ham10000", {"network": "small_cnn"}), "torchvision:resnet18"
+        )
+
+    with pytest.raises(InputError, match="one file"):
+        initial_weights.begin_with(bundle, "torchvision:../resnet18")
