@@ -229,7 +229,7 @@ def weights_file(text: str) -> Path:
         if not path.is_file():
             raise InputError(
                 f"--init {text}",
-                "FILE (.safetensors, .pt, .pth, .ts), backbone:FILE, run:DIR, bundle:DIR, torchvision:NAME or timm:NAME",
+                "FILE or backbone:FILE (.safetensors, .pt, .ts), run:DIR, bundle:DIR, torchvision:NAME, timm:NAME",
                 "name one that is there",
             )
 
