@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def names_of_group(*groups: str) -> list[str]:
     return [name for name, declared in SETTINGS.items() if declared.group in groups]
 
 
-def given_settings(args: Any, *more: str) -> Document:
+def given_settings(args: Namespace, *more: str) -> Document:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
     values = {name: getattr(args, name, None) for name in (*SETTINGS, *more)}
     check_limits(values)
@@ -122,7 +123,7 @@ def add_columns(parser: Any, **roles: str) -> None:
         )
 
 
-def given_columns(args: Any) -> dict[str, str]:
+def given_columns(args: Namespace) -> dict[str, str]:
     """Return role -> column of the flags of `add_columns` that were given."""
     roles = {}
     for name, value in vars(args).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import Namespace
 from typing import Any
 
 from medfl.cli import arguments
@@ -57,7 +58,7 @@ def add(verbs: Any) -> None:
     arguments.add_trust(verb)
 
 
-def _calibrate(args: Any) -> int:
+def _calibrate(args: Namespace) -> int:
     check_coverage(args.coverage)
     check_which(args.which)
     if not 0 <= args.strength < math.inf or args.min_count < 0:

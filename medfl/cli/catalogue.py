@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from medfl.cli.parser import add_verb, show
@@ -20,14 +21,14 @@ def add(verbs: Any) -> None:
         )
 
 
-def _methods(args: Any) -> int:
+def _methods(args: Namespace) -> int:
     from medfl.cli import method_pages
 
     document = method_pages.methods(args.name)
     return show(args, document, lambda: method_pages.methods_text(document, terminal.width()))
 
 
-def _bundles(args: Any) -> int:
+def _bundles(args: Namespace) -> int:
     from medfl.cli import bundle_pages
 
     document = bundle_pages.bundles(args.name)

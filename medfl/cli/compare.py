@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Namespace
 from typing import Any
 
 from medfl.cli import arguments
@@ -84,7 +84,7 @@ def add(verbs: Any) -> None:
     arguments.add_quiet(output)
 
 
-def _compare(args: Any) -> int:
+def _compare(args: Namespace) -> int:
     if args.paper:
         return _paper(args)
     if args.scale is not None:
@@ -189,7 +189,7 @@ def _compare(args: Any) -> int:
     return 1 if failed else 0
 
 
-def _paper(args: Any) -> int:
+def _paper(args: Namespace) -> int:
     papers.check_name(args.paper)
     clashes = {
         "against": args.against,
@@ -217,7 +217,7 @@ def _paper(args: Any) -> int:
     return code
 
 
-def _shared(args: Any) -> Document:
+def _shared(args: Namespace) -> Document:
     """Return what all runs of the grid share."""
     return {
         "options": arguments.parse_pairs("--set", args.options),

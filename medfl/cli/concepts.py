@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from medfl.cli import arguments
@@ -40,7 +41,7 @@ def add(verbs: Any) -> None:
     )
 
 
-def _concepts(args: Any) -> int:
+def _concepts(args: Namespace) -> int:
     hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle

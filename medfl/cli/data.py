@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def add(verbs: Any) -> None:
     )
 
 
-def _make(args: Any) -> int:
+def _make(args: Namespace) -> int:
     from medfl import datasets
 
     sizes = {
@@ -69,7 +70,7 @@ def _make(args: Any) -> int:
     return show(args, document, lambda: f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}")
 
 
-def _fetch(args: Any) -> int:
+def _fetch(args: Namespace) -> int:
     from medfl import datasets
     from medfl.datasets.readers.download import fetch
 
@@ -77,7 +78,7 @@ def _fetch(args: Any) -> int:
     return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
 
 
-def _check(args: Any) -> int:
+def _check(args: Namespace) -> int:
     from medfl import datasets
 
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():

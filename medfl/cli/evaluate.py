@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def add(verbs: Any) -> None:
     arguments.add_quiet(output)
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Execute `medfl evaluate`."""
     config = arguments.parse_pairs("--config", args.config)
     requested = arguments.given_settings(args, "partition", "presets", "data", "sites")

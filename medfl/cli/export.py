@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def add(verbs: Any) -> None:
     export.add_argument("--data", metavar="DIR", help="the run's images, if they have moved")
 
 
-def _export(args: Any) -> int:
+def _export(args: Namespace) -> int:
     check_which(args.which)
     require_for_export(args.out)
     hold(args, Use(runs=[args.run], file="out"))

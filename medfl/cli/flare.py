@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from medfl.cli import arguments, run
@@ -93,7 +94,7 @@ def add(verbs: Any) -> None:
     arguments.add_switch(output, "--resume", "continue the run that the server and the sites hold")
 
 
-def _export(args: Any) -> int:
+def _export(args: Namespace) -> int:
     values = arguments.parse_pairs("--set", args.options)
     config = arguments.parse_pairs("--config", args.config)
     sites = arguments.parse_names(args.sites)

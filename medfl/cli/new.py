@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def add(verbs: Any) -> None:
     )
 
 
-def _new(args: Any) -> int:
+def _new(args: Namespace) -> int:
     require_new_bundle(args.bundle.expanduser(), args.size)  # before every image is read
     from medfl.datasets.readers.label_columns import Wanted
     from medfl.starter import starter
@@ -132,7 +133,7 @@ def _new(args: Any) -> int:
     return show(args, document, lambda: _text(folder, survey, command, _offer(args, survey)))
 
 
-def _offer(args: Any, survey: Survey) -> str:
+def _offer(args: Namespace, survey: Survey) -> str:
     """Return what to say of patients that are not known, with the command that file names suggest."""
     from medfl.datasets.own import NO_PATIENTS
 

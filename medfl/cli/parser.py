@@ -72,14 +72,14 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
-def show(args: Any, document: Config, text: Callable[[], str]) -> int:
+def show(args: argparse.Namespace, document: Config, text: Callable[[], str]) -> int:
     """Print a verb's result, the document with --json, else its text; return exit code 0."""
     sys.stdout.write((json.dumps(document) if args.json else terminal.visible(text())) + "\n")
     sys.stdout.flush()
     return 0
 
 
-def telling(args: Any) -> Document:
+def telling(args: argparse.Namespace) -> Document:
     """Return where a run tells of itself, as keyword arguments: `say` takes lines, `progress` allows bars."""
     return {"say": str if args.quiet else log, "progress": sys.stderr.isatty() and not args.quiet}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ def add(verbs: Any) -> None:
     arguments.add_trust(predict)
 
 
-def _predict(args: Any) -> int:
+def _predict(args: Namespace) -> int:
     arguments.given_settings(args)
     is_run(
         args.model.expanduser()

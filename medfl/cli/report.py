@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from medfl.cli import arguments
@@ -42,7 +43,7 @@ def add(verbs: Any) -> None:
     )
 
 
-def _report(args: Any) -> int:
+def _report(args: Namespace) -> int:
     from medfl.compare import grid_page
     from medfl.report import write_report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -106,7 +107,7 @@ def add_flags(run: Any) -> None:
     arguments.add_quiet(output)
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """Execute `medfl run`."""
     if _was_portable(args):
         portable.enable()
@@ -171,7 +172,7 @@ def _without(names: str, requested: Config) -> str:
     return "centre:" + ",".join(f"{name}=0/all" for name in arguments.parse_names(names))
 
 
-def _use(args: Any) -> Use:
+def _use(args: Namespace) -> Use:
     """Return what the run opens and writes, for the walls around a foreign bundle."""
     connects = ""
     if args.runtime.startswith("flare"):
@@ -188,7 +189,7 @@ def _use(args: Any) -> Use:
     )
 
 
-def _run_folder(args: Any) -> Path:
+def _run_folder(args: Namespace) -> Path:
     if args.out is not None:
         return Path(args.out)
 
@@ -212,7 +213,7 @@ def _bundle_of_folds(folder: Path) -> str:
     return ""
 
 
-def launch_of(args: Any) -> Launch:
+def launch_of(args: Namespace) -> Launch:
     """Return how a run is carried out, by the flags that its verb has."""
     flags = {field.name for field in fields(Launch)} & vars(args).keys()
     command = "medfl " + shlex.join(args.given)
@@ -220,7 +221,7 @@ def launch_of(args: Any) -> Launch:
     return Launch(**{**chosen, "command": command, **telling(args)})
 
 
-def _was_portable(args: Any) -> bool:
+def _was_portable(args: Namespace) -> bool:
     """Return whether the run to go on with, or to repeat, is portable; what cannot be read is told later."""
     if args.resume and args.out:
         again = [args.out / "run.json", args.out / FOLDS]
@@ -241,7 +242,7 @@ def _was_portable(args: Any) -> bool:
 
 
 def _cross_validate(
-    args: Any, values: Any, config: Any, requested: Any, launch: Launch, again: bool
+    args: Namespace, values: Any, config: Any, requested: Any, launch: Launch, again: bool
 ) -> int:
     refused = {"--from": args.source, "--profile": args.profile}
     refused |= {"--resume, where no cross-validation is": args.resume and not again}

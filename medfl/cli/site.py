@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def _add_policy(parser: Any) -> None:
     arguments.add_path(parser, "--policy", "FILE", text, arguments.existing)
 
 
-def _inspect(args: Any) -> int:
+def _inspect(args: Namespace) -> int:
     target = args.write_policy
     folder = args.bundle
     if target is not None:
@@ -333,7 +334,7 @@ def _config(texts: list[str]) -> Document:
         ) from error
 
 
-def _check(args: Any) -> int:
+def _check(args: Namespace) -> int:
     from medfl.partner.connection import address
 
     server = None if args.server is None else address(args.server)
@@ -354,7 +355,7 @@ def _check(args: Any) -> int:
     return 0
 
 
-def _stats(args: Any) -> int:
+def _stats(args: Namespace) -> int:
     if args.collect:
         return _collect(args)
     if args.bundle is None:
@@ -421,7 +422,7 @@ def _stats(args: Any) -> int:
     return show(args, document, lambda: "\n".join(lines))
 
 
-def _collect(args: Any) -> int:
+def _collect(args: Namespace) -> int:
     if args.bundle is not None or args.data is not None:
         raise InputError(
             "--collect with a bundle or --data", "it reads what sites have written", "drop them"
@@ -438,7 +439,7 @@ def _collect(args: Any) -> int:
     return show(args, federation.as_dict(), lambda: "\n".join(lines))
 
 
-def _audit(args: Any) -> int:
+def _audit(args: Namespace) -> int:
     from medfl.cli.audit_log import text
     from medfl.policy import audit
 

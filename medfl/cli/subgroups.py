@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
@@ -42,7 +43,7 @@ def add(verbs: Any) -> None:
     arguments.add_number(subgroups, "--min-count", "K", text)
 
 
-def _subgroups(args: Any) -> int:
+def _subgroups(args: Namespace) -> int:
     hold(args, Use(runs=[args.run]))
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def add(verbs: Any) -> None:
     arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))
 
 
-def _tune(args: Any) -> int:
+def _tune(args: Namespace) -> int:
     from medfl.compare import search
     from medfl.runs.request_checks import check_driver, check_places
 

@@ -9,9 +9,10 @@ import atexit
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from medfl.cli import (
     calibrate,
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
         return 1
 
 
-def _trusting(args: Any) -> AbstractContextManager[None]:
+def _trusting(args: Namespace) -> AbstractContextManager[None]:
     if not getattr(args, "trust", False):
         return nullcontext()
     from medfl.policy import admission

@@ -14,11 +14,11 @@ import shutil
 import signal
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
@@ -58,7 +58,7 @@ class Use:
     ports: Sequence[int] = ()
 
 
-def hold(args: Any, use: Use) -> None:
+def hold(args: Namespace, use: Use) -> None:
     """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
 
     Only the program `medfl` divides itself: a process of somebody else's, which calls `main`, works as it is.
@@ -127,7 +127,7 @@ def _brings_code(run: Run) -> bool:
     return any(text.startswith("$") and text not in shipped for text in _texts(run.config))
 
 
-def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
+def _divide(args: Namespace, use: Use, readable: Sequence[Path]) -> None:
     """Return in the worker; the keeper stays in here until it ends."""
     folder = use.folder
     scratch = None
@@ -224,7 +224,7 @@ def _record(path: Path) -> Run | None:
         return None
 
 
-def _named(args: Any, records: Sequence[Run]) -> Iterator[Path]:
+def _named(args: Namespace, records: Sequence[Run]) -> Iterator[Path]:
     """Yield the files and folders that are named: on the command line, in records, by $MEDFL_DATA."""
     recorded: list[object] = []
     for run in records:
