@@ -83,8 +83,16 @@ def run(args: Namespace) -> int:
         stem = model.resolve().stem
         args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
 
-    runs = [model] if init.startswith("run:") else []
-    connects = f"--runtime {args.runtime}" if args.runtime.startswith("flare") else ""
+    if init.startswith("run:"):
+        runs = [model]
+    else:
+        runs = []
+
+    if args.runtime.startswith("flare"):
+        connects = f"--runtime {args.runtime}"
+    else:
+        connects = ""
+
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out, connects=connects))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import

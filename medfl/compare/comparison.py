@@ -270,7 +270,11 @@ class Comparison:
         """What the runs say of a metric that is undefined or no mean over all classes, each with those that say it."""
         undefined = []
         for row in self.rows:
-            on = f" on {row.partition}" if len(self.partitions) > 1 else ""
+            if len(self.partitions) > 1:
+                on = f" on {row.partition}"
+            else:
+                on = ""
+
             for seed, run in sorted(row.runs.items()):
                 undefined.append((f"{row.method}{on}, seed {seed}", run.said))
 
@@ -334,7 +338,11 @@ class Comparison:
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = self.judged_by
-        sign = -1 if column.higher else 1
+        if column.higher:
+            sign = -1
+        else:
+            sign = 1
+
         places = defaultdict(list)
         for partition in self.partitions:
             rows = self.on(partition)
@@ -363,7 +371,11 @@ class Comparison:
         with suppress(ValueError):
             return float(target)
 
-        best_of = max if self.higher else min
+        if self.higher:
+            best_of = max
+        else:
+            best_of = min
+
         values = []
         methods = []
         for row in self.on(partition):
@@ -384,7 +396,11 @@ class Comparison:
 
     def to_reach(self, row: Row, value: float | None) -> CostToTarget:
         """Return what a row's runs took until their validation metric reached a value; None: an undefined one."""
-        sign = 1 if self.higher else -1
+        if self.higher:
+            sign = 1
+        else:
+            sign = -1
+
         rounds = []
         sent = []
         seconds = []

@@ -155,7 +155,11 @@ def target_table(comparison: Comparison, partition: str, value: float | None, fo
             _spread(target.bytes, _SCALES["bytes"]),
             _spread(target.seconds, _Scale(1.0, "s", 0)),
         ]
-        reached = "–" if value is None else f"{target.reached} of {target.count}"
+        if value is None:
+            reached = "–"
+        else:
+            reached = f"{target.reached} of {target.count}"
+
         lines.append([row.method, reached, *cells])
 
     return formatted_table(heads, lines, format_)
@@ -246,7 +250,11 @@ def all_tables(
         parts.append((title, table))
         value = comparison.target_value(target, partition)
         scale = scale_of(comparison.key)
-        reached = "–" if value is None else _SCALES[scale].text(value)
+        if value is None:
+            reached = "–"
+        else:
+            reached = _SCALES[scale].text(value)
+
         metric = metrics.title(comparison.key).lower()
         title = f"To reach {reached} of {metric} on the validation set ({target}), partition {partition}"
         parts.append((title, target_table(comparison, partition, value, format_)))

@@ -311,7 +311,11 @@ def notes(
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
 
-    left_out = dataset.notes if used_images == images else ()
+    if used_images == images:
+        left_out = dataset.notes
+    else:
+        left_out = ()
+
     are_unknown = all(item.get("group") == item["id"] for item in items)
     lines = [*left_out, *own_folder.odd(root), *cases.notes(dataset.rows)]
     return (*lines, UNKNOWN_PATIENTS) if are_unknown else tuple(lines)
@@ -439,11 +443,19 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
 
         return conventions.bids(raw, [(bare(name), uri) for name, uri in volume_files(masks)])
 
-    index = volume_paths if is_volumes(images) else pairs.picture_paths
+    if is_volumes(images):
+        index = volume_paths
+    else:
+        index = pairs.picture_paths
+
     if images == masks:
         return conventions.apart(index(images))
 
-    mask_paths = index(masks) if masks.is_dir() else []
+    if masks.is_dir():
+        mask_paths = index(masks)
+    else:
+        mask_paths = []
+
     ending = conventions.file_ending(images)
     mask_paths = [(name, uri) for name, uri in mask_paths if uri.lower().endswith(ending)]
     image_paths = []

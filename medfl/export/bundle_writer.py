@@ -177,7 +177,11 @@ class _BundleWriter:
         self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        by_kind = "" if ends_in_sigmoid else self.bundle.kind.activation
+        if ends_in_sigmoid:
+            by_kind = ""
+        else:
+            by_kind = self.bundle.kind.activation
+
         activation = partial(_probabilities, by_kind)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
         self.data_folder: str | None = None
@@ -315,7 +319,11 @@ class _BundleWriter:
         agreements = {}
         for kind in kinds:
             is_needed = kind == definition.kind or kind in (self.formats or ())
-            only = {"instead": _NO_OTHER} if kind == definition.kind else {}
+            if kind == definition.kind:
+                only = {"instead": _NO_OTHER}
+            else:
+                only = {}
+
             path = self.folder / FILES[kind]
             try:
                 measured = write(kind, network, recorder, path, self.comparison, **only)
@@ -378,7 +386,11 @@ class _BundleWriter:
         is_path = isinstance(folder, str) and folder[:1] in "/~"
         # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
         if is_path and not folder.startswith("/workspace/"):
-            place = "$@bundle_root + '/data'" if "bundle_root" in file else "data"
+            if "bundle_root" in file:
+                place = "$@bundle_root + '/data'"
+            else:
+                place = "data"
+
             file.set("dataset_dir", place)
 
         if stem == "inference":
@@ -406,7 +418,11 @@ class _BundleWriter:
                 self._set_network_def(file, stem, definition, sha256)
 
             if by_monai:
-                written = "inference.yaml" if self.any_folder else name
+                if self.any_folder:
+                    written = "inference.yaml"
+                else:
+                    written = name
+
                 self._write(f"configs/{written}", by_monai)
             if (text := file.text()) != by_monai:
                 self._write(f"configs/{'' if stem == 'federated' else 'medfl/'}{name}", text)
@@ -428,7 +444,11 @@ class _BundleWriter:
             return None
 
         dataset = file.get("dataset")
-        data = str(dataset.get("data")) if isinstance(dataset, Mapping) else ""
+        if isinstance(dataset, Mapping):
+            data = str(dataset.get("data"))
+        else:
+            data = ""
+
         if not data.startswith("$medfl.datasets."):
             return self._by_monai(file)
 
@@ -436,7 +456,10 @@ class _BundleWriter:
         volumes = self.images.inputs[0].ndim == 5
         values = mask_values(self.bundle.metadata)
         if len(values) != outputs:
-            values = range(outputs) if volumes else picture_values(outputs)
+            if volumes:
+                values = range(outputs)
+            else:
+                values = picture_values(outputs)
 
         classes = column_names(self.task.classes, outputs)
         if any(name[:1] in "$@%" for name in classes):  # which MONAI would evaluate
@@ -528,7 +551,11 @@ class _BundleWriter:
 
     def _calibration(self, sha256: str) -> None:
         """Write what `medfl calibrate` found of this model, for these weights."""
-        kind = "personal" if self.model.site else "global"
+        if self.model.site:
+            kind = "personal"
+        else:
+            kind = "global"
+
         document = self.trained.files.calibration(self.trained.which, kind)
         if document is None:
             return

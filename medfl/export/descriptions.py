@@ -91,7 +91,11 @@ def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
-    scope = "personal" if model.site else "global"
+    if model.site:
+        scope = "personal"
+    else:
+        scope = "global"
+
     metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 
@@ -282,7 +286,11 @@ def _packages(folder: Path, former: Mapping[str, object]) -> dict[str, str]:
             versions[listed] = _version(listed) or str(version)
 
     inference = config_file(folder, "inference", medfl=False)
-    text = inference.read_text("utf-8") if inference else "medfl"
+    if inference:
+        text = inference.read_text("utf-8")
+    else:
+        text = "medfl"
+
     for word, name in _NAMED.items():
         if word in text and (version := _version(name)):
             versions[name] = version
@@ -383,7 +391,11 @@ def readme(
         lambda value: value if isinstance(value, Markup) else markdown_text(value)
     )
     environment.filters |= {"sized": _sized, "tiny": format_difference}
-    content = read(inference) if inference else {}
+    if inference:
+        content = read(inference)
+    else:
+        content = {}
+
     steps = (content.get("preprocessing") or {}).get("transforms")
     transforms = []
     if isinstance(steps, list):  # else an expression, which is not evaluated here

@@ -103,7 +103,11 @@ def offer(
 
     site_texts = site_settings.of_request(bundle, requested or {})
     check_unlabelled(site_texts["unlabelled"], run.method, method, {site: {} for site in sites})
-    source = PHANTOM if rehearsal else "real"
+    if rehearsal:
+        source = PHANTOM
+    else:
+        source = "real"
+
     offered = replace(
         run,
         bundle_path="",

@@ -114,8 +114,16 @@ class _Question:
         if self.numbers != question.numbers:
             return False
 
-        first = self.message.flat() if self.message else {}
-        second = question.message.flat() if question.message else {}
+        if self.message:
+            first = self.message.flat()
+        else:
+            first = {}
+
+        if question.message:
+            second = question.message.flat()
+        else:
+            second = {}
+
         return first.keys() == second.keys() and all(
             _same(tensor, second[name]) for name, tensor in first.items()
         )
@@ -229,7 +237,11 @@ class FlareWorkers(Workers):
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
 
         numbers = wire.question_numbers(task.round, sections, **save)
-        state_round = 0 if task.state is None else task.state.round
+        if task.state is None:
+            state_round = 0
+        else:
+            state_round = task.state.round
+
         return _Question(index, name, kind, numbers, message, read, extra, state_round)
 
     # Waiting
@@ -250,7 +262,11 @@ class FlareWorkers(Workers):
 
         end = None
         if self.deadline is not None:
-            preparing = 0.0 if self._started else _START
+            if self._started:
+                preparing = 0.0
+            else:
+                preparing = _START
+
             end = time.monotonic() + self.deadline + preparing
 
         self._started = True

@@ -184,14 +184,22 @@ class SiteConfig:
         Raises:
             InputError: the bundle is refused.
         """
-        policy = Policy.read(Path(self.policy)) if self.policy else Policy()
+        if self.policy:
+            policy = Policy.read(Path(self.policy))
+        else:
+            policy = Policy()
+
         inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require(TRAINING)
         return policy
 
 
 def _listed(value: Any) -> Any:
     """Return a name or a list as a list, with whole numbers as texts; a wrong type is left for the check after it."""
-    entries = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        entries = value
+    else:
+        entries = [value]
+
     return [str(entry) if type(entry) is int else entry for entry in entries]
 
 
@@ -256,7 +264,10 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     Raises:
         InputError: the run asks for something else; names who refuses it.
     """
-    who = "the server" if name is None else f"site {name!r}"
+    if name is None:
+        who = "the server"
+    else:
+        who = f"site {name!r}"
 
     def refuse(problem: str, allowed: str) -> InputError:
         error = InputError(f"{who} refuses the run: {problem}", allowed, "ask its administrator")
@@ -377,7 +388,11 @@ def _check_config(run: Run, protocol: Config, permits: Sequence[str], refuse: Re
         if key in protocol and protocol[key] == value:
             continue
 
-        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            values = value
+        else:
+            values = [value]
+
         if key not in permits or not all(map(_is_plain, values)):
             permitted = "the bundle as it is (permits)"
             if permits:

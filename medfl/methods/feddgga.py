@@ -107,7 +107,11 @@ def adjusted(
     """
     total = sum(shares.values())
     moved = {name: share / total if total else 1 / len(shares) for name, share in shares.items()}
-    mean = fmean(gaps.values()) if gaps else 0.0
+    if gaps:
+        mean = fmean(gaps.values())
+    else:
+        mean = 0.0
+
     largest = max((abs(gap - mean) for gap in gaps.values()), default=0.0)
     if largest > 0:
         for name, gap in gaps.items():

@@ -201,13 +201,21 @@ class _Counts:
     def _targets(self, target: Sequence[float | None]) -> None:
         """Count what is known of findings, or of numbers; an image is in one cell of each table."""
         names = self._bundle.classes
-        values = target if len(target) == len(names) else (None,) * len(names)
+        if len(target) == len(names):
+            values = target
+        else:
+            values = (None,) * len(names)
+
         for name, value in zip(names, values, strict=True):
             if value is None:
                 continue
 
             if name not in self._bands:
-                outcome = "present" if value == 1 else "absent"
+                if value == 1:
+                    outcome = "present"
+                else:
+                    outcome = "absent"
+
                 self._preset[f"finding {name}"][outcome] += 1
             else:
                 self._preset[f"number {name}"][_band(value, self._bands[name], "")] += 1
@@ -331,7 +339,11 @@ def _recount(
 ) -> Counter[str]:
     """Return a table over cells that are known beforehand; unknown cells count as `other`, else as `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
-    rest = "other" if "other" in table else UNRECORDED
+    if "other" in table:
+        rest = "other"
+    else:
+        rest = UNRECORDED
+
     for name, count in cells.items():
         cell = (synonyms or {}).get(name, name)
         table[cell if cell in table else rest] += count
@@ -380,7 +392,11 @@ def _rounded(value: float | np.floating[Any]) -> float | None:
 
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
-    unit = f" {unit}" if unit else ""
+    if unit:
+        unit = f" {unit}"
+    else:
+        unit = ""
+
     middle = [f"{low:g} to {high:g}{unit}" for low, high in pairwise(ends)]
     return [f"below {ends[0]:g}{unit}", *middle, f"{ends[-1]:g}{unit} and more"]
 

@@ -89,7 +89,11 @@ def read(run: RunFiles) -> Matrix | None:
         if row["of"]:
             title += f", {row['of']}"
 
-        ends = None if isnan(low) else (low, high)
+        if isnan(low):
+            ends = None
+        else:
+            ends = (low, high)
+
         cell = Cell(value, ends, int(cases), row["of"] == row["at"])
         rows.setdefault(title, {})[row["at"]] = cell
 

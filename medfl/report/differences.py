@@ -78,7 +78,11 @@ class Difference:
         if np.isnan(value):
             return None
 
-        ends = bootstrap.interval(drawn) if enough else None
+        if enough:
+            ends = bootstrap.interval(drawn)
+        else:
+            ends = None
+
         # all draws are equal: no uncertainty was measured, unless the models are the same
         if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(value):
             ends = None
@@ -253,7 +257,11 @@ class Differences:
 
     def _at_unseen_sites(self) -> Iterator[str]:
         """Yield what the model reaches at each site that trained nothing, beside the models that others train alone."""
-        alone = None if self.local is None else cross_site.read(self.local)
+        if self.local is None:
+            alone = None
+        else:
+            alone = cross_site.read(self.local)
+
         reached = self.run.site_values(self.run.judged, self.run.key)
         for site in self._sites:
             if self.run.size(site, "train") or site not in reached:
@@ -292,7 +300,11 @@ class Differences:
 
 def counted(words: Sequence[str], of: str) -> str:
     """Return how often each word occurs, as "better at 1 of 4 sites, no clear difference at 3"."""
-    plural = "s" if len(words) != 1 else ""
+    if len(words) != 1:
+        plural = "s"
+    else:
+        plural = ""
+
     phrases = [f"{BETTER} at {words.count(BETTER)} of {len(words)} {of}{plural}"]
     for label in (WORSE, UNCLEAR, FEW):
         if label in words:

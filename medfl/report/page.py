@@ -304,7 +304,11 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
                 shortened += norms[-1] > values["clip"]
 
         if shares:
-            norm = median(norms) if norms else None
+            if norms:
+                norm = median(norms)
+            else:
+                norm = None
+
             by_images = fmean(shares_by_images)
             rows.append((site, norm, by_images, fmean(shares), shortened, len(shares)))
 
@@ -353,7 +357,11 @@ def _class_counts(run: RunFiles) -> Document | None:
 def _pictures(run: RunFiles) -> Document:
     partition = run.path / "partition.png"
     try:
-        sites = Picture.read(partition).embedded[2] if partition.is_file() else None
+        if partition.is_file():
+            sites = Picture.read(partition).embedded[2]
+        else:
+            sites = None
+
         models, more_grids = saved_pictures.model_pictures(run.path)
         masks, more_sites = saved_pictures.mask_pictures(run.path)
         worst = saved_pictures.worst_images(run.path)

@@ -104,7 +104,11 @@ def open_predictor(
         return _checked(_of_run(path, which, site, placed, say, calibrated))
 
     file = path / "docs" / CALIBRATION
-    document = read_calibration(file) if calibrated and file.is_file() else None
+    if calibrated and file.is_file():
+        document = read_calibration(file)
+    else:
+        document = None
+
     if (site is not None and document is None) or which != "last":
         raise InputError(
             f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
@@ -128,7 +132,11 @@ def _with_rule(
         return predictor
 
     name = site or document["site"] or ALL_SITES
-    way = "pooled" if name == ALL_SITES else document["share"]
+    if name == ALL_SITES:
+        way = "pooled"
+    else:
+        way = document["share"]
+
     rows = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
     if not rows or "threshold" not in rows[0]:
         raise InputError(
@@ -222,8 +230,16 @@ def _of_run(
     if isinstance(evaluator, FindingEvaluator | NumberEvaluator):
         evaluator = replace(evaluator, metric_inputs=None)
 
-    structures = bundle.structures if task.kind == "segmentation" else None
-    whose = f"the model of site {site}" if site else "the global model"
+    if task.kind == "segmentation":
+        structures = bundle.structures
+    else:
+        structures = None
+
+    if site:
+        whose = f"the model of site {site}"
+    else:
+        whose = "the global model"
+
     predictor = Predictor(
         f"{whose} of {path} ({run.method} on {run.bundle}, round {model.round})",
         task.kind,
@@ -261,7 +277,11 @@ def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[
         chosen = {name: (entry.get(name) or {}).get("threshold") for name in task.classes}
     else:
         rows = [row for row in networks.files.sites if row["site"] == site]
-        row = rows[0] if rows and networks.which == "last" and networks.finished else {}
+        if rows and networks.which == "last" and networks.finished:
+            row = rows[0]
+        else:
+            row = {}
+
         chosen = {name: row.get(f"personal_threshold_{slug(name)}") for name in task.classes}
 
     without = [name for name, value in chosen.items() if value is None]
@@ -287,7 +307,11 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         )
 
     entry = meta.get("medfl")
-    exported = entry if isinstance(entry, Mapping) else {}
+    if isinstance(entry, Mapping):
+        exported = entry
+    else:
+        exported = {}
+
     task = opened.task
     thresholds: tuple[float, ...] = ()
     evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
@@ -296,8 +320,16 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         classes = channel_names(meta)
         evaluator = FindingEvaluator()
         errors = [*type_errors(exported, {"thresholds": list[float]})]
-        values = () if errors else exported.get("thresholds", ())
-        thresholds = tuple(values) if len(values) == len(classes) else (0.5,) * len(classes)
+        if errors:
+            values = ()
+        else:
+            values = exported.get("thresholds", ())
+
+        if len(values) == len(classes):
+            thresholds = tuple(values)
+        else:
+            thresholds = (0.5,) * len(classes)
+
     elif exported.get("task") == "regression":
         task = "regression"
         classes = channel_names(meta)  # one output is no background and structure
@@ -336,7 +368,11 @@ def _refuse_overlaps(opened: Inference, path: Path) -> None:
 def _tolerance(path: Path) -> float:
     """Return the tolerance of the surface Dice that the bundle is scored with, 1 where it says none."""
     train = config_file(path, "train")
-    arguments = read(train).get("surface_tolerance", 1.0) if train else 1.0
+    if train:
+        arguments = read(train).get("surface_tolerance", 1.0)
+    else:
+        arguments = 1.0
+
     if isinstance(arguments, int | float):
         return float(arguments)
 

@@ -216,7 +216,11 @@ class _Table:
         if columns:
             return self._of_several(columns, are_named=True)
 
-        marks = [] if requested.task == "regression" else self._marks()
+        if requested.task == "regression":
+            marks = []
+        else:
+            marks = self._marks()
+
         if len(marks) > 1 or (marks and requested.task == "multilabel"):
             return self._of_several(marks, are_named=False)
 
@@ -228,7 +232,11 @@ class _Table:
         requested = self._wanted
         cells = self._cells(column)
         task = requested.task or _task_of(cells)
-        column_name = column if requested.columns else ""
+        if requested.columns:
+            column_name = column
+        else:
+            column_name = ""
+
         if task == "classification":
             note: tuple[str, ...] = ()
             if not requested.task and all(map(_NUMBER.fullmatch, filter(None, cells))):
@@ -360,7 +368,11 @@ class _Table:
                 "name the columns so",
             )
 
-        meaning = self._findings if requested.task == "multilabel" else self._numbers
+        if requested.task == "multilabel":
+            meaning = self._findings
+        else:
+            meaning = self._numbers
+
         return meaning(columns)
 
     def _findings(self, columns: Sequence[str]) -> Meaning:
@@ -433,9 +445,11 @@ class _Table:
                     "zeros": "taken as absent",
                     "ones": "taken as present",
                 }[choice]
-                flag = (
-                    "--uncertain ignore|zeros|ones" if counts is unsure else "--blank ignore|zeros"
-                )
+                if counts is unsure:
+                    flag = "--uncertain ignore|zeros|ones"
+                else:
+                    flag = "--blank ignore|zeros"
+
                 notes.append(f"{total} cells are {subject}: {means} ({flag})")
 
         taken = f"{len(names)} findings by the columns {', '.join(names)}"

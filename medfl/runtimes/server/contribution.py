@@ -70,7 +70,11 @@ def check(federation: Federation, is_remote: bool) -> None:
 def cost(federation: Federation) -> str:
     """Say how many models a round is asked for."""
     count = len(federation.cohort(1))
-    models = f"{2**count}" if count <= EXACT else f"up to {count * (count - 1) + 2}"
+    if count <= EXACT:
+        models = f"{2**count}"
+    else:
+        models = f"up to {count * (count - 1) + 2}"
+
     return (
         f"contribution: {models} models of {count} sites scored on all {len(federation.pooled('validate'))} validation "
         "images in each evaluated round (--eval-every N for fewer)"
@@ -84,7 +88,11 @@ def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, di
     last = value(everybody)
     left_out = {name: last - value(everybody - {name}) for name in names}
     first = value(frozenset())
-    least = _TRUNCATED * abs(last - first) if len(names) > EXACT else -1.0
+    if len(names) > EXACT:
+        least = _TRUNCATED * abs(last - first)
+    else:
+        least = -1.0
+
     gains = dict.fromkeys(names, 0.0)
     orders = _orders(names, seed)
 
