@@ -197,7 +197,11 @@ class Findings:
             for line in targets_told(bundle.task, [*map(printable, names)], table.tolist()):
                 yield Finding("labels", "ok", line)
 
-            findings = self._lacking_outcome if bundle.task == "multilabel" else self._odd_numbers
+            if bundle.task == "multilabel":
+                findings = self._lacking_outcome
+            else:
+                findings = self._odd_numbers
+
             yield from findings(table, [str(item["id"]) for item in items])
 
     def _lacking_outcome(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
@@ -215,7 +219,11 @@ class Findings:
             is_known = ~np.isnan(table[:, k])
             column = table[is_known, k]
             mean = float(means[k])
-            middle = float(np.median(column)) if len(column) else mean
+            if len(column):
+                middle = float(np.median(column))
+            else:
+                middle = mean
+
             sd = float(sds[k])
             if is_scaled and abs(middle - mean) > _FAR * sd:
                 text = f"the median of {printable(name)} is {middle:.4g}, in the bundle it is {mean:.4g} ± {sd:.4g}"
@@ -303,7 +311,10 @@ class Findings:
             if topic == "spacing":
                 unit = "mm"
             else:
-                unit = "pixels" if usual == 2 else "voxels"
+                if usual == 2:
+                    unit = "pixels"
+                else:
+                    unit = "voxels"
 
             text = " x ".join(map(_span, rows.T))
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")

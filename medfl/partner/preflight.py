@@ -82,7 +82,11 @@ class Preflight:
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             # an InputError's parts are joined by semicolons, so that they may have none themselves
-            more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
+            if failed[1:]:
+                more = f" (and {len(failed) - 1} more)"
+            else:
+                more = ""
+
             raise InputError(
                 f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
                 "a site starts when nothing says FAILED",
@@ -113,7 +117,11 @@ class Preflight:
         if warnings := counts[WARNING]:
             summary.append(f"{warnings} {WARNING}{'s' if warnings > 1 else ''}")
 
-        verdict = "READY" if self.ok else "NOT READY"
+        if self.ok:
+            verdict = "READY"
+        else:
+            verdict = "NOT READY"
+
         return [*lines, "", ": ".join(filter(None, (verdict, ", ".join(summary))))]
 
 
@@ -172,7 +180,11 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            kit = None if options.kit is None else Kit.open(options.kit)
+            if options.kit is None:
+                kit = None
+            else:
+                kit = Kit.open(options.kit)
+
             report.add("server", OK, reach(options.server, kit))
 
     return report
@@ -295,7 +307,10 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     protocol_size = bundle.protocol.get("batch_size")
     size = options.batch_size
     if not size:
-        size = protocol_size if isinstance(protocol_size, int) else bundle.batch_size
+        if isinstance(protocol_size, int):
+            size = protocol_size
+        else:
+            size = bundle.batch_size
 
     data = bundle.section("train")
     items = data.items

@@ -80,7 +80,11 @@ class RoundEnd:
             listed = ", ".join(sorted(metrics)) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {listed}", "name one of these")
 
-        sign = 1.0 if higher_is_better(name) else -1.0
+        if higher_is_better(name):
+            sign = 1.0
+        else:
+            sign = -1.0
+
         best_entry = scored[0]
         for number, value in scored[1:]:
             if sign * (value - best_entry[1]) > min_delta:
@@ -115,7 +119,11 @@ class EarlyStopping:
     def __call__(self, ended: RoundEnd) -> str | None:
         """Return why the run ends, None while it goes on."""
         name = self.metric or ended.key_metric
-        best = ended.best(self.metric, self.min_delta) if ended.metrics else None
+        if ended.metrics:
+            best = ended.best(self.metric, self.min_delta)
+        else:
+            best = None
+
         if best is None or name not in ended.metrics:
             return None
 
@@ -152,7 +160,11 @@ class BestCheckpoint:
 
     def __call__(self, ended: RoundEnd) -> None:
         """Write the weights if this round is the best."""
-        best = ended.best(self.metric) if ended.metrics else None
+        if ended.metrics:
+            best = ended.best(self.metric)
+        else:
+            best = None
+
         if best is None or best[0] != ended.round:
             return
 

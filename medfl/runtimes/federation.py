@@ -136,7 +136,11 @@ class Federation:
             flags = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
             raise InputError(flags, "sites count the same there", "leave one of them out")
 
-        structures = bundle.structures if bundle.task == "segmentation" else None
+        if bundle.task == "segmentation":
+            structures = bundle.structures
+        else:
+            structures = None
+
         self.surface_metrics = surface_metrics_of(run.metrics, structures)
         self.networks = self._pool(bundle)
         self._architectures = self._assign_architectures()
@@ -357,7 +361,10 @@ class Federation:
             run, name, [self.participant_shard(name, section) for section in SECTIONS]
         )
         classes = self.known.get(name)
-        optimizer_states = dict[str, State]() if run.keep_optimizer else None
+        if run.keep_optimizer:
+            optimizer_states = dict[str, State]()
+        else:
+            optimizer_states = None
 
         return Site(
             name, site_seed(run, round_, name), train, validate, test,
@@ -534,7 +541,11 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
     if not is_plain:
         if _differences(adapted, bundle.start):
             # compared with the network that the weights resemble, so that the error lists few tensors
-            network = adapted if len(adapted.state_dict()) == len(bundle.start) else plain
+            if len(adapted.state_dict()) == len(bundle.start):
+                network = adapted
+            else:
+                network = plain
+
             raise InputError(
                 f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",

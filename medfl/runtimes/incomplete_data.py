@@ -21,7 +21,11 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
         InputError: a file of a channel is not there, and its item's site has the channel.
     """
     sites = run.partition.sites
-    channels = site_channels.names(bundle) if run.site_channels else ()
+    if run.site_channels:
+        channels = site_channels.names(bundle)
+    else:
+        channels = ()
+
     site_positions = site_channels.read(run.site_channels, channels, sites)
     site_lacks = {}
     for site, present in site_positions.items():
@@ -39,7 +43,11 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
             site_of |= dict.fromkeys(ids.get(section, ()), site)
 
         absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
-        hidden = unlabelled_ids if section == "train" else set()
+        if section == "train":
+            hidden = unlabelled_ids
+        else:
+            hidden = set()
+
         for item in bundle.items(section):
             ident = str(item["id"])
             # channels whose file is not there, but which the site is said to have

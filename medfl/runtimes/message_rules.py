@@ -159,7 +159,11 @@ class MessageRules:
 
             dtype = self.leaves[name][1]
             if tensor.is_floating_point() and dtype != tensor.dtype:
-                average = tensor if dtype.is_floating_point else tensor.round()
+                if dtype.is_floating_point:
+                    average = tensor
+                else:
+                    average = tensor.round()
+
                 weights[name] = average.to(dtype)
                 # a number that is too large for a smaller type is infinite in it
                 self._check_finite(f"weights/{name}", weights[name])

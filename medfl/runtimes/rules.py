@@ -117,7 +117,11 @@ def _flaw(node: object, path: str) -> str:
     if isinstance(node, dict):
         for key in node:
             if not isinstance(key, str):
-                place = f" in {path!r}" if path else ""
+                if path:
+                    place = f" in {path!r}"
+                else:
+                    place = ""
+
                 return f"the key {key!r}{place} is a {type(key).__name__}"
 
         parts = [(f"{path}/{key}".lstrip("/"), part) for key, part in node.items()]

@@ -55,7 +55,11 @@ def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> No
     if not text and not drop:
         return
 
-    flag = _FLAG if text else "--channel-drop"
+    if text:
+        flag = _FLAG
+    else:
+        flag = "--channel-drop"
+
     # such a trainer has batches of its own, which nothing here could fill in
     if bundle.custom_trainer:
         raise InputError(
@@ -105,7 +109,11 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
                 present[index] = False
                 present[index, list(has[site_of[ident]])] = True
 
-        drop = run.channel_drop if section == "train" else 0.0
+        if section == "train":
+            drop = run.channel_drop
+        else:
+            drop = 0.0
+
         filled_sections[section] = Channels(prepared, present, drop)
 
     return filled_sections

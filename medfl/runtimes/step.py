@@ -289,7 +289,11 @@ def _scores(
 
 def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
-    surface_metrics = federation.surface_metrics if section == "test" else ()
+    if section == "test":
+        surface_metrics = federation.surface_metrics
+    else:
+        surface_metrics = ()
+
     with profiling.during(profiling.EVALUATION):
         return federation.bundle.evaluator(
             network, items, federation.networks.device, surface_metrics=surface_metrics
@@ -310,7 +314,11 @@ def segment(
         return {}
 
     # files are of all cases, masks that are returned of a few
-    needed = {*ids} if folder is None else {*shard.ids}
+    if folder is None:
+        needed = {*ids}
+    else:
+        needed = {*shard.ids}
+
     chosen = [i for i, ident in enumerate(shard.ids) if ident in needed]
     part = Shard(shard.prepared, shard.indices[chosen])
     shown = {}

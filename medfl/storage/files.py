@@ -90,7 +90,11 @@ def writing(
 
 def _reason(error: Exception) -> str:
     """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
-    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, OSError):
+        number = error.errno
+    else:
+        number = None
+
     if number is None and (match := re.search(r"os error (\d+)", str(error))):
         number = int(match[1])
 

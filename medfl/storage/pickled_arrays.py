@@ -28,7 +28,11 @@ class PickledType:
 
     def __setstate__(self, state: Any) -> None:
         """Take the byte order of a state; what else it says of a type is for other types than numbers."""
-        order = state[1] if isinstance(state, tuple) and len(state) > 1 else ""
+        if isinstance(state, tuple) and len(state) > 1:
+            order = state[1]
+        else:
+            order = ""
+
         if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
             raise pickle.UnpicklingError("it holds an array of other things than numbers")
         self.dtype = self.dtype.newbyteorder(order)  # type: ignore[arg-type]  # one of the four above
@@ -44,7 +48,11 @@ class PickledArray(np.ndarray[Any, Any]):
     def __setstate__(self, state: Any) -> None:  # type: ignore[override]  # what a pickle gives, of any type
         """Take shape, type, order and bytes; an UnpicklingError if they do not go together."""
         shape, kind, by_columns, data = state[-4:] if isinstance(state, tuple) else (None,) * 4
-        data = data.encode("latin1") if isinstance(data, str) else data  # as Python 2 wrote it
+        if isinstance(data, str):
+            data = data.encode("latin1")
+        else:
+            data = data
+
         sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
         if not (sides and isinstance(kind, PickledType) and isinstance(data, bytes)):
             raise pickle.UnpicklingError("it holds an array that is not described as NumPy does it")

@@ -130,7 +130,11 @@ def require_unused(
 
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
-        reason = "may not be written to" if parent.is_dir() else "is not a folder"
+        if parent.is_dir():
+            reason = "may not be written to"
+        else:
+            reason = "is not a folder"
+
         raise InputError(
             f"--out {path} cannot be made: {parent} {reason}",
             "a new folder",
@@ -252,7 +256,11 @@ def _downloaded(text: str, variable: str, home: str, pattern: str) -> Path:
     """Return the only file of a library's cache with the weights that a text names."""
     name = text.partition(":")[2]
     root = Path(os.environ.get(variable) or home).expanduser()
-    files = sorted(root.glob(pattern.format(name))) if re.fullmatch(r"[\w.-]+", name) else []
+    if re.fullmatch(r"[\w.-]+", name):
+        files = sorted(root.glob(pattern.format(name)))
+    else:
+        files = []
+
     if len(files) == 1:
         return files[0]
 

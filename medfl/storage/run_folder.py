@@ -181,7 +181,11 @@ class RunFolder:
 
         # Only now: until the manifest is replaced the files of the round before are needed.
         needed = {server_file, *sites.values(), MANIFEST, best}
-        stale = os.listdir(self.state) if self._stale is None else self._stale
+        if self._stale is None:
+            stale = os.listdir(self.state)
+        else:
+            stale = self._stale
+
         for name in set(stale) - needed:
             (self.state / name).unlink(missing_ok=True)
 

@@ -262,7 +262,11 @@ class RunReader:
         if self.summary is None:
             return False
         stopped = self.summary.get("status") == "stopped"
-        last = self.summary["rounds"] if stopped else self.record["rounds"]
+        if stopped:
+            last = self.summary["rounds"]
+        else:
+            last = self.record["rounds"]
+
         return len(self.rounds) >= int(last)
 
     @property
