@@ -106,7 +106,9 @@ class Configuration:
         """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
         for key, value in by_existing_ids(values, self._merged.get()).items():
-            if key not in self._merged:
+            # what it refers to may stand in a file that is not read with it
+            referred = re.search(rf"@{re.escape(key)}\b", str(self._merged.get()))
+            if key not in self._merged and not referred:
                 raise InputError(
                     f"configuration id {key!r} of bundle {self.root.name!r}",
                     f"{self._first_file} has {', '.join(ids)}",

@@ -260,10 +260,12 @@ class _Configuration:
             self._path(keys, text)
 
     def _path(self, keys: _Keys, text: str) -> None:
+        if keys == ("bundle_root",):
+            return  # medfl sets it
         is_data = keys == ("dataset_dir",)
         try:
             below = _UPWARDS.sub("", text, 1) if is_data else text
-            check_path(below, absolute=is_data or keys == ("bundle_root",))
+            check_path(below, absolute=is_data)
             # In federated.yaml it would count as named by the user.
             if self.stem == "federated" and text.startswith("/"):
                 raise Refused("an absolute path")

@@ -200,6 +200,23 @@ def test_errors_name_id_file_and_cause(edit: Edit, said: str, tmp_path: Path) ->
     assert str(caught.value).count("; ") >= 2
 
 
+def test_an_id_of_a_file_that_is_not_read_is_found_and_can_be_given(tmp_path: Path) -> None:
+    """As of bundles that hand several files to `monai.bundle run` at once."""
+
+    def edit(config: dict[str, Any]) -> None:
+        (tmp_path / "configs").mkdir()
+        common = {"loss": config.pop("loss"), "bundle_root": "/home/author/bundle"}
+        (tmp_path / "configs" / "common.json").write_text(json.dumps(common, indent=4))
+
+    says = "no id 'loss', .*add it: common.json, which is not read with train.json, has one"
+    with pytest.raises(InputError, match=says):
+        _ = opened(tmp_path, edit, TRUSTED).classes
+    loss = {"_target_": "torch.nn.CrossEntropyLoss"}
+    assert Bundle(str(tmp_path), {"loss": loss}, policy=TRUSTED).task == "classification"
+    with pytest.raises(InputError, match="override one of these ids"):
+        Bundle(str(tmp_path), {"los": loss}, policy=TRUSTED)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
 def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()

@@ -137,6 +137,7 @@ def test_cases_of_two_structures_are_as_by_hand_and_as_monai_counts_them() -> No
         ),
         ({"_target_": "DiceMetric", "ignore_empty": True}, {"_target_": "DiceMetric", "ignore_empty": False}),
         ({"_target_": "MeanIoUHandler", "reduction": "sum"}, {"_target_": "MeanIoUHandler", "reduction": "sum"}),
+        ({"_target_": "scripts.MeanDice", "cut": 1}, {"_target_": "scripts.MeanDice", "cut": 1}),  # its own
     ],
 )  # fmt: skip
 def test_a_dice_of_monai_s_is_read_as_one_that_counts_all(node: Any, expected: Any) -> None:

@@ -240,6 +240,7 @@ FRIENDLY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             },
         },
     ),
+    "root_in_a_home": ((), {"bundle_root": "/home/author/bundle"}),
     "data_beside_the_bundle": ((), {"dataset_dir": "../../MedNIST/Hand"}),
     "weights_of_a_whole_pickle": (
         ("pickle",),

@@ -62,7 +62,7 @@ def without_fetching(node: Any) -> Any:
 
 def with_missing(node: Config) -> Config:
     """Return a Dice of MONAI's that counts the structures which a reference lacks, and any other component as it is."""
-    target = str(node.get("_target_", "")).rpartition(".")[2]
+    target = re.sub(r"monai\..*\.", "", str(node.get("_target_", "")))
     if target == "DiceMetric":
         return {**node, "ignore_empty": False}
     if target != "MeanDice":

@@ -47,9 +47,14 @@ def explained(
 
     if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
         reference = missing[1].replace("::", "#")
-        return InputError(
-            f"{file} has no id {reference!r}, which {key!r} refers to", "every id exists", "add it"
-        )
+        problem = f"{file} has no id {reference!r}, which {key!r} refers to"
+        line = re.compile(rf'^ {{0,4}}"?{reference.partition("#")[0]}"?:', re.MULTILINE)
+        for other in sorted({*file.parent.glob("*.[jy]*")} - {file}):
+            if line.search(other.read_text(encoding="utf-8", errors="ignore")):
+                advice = f"add it: {other.name}, which is not read with {file.name}, has one"
+                return InputError(problem, "every id exists", advice)
+
+        return InputError(problem, "every id exists", "add it")
 
     if package := missing_package(error):
         return without_package(where, package, _reader(key, content))
@@ -119,6 +124,6 @@ def _of_other_version(where: str, cause: BaseException, key: str, metadata: Conf
     recorded = metadata.get(f"{package}_version")
     return InputError(
         f"{where} fails with {as_text(cause)}",
-        f"it is written for {package} {version(package)}, which is installed; metadata.json names {recorded}",
+        f"{package} {version(package)} is installed, metadata.json names {recorded}",
         f"give another value with --config {key}=..., or install {package}=={recorded} where this bundle is run",
     )
