@@ -367,13 +367,13 @@ def spread(
 def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
     rows = [*rows]
-    kept = []
+    distinct = []
     for name in names:
-        wholes = [whole for whole in names if name.startswith(f"{whole}_")]
-        if not any(all(row.get(name) == row.get(whole) for row in rows) for whole in wholes):
-            kept.append(name)
+        means = [mean for mean in names if name.startswith(f"{mean}_")]
+        if not any(all(row.get(name) == row.get(mean) for row in rows) for mean in means):
+            distinct.append(name)
 
-    return kept
+    return distinct
 
 
 def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:

@@ -176,13 +176,13 @@ def inference_by_monai(
 
     settings: Document = {}
     text = str([steps, parts, network])
-    while found := {
+    while named_ids := {
         key: value
         for key, value in content.items()
         if key not in (*settings, *_IN_TEMPLATE) and re.search(rf"@{key}\b", text)
     }:
-        settings |= found
-        text = str(found)
+        settings |= named_ids
+        text = str(named_ids)
 
     arguments = _values(reader, get)
     size = arguments.get("size")

@@ -49,9 +49,9 @@ def explained(
         reference = missing[1].replace("::", "#")
         problem = f"{file} has no id {reference!r}, which {key!r} refers to"
         line = re.compile(rf'^ {{0,4}}"?{reference.partition("#")[0]}"?:', re.MULTILINE)
-        for other in sorted({*file.parent.glob("*.[jy]*")} - {file}):
-            if line.search(other.read_text(encoding="utf-8", errors="ignore")):
-                advice = f"add it: {other.name}, which is not read with {file.name}, has one"
+        for neighbour in sorted({*file.parent.glob("*.[jy]*")} - {file}):
+            if line.search(neighbour.read_text(encoding="utf-8", errors="ignore")):
+                advice = f"add it: {neighbour.name}, which is not read with {file.name}, has one"
                 return InputError(problem, "every id exists", advice)
 
         return InputError(problem, "every id exists", "add it")
