@@ -340,8 +340,8 @@ def spread(
 ) -> Spread:
     """Return mean, standard deviation and worst site (the first of equals) over the sites that have the metric.
 
-    A site without the metric has no entry, None or NaN. No site at all gives an empty result. Only sites of `ranked`
-    count, None for all; where none of them has the metric, all count, and none is the worst.
+    A site without the metric has no entry, None or NaN. No site at all gives an empty result. The worst is one of
+    `ranked`, None for all; without any there is none.
     """
     by_site: dict[str, float] = {}
     for site, value in values.items():
@@ -351,12 +351,11 @@ def spread(
     if not by_site:
         return {}
 
-    comparable = {site: by_site[site] for site in by_site if ranked is None or site in ranked}
-    by_site = comparable or by_site
     numbers = np.array(list(by_site.values()))
     result: Spread = {"mean": float(numbers.mean()), "sd": float(numbers.std())}
-    if comparable:
-        worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
+    candidates = [site for site in by_site if ranked is None or site in ranked]
+    if candidates:
+        worst_site = (min if higher_is_better else max)(candidates, key=by_site.__getitem__)
         result["worst"] = by_site[worst_site]
         result["worst_site"] = worst_site
 

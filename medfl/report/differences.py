@@ -235,16 +235,18 @@ class Differences:
         if not self.against_local:
             return ""
 
-        means = []
-        for model, how in (
-            (self.run.judged, f"with {self.run.record['method']}"),
-            ("local", "alone"),
-        ):
-            mean = self.run.spread(model, self.run.key).get("mean")
-            if mean is not None:
-                means.append(f"{number(mean)} {how}")
+        ours = self.run.site_values(self.run.judged, self.run.key)
+        alone = self.run.site_values("local", self.run.key)
+        sites = [site for site in ours if site in alone]
+        text = "each on its own test cases: "
+        if sites:
+            mean = number(fmean(ours[site] for site in sites))
+            mean_alone = number(fmean(alone[site] for site in sites))
+            text = (
+                f"{self._metric} {mean} with {self.run.record['method']}, {mean_alone} alone, "
+                f"in the mean of the sites, {text}"
+            )
 
-        text = f"{self._metric} {', '.join(means)}, in the mean of the sites, each on its own test cases: "
         words = [difference.word for difference in self.against_local.values()]
         text += counted(words, "site")
         if self.pooled is not None:

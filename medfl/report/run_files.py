@@ -94,7 +94,7 @@ class RunFiles(RunReader):
         return int(sites.get("of_classes") or 0), sites.get("classes_at") or {}
 
     def spread(self, model: str, metric: str) -> metrics.Spread:
-        """Return mean, standard deviation and worst site of a metric, over the sites that have all classes."""
+        """Return mean, standard deviation and worst site of a metric, the worst is one that has all classes."""
         values = self.site_values(model, metric)
         count, classes = self.classes_at
         ranked = None
@@ -126,7 +126,7 @@ class RunFiles(RunReader):
         if fewer:
             count, classes = self.classes_at
             if count in classes.values():
-                worst = "mean, sd and the worst site are of the others"
+                worst = "the worst site is one of the others"
             else:
                 worst = "no site has all, so none is called the worst"
 

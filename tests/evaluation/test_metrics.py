@@ -211,16 +211,6 @@ def test_direction(name: str, better: bool) -> None:
     assert higher_is_better(name) is better
 
 
-def test_a_mean_over_sites_is_of_those_that_have_all_classes() -> None:
-    """So it is never below the worst; without one all count, and there is no worst."""
-    values = {"a": 0.8, "b": 0.9, "c": 0.5}
-    of_two = spread(values, ranked=["a", "b"])
-    assert (of_two["mean"], of_two["worst_site"], of_two["count"]) == (pytest.approx(0.85), "a", 2)
-    of_none = spread(values, ranked=[])
-    assert of_none["mean"] == pytest.approx(np.mean([*values.values()]))
-    assert "worst" not in of_none
-
-
 def test_the_only_structure_has_no_columns_of_its_own() -> None:
     names = ["dice", "dice_lung", "surface_dice", "surface_dice_lung", "loss"]
     once = {
