@@ -1,0 +1,294 @@
+"""What a segmentation is planned from: counts and sums over cases on agreed grids, which merge exactly.
+
+Every number is whole: sums are kept in units of 2^-32, each case's rounded once, so that the fingerprints of sites add
+up to that of all cases, bit for bit and in any order. Lengths are counted by log2 in cells of 1/8 (a quantile is known
+to 4.4 %), intensities v by asinh(v / 0.01) in cells of 1/64 (0.8 % of the value, 0.0001 near 0).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtri
+
+from medfl.core.arrays import Floats
+from medfl.core.documents import Config
+from medfl.core.errors import InputError
+from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
+
+FORM = "medfl fingerprint 1"
+OCTAVE = 8
+FOLD = 64
+LINEAR = 0.01
+GRID = {"cells_of_a_doubling": OCTAVE, "cells_of_an_e_fold": FOLD, "linear_below": LINEAR}
+UNIT = 2**32
+_MOST_BYTES = 20_000_000
+_MOST_CASES = 10**7
+_MOST_CELL = 64 * FOLD  # far beyond any length or float32
+_MOST_VOXELS = 10**15
+_MOST_SUM = 2**300
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Numbers by their count, sum and sum of squares (in 2^-32), and how many lie in each cell that is told."""
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+    cells: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Floats, cells: Floats) -> Tally:
+        """Return the tally of one case's values, at least one, with the cell of each."""
+        total, squares = (round(float(part) * UNIT) for part in (values.sum(), (values**2).sum()))
+        indices, counts = np.unique(np.rint(cells).astype(int), return_counts=True)
+        return cls(
+            len(values), total, squares, dict(zip(indices.tolist(), counts.tolist(), strict=True))
+        )
+
+    @classmethod
+    def of_length(cls, length: float) -> Tally:
+        """Return the tally of one length, or volume, above 0."""
+        log = np.log2([length])
+        return cls.of(log, log * OCTAVE)
+
+    @classmethod
+    def of_intensities(cls, values: Floats) -> Tally:
+        """Return the tally of one case's intensities."""
+        return cls.of(values, np.arcsinh(values / LINEAR) * FOLD)
+
+    def __add__(self, other: Tally) -> Tally:
+        cells = Counter(self.cells)
+        cells.update(other.cells)
+        return Tally(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            dict(sorted(cells.items())),
+        )
+
+    @property
+    def mean(self) -> float:
+        """The mean, exact; of lengths of their log2."""
+        return self.total / (UNIT * self.count)
+
+    @property
+    def sd(self) -> float:
+        """The standard deviation, likewise."""
+        variance = self.squares * UNIT * self.count - self.total**2
+        return math.sqrt(max(0, variance)) / (UNIT * self.count)
+
+    @property
+    def hidden(self) -> float:
+        """The share of numbers whose cells are not told."""
+        return 1 - sum(self.cells.values()) / self.count
+
+    def length(self, share: float = 0.5) -> float:
+        """Return a quantile of lengths; of a lognormal distribution where most cells are hidden."""
+        if self.hidden > 0.5 or self.sd < 1e-4:
+            return float(2 ** (self.mean + self.sd * ndtri(share)))
+
+        return float(2 ** (self._cell(share) / OCTAVE))
+
+    def intensity(self, share: float) -> float:
+        """Return a quantile of intensities; of a normal distribution where most cells are hidden."""
+        if self.hidden > 0.5:
+            return float(self.mean + self.sd * ndtri(share))
+
+        return LINEAR * math.sinh(self._cell(share) / FOLD)
+
+    def _cell(self, share: float) -> int:
+        indices = sorted(self.cells)
+        reached = np.cumsum([self.cells[index] for index in indices])
+        return indices[int(np.searchsorted(reached, share * reached[-1]))]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What may be told of a site's cases.
+
+    Attributes:
+        kind: "pictures" or "volumes".
+        cases: their number.
+        channels: of an image; `channel_names` where a file has them.
+        images, masks: folders of both in the folder that is given with --data.
+        depth: largest value of 16-bit pictures, 255 of 8-bit ones, else 0.
+        classes: value in masks -> name, without the background.
+        orders: axis codes of the files, as RAS -> cases, where they are told.
+        sizes: voxels after cropping to what is not 0, along R, A and S; of pictures along H and W.
+        spacings: mm, likewise; 1 of pictures.
+        extents: mm, the product of both.
+        foreground: intensities of all voxels with a class, of each channel.
+        volumes: value in masks -> mm^3 in the cases that have it; None where it is not told how many have it.
+    """
+
+    kind: str
+    channels: int
+    images: str
+    masks: str
+    classes: Mapping[int, str]
+    channel_names: tuple[str, ...] = ()
+    depth: int = 0
+    cases: int = 0
+    orders: Mapping[str, int] = field(default_factory=dict)
+    sizes: tuple[Tally, ...] = ()
+    spacings: tuple[Tally, ...] = ()
+    extents: tuple[Tally, ...] = ()
+    foreground: tuple[Tally, ...] = ()
+    volumes: Mapping[int, Tally | None] = field(default_factory=dict)
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        """Return the fingerprint of both; InputError if they are not of one task."""
+        for name in ("kind", "channels", "images", "masks", "channel_names"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise InputError(
+                    f"fingerprints with {name} {printable(ours)} and {printable(theirs)}",
+                    "images of one kind, in folders of the same names at each site",
+                    "prepare the folders alike, and take the fingerprint again",
+                )
+
+        for value in self.classes.keys() & other.classes.keys():
+            if self.classes[value] != other.classes[value]:
+                raise InputError(
+                    f"class {value} is {printable(self.classes[value])} and {printable(other.classes[value])}",
+                    "one name for each value of the masks",
+                    "give the same --classes at each site",
+                )
+
+        volumes: dict[int, Tally | None] = {}
+        for value in sorted(self.classes.keys() | other.classes.keys()):
+            ours = self.volumes.get(value, Tally())
+            theirs = other.volumes.get(value, Tally())
+            volumes[value] = None if ours is None or theirs is None else ours + theirs
+
+        depth = max(self.depth, other.depth) * bool(self.depth and other.depth)
+        orders = dict(sorted((Counter(self.orders) + Counter(other.orders)).items()))
+        return replace(
+            self,
+            cases=self.cases + other.cases,
+            classes=dict(sorted({**self.classes, **other.classes}.items())),
+            depth=depth,
+            orders=orders,
+            sizes=_added(self.sizes, other.sizes),
+            spacings=_added(self.spacings, other.spacings),
+            extents=_added(self.extents, other.extents),
+            foreground=_added(self.foreground, other.foreground),
+            volumes=volumes,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        document: dict[str, Any] = json.loads(
+            json.dumps({"form": FORM, "grid": GRID, **asdict(self)})
+        )
+        return document
+
+
+def _added(first: Sequence[Tally], second: Sequence[Tally]) -> tuple[Tally, ...]:
+    return tuple(a + b for a, b in zip_longest(first, second, fillvalue=Tally()))
+
+
+def read(path: Path) -> Fingerprint:
+    """Read what a site has written; InputError in one line if a number in it is none that a site can have."""
+    try:
+        text = decode_text(read_bytes(path, _MOST_BYTES))
+        document = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
+        if not isinstance(document, dict) or document.pop("form", "") != FORM:
+            raise Refused(f"it is no {FORM!r}")
+
+        if (grid := document.pop("grid", None)) != GRID:
+            raise Refused(f"another grid, {printable(grid)}: the agreed one is {GRID}")
+
+        return _checked(document)
+    except (Refused, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{printable(path)}: {printable(error, 200)}",
+            "a file of medfl site fingerprint",
+            "ask the site for it again",
+        ) from error
+
+
+def _checked(document: Config) -> Fingerprint:
+    cases = _whole(document["cases"], "cases", 1, _MOST_CASES)
+    channels = _whole(document["channels"], "channels", 1, 1000)
+    if document["kind"] not in ("pictures", "volumes"):
+        raise Refused(f"kind {document['kind']!r}")
+
+    for name in ("images", "masks"):
+        place = PurePosixPath(document[name])
+        if place.is_absolute() or ".." in place.parts:
+            raise Refused(f"{name} {document[name]!r} is no folder below --data")
+
+    classes = {}
+    volumes: dict[int, Tally | None] = {}
+    for value, name in document["classes"].items():
+        mask_value = _whole(int(value), "value of a class", 1, 65535)
+        classes[mask_value] = str(name)
+        tally = document["volumes"][value]
+        if tally is not None:
+            tally = _tally(tally, f"volumes of {name!r}", 0, cases)
+        volumes[mask_value] = tally
+
+    tallies = {}
+    axes = 3 if document["kind"] == "volumes" else 2
+    for name in ("sizes", "spacings", "extents", "foreground"):
+        is_length = name != "foreground"
+        parts: Sequence[Config] = document[name]
+        if len(parts) != (axes if is_length else channels):
+            raise Refused(f"{len(parts)} {name}")
+
+        least, most = (cases, cases) if is_length else (0, _MOST_VOXELS)
+        tallies[name] = tuple(_tally(part, name, least, most, is_length) for part in parts)
+
+    return Fingerprint(
+        **{**document, **tallies}
+        | {
+            "classes": classes,
+            "volumes": volumes,
+            "channel_names": tuple(map(str, document["channel_names"])),
+            "orders": {
+                str(order): _whole(count, "orders", 0, cases)
+                for order, count in document["orders"].items()
+            },
+            "depth": _whole(document["depth"], "depth", 0, 65535),
+        }
+    )
+
+
+def _tally(part: Config, name: str, least: int, most: int, is_length: bool = True) -> Tally:
+    count = _whole(part["count"], f"count of {name}", least, most)
+    total = _whole(part["total"], f"total of {name}", -_MOST_SUM, _MOST_SUM)
+    squares = _whole(part["squares"], f"squares of {name}", 0, _MOST_SUM)
+    cells = {}
+    for cell, number in part["cells"].items():
+        index = _whole(int(cell), f"cell of {name}", -_MOST_CELL, _MOST_CELL)
+        cells[index] = _whole(number, f"cells of {name}", 0, most)
+
+    if sum(cells.values()) > count:
+        raise Refused(f"cells of {name} hold more than the count {count}")
+
+    # of n numbers the squares' sum is at least the square of the sum / n, but for rounding
+    if total**2 > (squares + count) * UNIT * max(count, 1) + abs(total) * count * 2:
+        raise Refused(f"total and squares of {name} are of no numbers")
+
+    if is_length and abs(total) > count * UNIT * _MOST_CELL // OCTAVE // 10:
+        raise Refused(f"total of {name}: a length of 0 or without end")
+
+    return Tally(count, total, squares, cells)
+
+
+def _whole(value: object, name: str, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise Refused(f"{name} is {value}, not a whole number from {least:.6g} to {most:.6g}")
+
+    return value
