@@ -17,6 +17,7 @@ from medfl.core.names import check_name
 from medfl.flare import serve
 
 if TYPE_CHECKING:
+    from medfl.bundle.open import WithData
     from medfl.data.fingerprint import Fingerprint
     from medfl.partner.fingerprint import Cases
     from medfl.policy.policy import Policy
@@ -402,8 +403,6 @@ def _stats(args: Any) -> int:
         _check_new_file("--out", args.out)
 
     hold(args, Use(bundles=[args.bundle], file="out"))
-    from medfl.bundle.files import shipped_folders
-    from medfl.bundle.open import open_problem, with_data
     from medfl.partner.statistics import (
         StatisticsOptions,
         bins_of,
@@ -411,12 +410,9 @@ def _stats(args: Any) -> int:
         text,
         unread_ages,
     )
-    from medfl.policy.findings import TRAINING
-    from medfl.policy.inspection import inspect
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy, least = _rules(args)
-    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
     if args.noise is not None and not 0 < args.noise < 100:
         raise InputError(
             f"--noise {args.noise:g}",
@@ -424,9 +420,7 @@ def _stats(args: Any) -> int:
             "give for example --noise 1",
         )
 
-    config = _config(args.config)
-    problem = open_problem(args.bundle, config, policy=policy)
-    opened = with_data(problem, args.data, config, unlabelled=args.unlabelled)
+    opened = _opened(args, policy)
     bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
     rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
@@ -434,6 +428,19 @@ def _stats(args: Any) -> int:
         log(f"note, for you alone: {line}")
 
     return _preview(args, document, text(document, terminal.width()))
+
+
+def _opened(args: Any, policy: Policy) -> WithData:
+    """Open the bundle that was given on its data, if a site with this policy would train it."""
+    from medfl.bundle.files import shipped_folders
+    from medfl.bundle.open import open_problem, with_data
+    from medfl.policy.findings import TRAINING
+    from medfl.policy.inspection import inspect
+
+    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
+    config = _config(args.config)
+    problem = open_problem(args.bundle, config, policy=policy)
+    return with_data(problem, args.data, config, unlabelled=args.unlabelled)
 
 
 def _rules(args: Any) -> tuple[Policy, int]:
@@ -477,21 +484,14 @@ def _fingerprint(args: Any) -> int:
         _check_new_file("--out", args.out)
 
     hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
-    from medfl.bundle.files import shipped_folders
-    from medfl.bundle.open import open_problem, with_data
     from medfl.partner import fingerprint
-    from medfl.policy.findings import TRAINING
-    from medfl.policy.inspection import inspect
 
     policy, least = _rules(args)
     progress = sys.stderr.isatty()
     if args.bundle is None:
         empty, cases = of_folder(args, progress)
     else:
-        inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
-        config = _config(args.config)
-        problem = open_problem(args.bundle, config, policy=policy)
-        empty, cases = fingerprint.of_bundle(with_data(problem, args.data, config).bundle)
+        empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
     told = fingerprint.gather(empty, cases, least, progress=progress)
     return _preview(args, told.document(), fingerprint.text(told, least, terminal.width()))

@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jsonschema import Draft4Validator, Draft202012Validator
+from jsonschema.exceptions import best_match
+from jsonschema.validators import extend
 from scipy.special import ndtri
 
 from medfl.core.arrays import Floats
@@ -31,10 +34,9 @@ LINEAR = 0.01
 GRID = {"cells_of_a_doubling": OCTAVE, "cells_of_an_e_fold": FOLD, "linear_below": LINEAR}
 UNIT = 2**32
 _MOST_BYTES = 20_000_000
-_MOST_CASES = 10**7
-_MOST_CELL = 64 * FOLD  # far beyond any length or float32
-_MOST_VOXELS = 10**15
-_MOST_SUM = 2**300
+_SCHEMA = json.loads(Path(__file__).with_name("fingerprint.schema.json").read_bytes())
+# of draft 4, to which 3.0 is no whole number
+_VALIDATOR = extend(Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER)(_SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -199,96 +201,62 @@ def _added(first: Sequence[Tally], second: Sequence[Tally]) -> tuple[Tally, ...]
 
 
 def read(path: Path) -> Fingerprint:
-    """Read what a site has written; InputError in one line if a number in it is none that a site can have."""
+    """Read what a site has written; InputError in one line if something in it is nothing that a site can have."""
     try:
         text = decode_text(read_bytes(path, _MOST_BYTES))
         document = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
-        if not isinstance(document, dict) or document.pop("form", "") != FORM:
-            raise Refused(f"it is no {FORM!r}")
-
-        if (grid := document.pop("grid", None)) != GRID:
-            raise Refused(f"another grid, {printable(grid)}: the agreed one is {GRID}")
+        # the deepest: that the whole fits no alternative says less
+        error = best_match(_VALIDATOR.iter_errors(document))
+        if error is not None:
+            raise Refused(f"{error.json_path} is {printable(error.instance, 60)}: {error.message}")
 
         return _checked(document)
-    except (Refused, KeyError, TypeError, ValueError, AttributeError) as error:
+    except Refused as error:
         raise InputError(
-            f"{printable(path)}: {printable(error, 200)}",
+            f"{printable(path)}: {printable(error, 300)}",
             "a file of medfl site fingerprint",
             "ask the site for it again",
         ) from error
 
 
 def _checked(document: Config) -> Fingerprint:
-    cases = _whole(document["cases"], "cases", 1, _MOST_CASES)
-    channels = _whole(document["channels"], "channels", 1, 1000)
-    if document["kind"] not in ("pictures", "volumes"):
-        raise Refused(f"kind {document['kind']!r}")
-
-    for name in ("images", "masks"):
-        place = PurePosixPath(document[name])
-        if place.is_absolute() or ".." in place.parts:
-            raise Refused(f"{name} {document[name]!r} is no folder below --data")
-
-    classes = {}
-    volumes: dict[int, Tally | None] = {}
-    for value, name in document["classes"].items():
-        mask_value = _whole(int(value), "value of a class", 1, 65535)
-        classes[mask_value] = str(name)
-        tally = document["volumes"][value]
-        if tally is not None:
-            tally = _tally(tally, f"volumes of {name!r}", 0, cases)
-        volumes[mask_value] = tally
-
-    tallies = {}
-    axes = 3 if document["kind"] == "volumes" else 2
+    """Return a document of the schema as a fingerprint; Refused if its numbers contradict each other."""
+    fields = dict(document)
+    del fields["form"], fields["grid"]
+    cases = fields["cases"]
+    axes = 3 if fields["kind"] == "volumes" else 2
     for name in ("sizes", "spacings", "extents", "foreground"):
         is_length = name != "foreground"
-        parts: Sequence[Config] = document[name]
-        if len(parts) != (axes if is_length else channels):
-            raise Refused(f"{len(parts)} {name}")
+        fields[name] = tuple(_tally(part, name, is_length) for part in fields[name])
+        if len(fields[name]) != (axes if is_length else fields["channels"]):
+            raise Refused(f"{len(fields[name])} {name}")
 
-        least, most = (cases, cases) if is_length else (0, _MOST_VOXELS)
-        tallies[name] = tuple(_tally(part, name, least, most, is_length) for part in parts)
+        if is_length and any(tally.count != cases for tally in fields[name]):
+            raise Refused(f"{name} of other than the {cases} cases")
 
-    return Fingerprint(
-        **{**document, **tallies}
-        | {
-            "classes": classes,
-            "volumes": volumes,
-            "channel_names": tuple(map(str, document["channel_names"])),
-            "orders": {
-                str(order): _whole(count, "orders", 0, cases)
-                for order, count in document["orders"].items()
-            },
-            "depth": _whole(document["depth"], "depth", 0, 65535),
-        }
-    )
+    volumes = {}
+    for value, part in fields["volumes"].items():
+        volumes[int(value)] = None if part is None else _tally(part, f"volumes {value}", True)
+
+    fields["classes"] = {int(value): name for value, name in fields["classes"].items()}
+    if volumes.keys() != fields["classes"].keys():
+        raise Refused("volumes of other classes")
+
+    fields["channel_names"] = tuple(fields["channel_names"])
+    return Fingerprint(**{**fields, "volumes": volumes})
 
 
-def _tally(part: Config, name: str, least: int, most: int, is_length: bool = True) -> Tally:
-    count = _whole(part["count"], f"count of {name}", least, most)
-    total = _whole(part["total"], f"total of {name}", -_MOST_SUM, _MOST_SUM)
-    squares = _whole(part["squares"], f"squares of {name}", 0, _MOST_SUM)
-    cells = {}
-    for cell, number in part["cells"].items():
-        index = _whole(int(cell), f"cell of {name}", -_MOST_CELL, _MOST_CELL)
-        cells[index] = _whole(number, f"cells of {name}", 0, most)
-
-    if sum(cells.values()) > count:
-        raise Refused(f"cells of {name} hold more than the count {count}")
+def _tally(part: Config, name: str, is_length: bool) -> Tally:
+    tally = Tally(**{**part, "cells": {int(cell): n for cell, n in part["cells"].items()}})
+    if sum(tally.cells.values()) > tally.count:
+        raise Refused(f"cells of {name} hold more than the count {tally.count}")
 
     # of n numbers the squares' sum is at least the square of the sum / n, but for rounding
-    if total**2 > (squares + count) * UNIT * max(count, 1) + abs(total) * count * 2:
+    least = tally.total**2 - 2 * abs(tally.total) * tally.count
+    if least > (tally.squares + tally.count) * UNIT * tally.count:
         raise Refused(f"total and squares of {name} are of no numbers")
 
-    if is_length and abs(total) > count * UNIT * _MOST_CELL // OCTAVE // 10:
+    if is_length and abs(tally.total) > 50 * UNIT * tally.count:
         raise Refused(f"total of {name}: a length of 0 or without end")
 
-    return Tally(count, total, squares, cells)
-
-
-def _whole(value: object, name: str, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise Refused(f"{name} is {value}, not a whole number from {least:.6g} to {most:.6g}")
-
-    return value
+    return tally

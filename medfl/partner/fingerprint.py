@@ -139,10 +139,10 @@ def _released(whole: Fingerprint, bins: Sequence[Mapping[int, int]], least: int)
 
     present: dict[int, Tally | None] = {}
     for value, volume in whole.volumes.items():
-        count = 0 if volume is None else volume.count
-        cells = suppress_counts({"present": count, "absent": whole.cases - count}, least)[0]
-        is_told = least <= 1 or None not in cells.values()
-        present[value] = _shown(volume, least) if volume and is_told else None
+        present[value] = None
+        # a table of two cells, with and without it: both are told or none
+        if volume and min(volume.count, whole.cases - volume.count) >= least:
+            present[value] = _shown(volume, least)
 
     return replace(
         whole,
@@ -172,24 +172,14 @@ def text(fingerprint: Fingerprint, least: int, width: int) -> list[str]:
     rows["axis orders"] = ", ".join(f"{name} {n}" for name, n in fingerprint.orders.items())
     for name in ("sizes", "spacings", "extents"):
         tallies: Sequence[Tally] = getattr(fingerprint, name)
-        rows[name] = ", ".join(
-            f"{tally.length():.4g} ({tally.hidden:.0%} of cells hidden)" for tally in tallies
-        )
+        rows[f"median {name}"] = ", ".join(f"{tally.length():.4g}" for tally in tallies)
 
     for index, tally in enumerate(fingerprint.foreground):
         if tally.count:
-            quantiles = ", ".join(f"{tally.intensity(share):.4g}" for share in (0.005, 0.5, 0.995))
-            rows[f"foreground, channel {index}"] = (
-                f"mean {tally.mean:.4g}, sd {tally.sd:.4g}, 0.5, 50 and 99.5 %: {quantiles}"
-            )
+            rows[f"foreground, channel {index}"] = f"mean {tally.mean:.4g}, sd {tally.sd:.4g}"
 
     for value, volume in fingerprint.volumes.items():
-        if volume is None:
-            told = "not told"
-        else:
-            median = f", median {volume.length():.4g} mm3" if volume.count else ""
-            told = f"{volume.count} cases{median}"
-
+        told = "not told in how many cases" if volume is None else f"{volume.count} cases"
         rows[f"class {printable(fingerprint.classes[value])}"] = told
 
     return [

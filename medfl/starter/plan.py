@@ -31,6 +31,12 @@ _SHARE_OF_VOXELS = 0.05  # that a batch has at most of all the training voxels
 _MOST_BATCH = 64
 _GB = 2**30
 _DIFFERS = 1.5  # of a site's median length to that of all
+_FIXED = (
+    "loss: Dice, over the batch without background, and cross-entropy",
+    "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01",
+    "volumes: every third patch is around a voxel with a class; mirrored, turned, scaled, of other contrast",
+    "volumes: inference in windows that overlap by half, weighted by a Gaussian",
+)
 _LEFT_OUT = (
     "deep supervision: our training scores one output of the network",
     "a poly schedule: rounds are chosen when a run starts; federated.yaml has lr_decay instead",
@@ -135,6 +141,7 @@ class Plan:
             "sites": self.sites,
             "choices": [asdict(choice) for choice in self.choices],
             "sites_that_differ": self.differences,
+            "the_same_for_every_task": _FIXED,
             "left_out": _LEFT_OUT,
         }
 
@@ -291,28 +298,16 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
             "another patch or spacing",
         ),
     ]
+    ends: object = "each image by its own mean and sd"
+    rule = "the channel is not named CT (--channels)"
     if planned.clip:
-        intensities = Choice(
-            "intensities",
-            dict(zip(("low", "high", "mean", "sd"), planned.clip, strict=True)),
+        ends = dict(zip(("low", "high", "mean", "sd"), planned.clip, strict=True))
+        rule = (
             f"CT: the 0.5 and 99.5 % quantile of {foreground.count} foreground voxels, their mean and sd; quantiles "
-            f"known to 0.8 %, bins of {foreground.hidden:.2%} of the voxels hidden",
-            "other scanners or structures",
-        )
-    else:
-        intensities = Choice(
-            "intensities",
-            "each image by its own mean and sd",
-            "the channel is not named CT",
-            "--channels CT",
+            f"known to 0.8 %, bins of {foreground.hidden:.2%} of the voxels hidden"
         )
 
-    fixed = "the same for every task"
-    choices += [intensities, Choice("loss", "Dice and cross-entropy", fixed, "nothing")]
-    choices.append(Choice("optimizer", "SGD, momentum 0.99, Nesterov, lr 0.01", fixed, "nothing"))
-    if planned.spacing:
-        choices.append(Choice("foreground", "around it every third patch", fixed, "nothing"))
-
+    choices.append(Choice("intensities", ends, rule, "other names of channels, or scanners"))
     return tuple(choices)
 
 
