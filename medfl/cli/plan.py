@@ -44,6 +44,7 @@ def add(verbs: Any) -> None:
     arguments.add_path(
         plan, "--out", "DIR", "new folder; its name becomes the name of the bundle", required=True
     )
+    plan.set_defaults(sites=3, memory=8.0)
 
 
 def _plan(args: Any) -> int:
@@ -60,8 +61,7 @@ def _plan(args: Any) -> int:
     from medfl.starter.survey import Survey
 
     sites = _written(args.files) if args.files else _divided(args)
-    memory = 8.0 if args.memory is None else args.memory
-    planned = plan(sites, memory, arguments.parse_names(args.channels))
+    planned = plan(sites, args.memory, arguments.parse_names(args.channels))
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
     lines = []
     for choice in planned.choices:
@@ -92,7 +92,7 @@ def _divided(args: Any) -> dict[str, Fingerprint]:
 
     progress = sys.stderr.isatty()
     empty, cases = of_folder(args, progress)
-    count = 3 if args.sites is None else args.sites
+    count: int = args.sites
     if not 1 <= count <= len(cases):
         raise InputError(
             f"--sites {count}", f"1 to {len(cases)}, the training cases", "give another number"

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jsonschema import Draft4Validator, Draft202012Validator
@@ -23,7 +22,7 @@ from jsonschema.validators import extend
 from scipy.special import ndtri
 
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 
@@ -50,17 +49,19 @@ class Tally:
 
     @classmethod
     def of(cls, values: Floats, cells: Floats) -> Tally:
-        """Return the tally of one case's values, at least one, with the cell of each."""
-        total, squares = (round(float(part) * UNIT) for part in (values.sum(), (values**2).sum()))
+        """Return the tally of one case's values, with the cell of each."""
         indices, counts = np.unique(np.rint(cells).astype(int), return_counts=True)
         return cls(
-            len(values), total, squares, dict(zip(indices.tolist(), counts.tolist(), strict=True))
+            len(values),
+            round(float(values.sum()) * UNIT),
+            round(float((values**2).sum()) * UNIT),
+            dict(zip(indices.tolist(), counts.tolist(), strict=True)),
         )
 
     @classmethod
-    def of_length(cls, length: float) -> Tally:
-        """Return the tally of one length, or volume, above 0."""
-        log = np.log2([length])
+    def of_lengths(cls, lengths: Floats) -> Tally:
+        """Return the tally of one case's lengths, or volumes; of 0 there is none."""
+        log = np.log2(lengths[lengths > 0])
         return cls.of(log, log * OCTAVE)
 
     @classmethod
@@ -151,10 +152,10 @@ class Fingerprint:
     def __add__(self, other: Fingerprint) -> Fingerprint:
         """Return the fingerprint of both; InputError if they are not of one task."""
         for name in ("kind", "channels", "images", "masks", "channel_names"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
+            pair = [str(getattr(site, name)) for site in (self, other)]
+            if pair[0] != pair[1]:
                 raise InputError(
-                    f"fingerprints with {name} {printable(ours)} and {printable(theirs)}",
+                    f"fingerprints with {name} {printable(' and '.join(pair))}",
                     "images of one kind, in folders of the same names at each site",
                     "prepare the folders alike, and take the fingerprint again",
                 )
@@ -169,18 +170,16 @@ class Fingerprint:
 
         volumes: dict[int, Tally | None] = {}
         for value in sorted(self.classes.keys() | other.classes.keys()):
-            ours = self.volumes.get(value, Tally())
-            theirs = other.volumes.get(value, Tally())
-            volumes[value] = None if ours is None or theirs is None else ours + theirs
+            volume = self.volumes.get(value, Tally())
+            addend = other.volumes.get(value, Tally())
+            volumes[value] = volume and addend and volume + addend
 
-        depth = max(self.depth, other.depth) * bool(self.depth and other.depth)
-        orders = dict(sorted((Counter(self.orders) + Counter(other.orders)).items()))
         return replace(
             self,
             cases=self.cases + other.cases,
             classes=dict(sorted({**self.classes, **other.classes}.items())),
-            depth=depth,
-            orders=orders,
+            depth=self.depth and other.depth and max(self.depth, other.depth),
+            orders=dict(sorted((Counter(self.orders) + Counter(other.orders)).items())),
             sizes=_added(self.sizes, other.sizes),
             spacings=_added(self.spacings, other.spacings),
             extents=_added(self.extents, other.extents),
@@ -188,11 +187,18 @@ class Fingerprint:
             volumes=volumes,
         )
 
-    def document(self) -> dict[str, Any]:
+    @property
+    def mask_values(self) -> tuple[int, ...]:
+        """Values in masks, the background first; () where they are 0, 1, 2, ..."""
+        values = (0, *self.classes)
+        if values == tuple(range(len(values))):
+            return ()
+
+        return values
+
+    def document(self) -> Document:
         """Return it as plain JSON values."""
-        document: dict[str, Any] = json.loads(
-            json.dumps({"form": FORM, "grid": GRID, **asdict(self)})
-        )
+        document: Document = json.loads(json.dumps({"form": FORM, "grid": GRID, **asdict(self)}))
         return document
 
 
@@ -223,27 +229,28 @@ def _checked(document: Config) -> Fingerprint:
     """Return a document of the schema as a fingerprint; Refused if its numbers contradict each other."""
     fields = dict(document)
     del fields["form"], fields["grid"]
-    cases = fields["cases"]
-    axes = 3 if fields["kind"] == "volumes" else 2
-    for name in ("sizes", "spacings", "extents", "foreground"):
+    axes = {"pictures": 2, "volumes": 3}[fields["kind"]]
+    numbers = {"sizes": axes, "spacings": axes, "extents": axes, "foreground": fields["channels"]}
+    for name, number in numbers.items():
         is_length = name != "foreground"
         fields[name] = tuple(_tally(part, name, is_length) for part in fields[name])
-        if len(fields[name]) != (axes if is_length else fields["channels"]):
-            raise Refused(f"{len(fields[name])} {name}")
+        if len(fields[name]) != number:
+            raise Refused(f"{len(fields[name])} {name}, not {number}")
 
-        if is_length and any(tally.count != cases for tally in fields[name]):
-            raise Refused(f"{name} of other than the {cases} cases")
+        if is_length and any(tally.count != fields["cases"] for tally in fields[name]):
+            raise Refused(f"{name} of other than {fields['cases']} cases")
+
+    if fields["volumes"].keys() != fields["classes"].keys():
+        raise Refused("volumes of other classes")
 
     volumes = {}
     for value, part in fields["volumes"].items():
-        volumes[int(value)] = None if part is None else _tally(part, f"volumes {value}", True)
+        volumes[int(value)] = part and _tally(part, f"volumes of class {value}", True)
 
+    fields["volumes"] = volumes
     fields["classes"] = {int(value): name for value, name in fields["classes"].items()}
-    if volumes.keys() != fields["classes"].keys():
-        raise Refused("volumes of other classes")
-
     fields["channel_names"] = tuple(fields["channel_names"])
-    return Fingerprint(**{**fields, "volumes": volumes})
+    return Fingerprint(**fields)
 
 
 def _tally(part: Config, name: str, is_length: bool) -> Tally:

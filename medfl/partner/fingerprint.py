@@ -15,6 +15,7 @@ from nibabel import orientations
 
 from medfl.core import terminal
 from medfl.core.arrays import Array, Floats
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
 from medfl.data.fingerprint import Fingerprint, Tally
@@ -33,26 +34,32 @@ def of_bundle(bundle: Problem) -> tuple[Fingerprint, Cases]:
     cases = []
     for section in _SECTIONS:
         for entry in bundle.data(section):
-            image = entry.get("image") if isinstance(entry, Mapping) else None
-            mask = entry.get("label") if isinstance(entry, Mapping) else None
-            if not isinstance(image, str) or not isinstance(mask, str):
-                raise InputError(
-                    f"bundle {bundle.name!r}: an item of {section} without the paths of an image and a mask",
-                    "a segmentation whose data list names both",
-                    "give --images DIR --masks DIR",
-                )
+            match entry:
+                case {"image": str(image), "label": str(mask)}:
+                    cases.append((image, mask))
+                case _:
+                    raise InputError(
+                        f"bundle {bundle.name!r}: an item of {section} without the paths of an image and a mask",
+                        "a segmentation whose data list names both",
+                        "give --images DIR --masks DIR",
+                    )
 
-            cases.append((image, mask))
+    ids: Document = {
+        "images": "images",
+        "masks": "masks",
+        "mask_values": range(len(bundle.structures)),
+    }
+    for name in ids:
+        if name in bundle:
+            ids[name] = bundle.get(name)
 
-    values = range(len(bundle.structures))
-    if "mask_values" in bundle:
-        values = bundle.get("mask_values")
+    classes = dict(zip(ids["mask_values"], bundle.structures, strict=True))
+    del classes[0]
+    kind = "pictures"
+    if volumes.is_volume(cases[0][0]):
+        kind = "volumes"
 
-    classes = dict(zip(values, bundle.structures, strict=True))
-    classes.pop(0, None)
-    kind = "volumes" if volumes.is_volume(cases[0][0]) else "pictures"
-    places = [str(bundle.get(name)) if name in bundle else name for name in ("images", "masks")]
-    return Fingerprint(kind, bundle.channels, places[0], places[1], classes), cases
+    return Fingerprint(kind, bundle.channels, ids["images"], ids["masks"], classes), cases
 
 
 def gather(empty: Fingerprint, cases: Cases, least: int, *, progress: bool = False) -> Fingerprint:
@@ -68,22 +75,21 @@ def gather(empty: Fingerprint, cases: Cases, least: int, *, progress: bool = Fal
             "add cases, or leave this site out of the planning",
         )
 
-    values = [0, *empty.classes]
-    classes: Classes = len(values) if values == [*range(len(values))] else values
-    whole = empty
+    classes = empty.mask_values or len(empty.classes) + 1
+    pooled = empty
     bins = [Counter[int]() for _ in range(empty.channels)]
     has_foreground = 0
     for image, mask in terminal.bar(cases, desc="reading cases", unit="case", shown=progress):
         single = _of_case(empty, image, mask, classes)
-        whole = whole + single
+        pooled += single
         has_foreground += single.foreground[0].count > 0
         for counter, tally in zip(bins, single.foreground, strict=True):
             counter.update(tally.cells.keys())
 
     if has_foreground < least:
-        whole = replace(whole, foreground=(Tally(),) * empty.channels)
+        pooled = replace(pooled, foreground=(Tally(),) * empty.channels)
 
-    return _released(whole, bins, least)
+    return _released(pooled, bins, least)
 
 
 def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fingerprint:
@@ -109,28 +115,23 @@ def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fin
 
     places = np.argwhere((pixels != 0).any(0))
     sizes = np.ptp(places, axis=0) + 1
-    foreground = []
-    for channel in pixels[:, target > 0].astype(np.float64):
-        foreground.append(Tally.of_intensities(channel) if len(channel) else Tally())
-
-    present: dict[int, Tally | None] = {}
+    foreground = pixels[:, target > 0].astype(np.float64)
     counts = np.bincount(target.ravel().astype(int), minlength=len(empty.classes) + 1)
-    for value, count in zip(empty.classes, counts[1:].tolist(), strict=True):
-        present[value] = Tally.of_length(count * float(spacing.prod())) if count else Tally()
-
+    class_volumes = _lengths(counts[1:] * spacing.prod())
     return replace(
         empty, cases=1, orders=orders, sizes=_lengths(sizes), spacings=_lengths(spacing),
-        extents=_lengths(sizes * spacing), foreground=tuple(foreground), volumes=present,
+        extents=_lengths(sizes * spacing), foreground=tuple(map(Tally.of_intensities, foreground)),
+        volumes=dict(zip(empty.classes, class_volumes, strict=True)),
     )  # fmt: skip
 
 
 def _lengths(values: Floats) -> tuple[Tally, ...]:
-    return tuple(Tally.of_length(float(value)) for value in values)
+    return tuple(map(Tally.of_lengths, values[:, None]))
 
 
-def _released(whole: Fingerprint, bins: Sequence[Mapping[int, int]], least: int) -> Fingerprint:
+def _released(pooled: Fingerprint, bins: Sequence[Mapping[int, int]], least: int) -> Fingerprint:
     foreground = []
-    for tally, images in zip(whole.foreground, bins, strict=True):
+    for tally, images in zip(pooled.foreground, bins, strict=True):
         is_hidden = hidden_bins([images[cell] for cell in tally.cells], least)
         pairs_shown = zip(tally.cells.items(), is_hidden, strict=True)
         foreground.append(
@@ -138,18 +139,18 @@ def _released(whole: Fingerprint, bins: Sequence[Mapping[int, int]], least: int)
         )
 
     present: dict[int, Tally | None] = {}
-    for value, volume in whole.volumes.items():
+    for value, volume in pooled.volumes.items():
         present[value] = None
         # a table of two cells, with and without it: both are told or none
-        if volume and min(volume.count, whole.cases - volume.count) >= least:
+        if volume and min(volume.count, pooled.cases - volume.count) >= least:
             present[value] = _shown(volume, least)
 
     return replace(
-        whole,
-        orders=_told(whole.orders, least),
-        sizes=tuple(_shown(tally, least) for tally in whole.sizes),
-        spacings=tuple(_shown(tally, least) for tally in whole.spacings),
-        extents=tuple(_shown(tally, least) for tally in whole.extents),
+        pooled,
+        orders=_told(pooled.orders, least),
+        sizes=tuple(_shown(tally, least) for tally in pooled.sizes),
+        spacings=tuple(_shown(tally, least) for tally in pooled.spacings),
+        extents=tuple(_shown(tally, least) for tally in pooled.extents),
         foreground=tuple(foreground),
         volumes=present,
     )
@@ -179,8 +180,8 @@ def text(fingerprint: Fingerprint, least: int, width: int) -> list[str]:
             rows[f"foreground, channel {index}"] = f"mean {tally.mean:.4g}, sd {tally.sd:.4g}"
 
     for value, volume in fingerprint.volumes.items():
-        told = "not told in how many cases" if volume is None else f"{volume.count} cases"
-        rows[f"class {printable(fingerprint.classes[value])}"] = told
+        count = str(volume.count) if volume else "not told how many"
+        rows[f"class {printable(fingerprint.classes[value])}"] = f"{count} cases"
 
     return [
         "fingerprint: all that would leave, and nothing else; --json shows each number",

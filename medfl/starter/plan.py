@@ -8,7 +8,6 @@ are not cropped; pictures are resized to one side and not cut; resampling is lin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -18,7 +17,7 @@ import numpy as np
 
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
-from medfl.data.fingerprint import Fingerprint
+from medfl.data.fingerprint import Fingerprint, Tally
 
 _ANISOTROPIC = 3  # a spacing, or an axis' voxels, so many times the others'
 _LEAST_EDGE = 4  # voxels of the deepest feature map
@@ -192,7 +191,7 @@ def plan(
         clip = tuple(float(f"{value:.6g}") for value in (*ends, values.mean, values.sd))
 
     planned = Plan(
-        tuple(spacing.tolist()) if pooled.kind == "volumes" else (), patch, batch, network, coarse,
+        tuple(spacing.tolist()) * (pooled.kind == "volumes"), patch, batch, network, coarse,
         clip, replace(pooled, channel_names=names),
     )  # fmt: skip
     return replace(
@@ -316,38 +315,31 @@ def _differences(sites: Mapping[str, Fingerprint], pooled: Fingerprint) -> tuple
     notes = []
     for name in sorted(sites):
         site = sites[name]
-        for axis, (ours, every) in enumerate(zip(site.spacings, pooled.spacings, strict=True)):
-            factor = ours.length() / every.length()
+        for axis, spacings in enumerate(site.spacings):
+            factor = spacings.length() / pooled.spacings[axis].length()
             if not 1 / _DIFFERS <= factor <= _DIFFERS:
                 notes.append(
                     f"{name}: median spacing of axis {axis} is {factor:.3g} times that of all"
                 )
 
-        for channel, (values, every) in enumerate(
-            zip(site.foreground, pooled.foreground, strict=True)
-        ):
-            distance = (values.mean - every.mean) / (every.sd or 1) if values.count else math.inf
-            if math.isfinite(distance) and abs(distance) > 1:
+        for channel, values in enumerate(site.foreground):
+            average = pooled.foreground[channel]
+            if values.count and abs(values.mean - average.mean) > average.sd:
                 notes.append(
-                    f"{name}: foreground of channel {channel} is {distance:+.2g} sd from that of all"
+                    f"{name}: foreground of channel {channel} has mean {values.mean:.4g}, all {average.mean:.4g}"
                 )
 
-        lacking = []
-        hidden = []
-        for value, title in pooled.classes.items():
-            volume = site.volumes.get(value)
-            if value not in site.volumes or (volume is not None and not volume.count):
-                lacking.append(title)
-            elif volume is None:
-                hidden.append(title)
-
-        if hidden:
-            notes.append(f"{name}: does not tell how many cases have {', '.join(hidden)}")
-
+        annotated = [
+            pooled.classes[value] for value, volume in site.volumes.items() if volume != Tally()
+        ]
+        lacking = [title for title in pooled.classes.values() if title not in annotated]
         if lacking:
-            known = ",".join(title for title in pooled.classes.values() if title not in lacking)
             notes.append(
-                f"{name}: no case with {', '.join(lacking)}; where it annotates none: --site-labels '{name}={known}'"
+                f"{name}: no case with {', '.join(lacking)}; where it annotates none: --site-labels "
+                f"'{name}={','.join(annotated)}'"
             )
+
+        if None in site.volumes.values():
+            notes.append(f"{name}: does not tell how many cases have some of the classes")
 
     return tuple(notes)

@@ -87,12 +87,10 @@ class Survey:
     def of_plan(cls, plan: Plan, sites: int) -> Survey:
         """Return what is known of the sites' folders from their fingerprints."""
         pooled = plan.pooled
-        values = (0, *pooled.classes)
-        is_usual = values == tuple(range(len(values)))
         return cls(
             pooled.kind, "", ("background", *pooled.classes.values()), (), pooled.channels, 1, (0, 0), plan.patch,
             images=pooled.images, masks=pooled.masks, own_depth=pooled.depth, sites=sites,
-            mask_values=() if is_usual else values, channel_titles=pooled.channel_names, plan=plan, writer="medfl plan",
+            mask_values=pooled.mask_values, channel_titles=pooled.channel_names, plan=plan, writer="medfl plan",
         )  # fmt: skip
 
     @property

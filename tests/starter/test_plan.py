@@ -146,7 +146,7 @@ def hospital(
     sizes: tuple[float, ...], spacings: tuple[float, ...], cases: int = 100
 ) -> Fingerprint:
     def tallies(values: Any) -> tuple[Tally, ...]:
-        return tuple(reduce(add, [Tally.of_length(value)] * cases) for value in values)
+        return tuple(reduce(add, [Tally.of_lengths(np.array([value]))] * cases) for value in values)
 
     extents = np.array(sizes) * spacings
     kind = "volumes" if len(sizes) == 3 else "pictures"
@@ -220,7 +220,7 @@ def test_sites_that_differ_are_named() -> None:
     near = hospital((64, 64, 64), (1, 1, 1))
     notes = plan({"near": near, "too": near, "far": bright}).differences
     assert any(note.startswith("far: median spacing of axis 2 is 2 times") for note in notes)
-    assert any(note.startswith("far: foreground of channel 0 is +1") for note in notes)
+    assert any(note.startswith("far: foreground of channel 0 has mean 400") for note in notes)
 
 
 def spoilt(change: Callable[[dict[str, Any]], object]) -> str:
