@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def add(verbs: Any) -> None:
     plan.set_defaults(sites=3, memory=8.0)
 
 
-def _plan(args: Any) -> int:
+def _plan(args: Namespace) -> int:
     require_new_bundle(args.out.expanduser())
     if bool(args.files) == (args.images is not None):
         raise InputError(
@@ -86,7 +87,7 @@ def _written(files: list[Path]) -> dict[str, Fingerprint]:
     return sites
 
 
-def _divided(args: Any) -> dict[str, Fingerprint]:
+def _divided(args: Namespace) -> dict[str, Fingerprint]:
     """Return the fingerprints of sites that share a folder's cases in turn; nothing leaves, so nothing is hidden."""
     from medfl.partner.fingerprint import gather
 

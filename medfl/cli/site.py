@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     )
 
 
-def add_pairs(parser: Any) -> None:
+def add_pairs(parser: ArgumentParser) -> None:
     """Add the flags of a folder of images with masks."""
     for flag, text in (("--images", "folder of the images"), ("--masks", "folder of the masks")):
         arguments.add_path(parser, flag, "DIR", text, arguments.existing)
@@ -430,7 +431,7 @@ def _stats(args: Any) -> int:
     return _preview(args, document, text(document, terminal.width()))
 
 
-def _opened(args: Any, policy: Policy) -> WithData:
+def _opened(args: Namespace, policy: Policy) -> WithData:
     """Open the bundle that was given on its data, if a site with this policy would train it."""
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
@@ -443,7 +444,7 @@ def _opened(args: Any, policy: Policy) -> WithData:
     return with_data(problem, args.data, config, unlabelled=args.unlabelled)
 
 
-def _rules(args: Any) -> tuple[Policy, int]:
+def _rules(args: Namespace) -> tuple[Policy, int]:
     """Return the site's policy, and the least count that is told."""
     from medfl.policy.policy import Policy
 
@@ -457,7 +458,7 @@ def _rules(args: Any) -> tuple[Policy, int]:
     return policy, max(min_count, policy.outbound.min_count)
 
 
-def _preview(args: Any, document: Config, lines: list[str]) -> int:
+def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
     """Show what would leave, and write it if asked to."""
     from medfl.partner.statistics import encoded
 
@@ -472,7 +473,7 @@ def _preview(args: Any, document: Config, lines: list[str]) -> int:
     return show(args, document, lambda: "\n".join(lines))
 
 
-def _fingerprint(args: Any) -> int:
+def _fingerprint(args: Namespace) -> int:
     if (args.bundle is None) == (args.images is None):
         raise InputError(
             "medfl site fingerprint of a bundle and --images, or of neither",
@@ -493,11 +494,11 @@ def _fingerprint(args: Any) -> int:
     else:
         empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
-    told = fingerprint.gather(empty, cases, least, progress=progress)
-    return _preview(args, told.document(), fingerprint.text(told, least, terminal.width()))
+    released = fingerprint.gather(empty, cases, least, progress=progress)
+    return _preview(args, released.document(), fingerprint.text(released, least, terminal.width()))
 
 
-def of_folder(args: Any, progress: bool) -> tuple[Fingerprint, Cases]:
+def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
     """Return an empty fingerprint for the folders of `add_pairs`, and their training cases."""
     from medfl.data.fingerprint import Fingerprint
     from medfl.datasets import own

@@ -163,8 +163,8 @@ def _shown(tally: Tally, least: int) -> Tally:
 
 def _told(counts: Mapping[str, int], least: int) -> dict[str, int]:
     """Return the cells that may be told; the names of others would tell of a case."""
-    told = suppress_counts(counts, least)[0]
-    return {name: count for name, count in told.items() if count is not None}
+    cells = suppress_counts(counts, least)[0]
+    return {name: count for name, count in cells.items() if count is not None}
 
 
 def text(fingerprint: Fingerprint, least: int, width: int) -> list[str]:

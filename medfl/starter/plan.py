@@ -87,13 +87,15 @@ class Network:
         voxels = np.prod(patch) / np.cumprod(np.prod(self.strides, axis=1))
         filters = np.array(self.filters)
         # of a level: two convolutions and their norms down, the same up, the upsampled and the joined
-        kept = 11 * voxels * filters
+        activations = 11 * voxels * filters
         weights = 0.0
         for level, kernel in enumerate(self.kernels):
             weights += 6 * np.prod(kernel) * filters[level] * filters[max(0, level - 1)]
 
         largest = 4 * (voxels * filters).max()
-        return float(4 * (batch * (kept.sum() + largest + 6 * outputs * voxels[0]) + 3 * weights))
+        return float(
+            4 * (batch * (activations.sum() + largest + 6 * outputs * voxels[0]) + 3 * weights)
+        )
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,10 @@ def plan(
     shape = np.array([tally.length() for tally in pooled.extents]) / spacing
     outputs = len(pooled.classes) + 1
     patch, network = _fitted(shape, spacing, memory * _GB, outputs)
-    seen = pooled.cases * shape.prod() * _SHARE_OF_VOXELS / np.prod(patch)
+    most = pooled.cases * shape.prod() * _SHARE_OF_VOXELS / np.prod(patch)
     batch = _LEAST_BATCH
     while (
-        batch < min(seen, _MOST_BATCH) and network.memory(patch, batch + 1, outputs) <= memory * _GB
+        batch < min(most, _MOST_BATCH) and network.memory(patch, batch + 1, outputs) <= memory * _GB
     ):
         batch += 1
 
@@ -214,14 +216,14 @@ def _target_spacing(pooled: Fingerprint) -> tuple[Floats, int | None]:
 
     sizes = np.array([tally.length() for tally in pooled.sizes])
     worst = int(spacing.argmax())
-    others = np.delete(spacing, worst)
+    finer = np.delete(spacing, worst)
     coarse = None
     if (
-        spacing[worst] > _ANISOTROPIC * others.max()
+        spacing[worst] > _ANISOTROPIC * finer.max()
         and sizes[worst] * _ANISOTROPIC < np.delete(sizes, worst).min()
     ):
         coarse = worst
-        spacing[worst] = max(pooled.spacings[worst].length(0.1), others.max())
+        spacing[worst] = max(pooled.spacings[worst].length(0.1), finer.max())
 
     return np.array([float(f"{value:.5g}") for value in spacing]), coarse
 

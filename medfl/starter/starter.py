@@ -141,7 +141,8 @@ def write(
         )
 
     side = size or (128 if segments else 64)
-    if content.plan and content.kind == "pictures":
+    if content.plan:
+        _check_structures(content.classes[1:])  # which sites have named
         side = content.patch[0]
 
     if content.kind == "volumes" and size is not None:

@@ -268,6 +268,15 @@ def test_sites_of_other_tasks_are_refused() -> None:
         plan({"a": site, "b": replace(site, channels=2)})
 
 
+@pytest.mark.parametrize("name", ["$print(1)", "a#b", "background"])
+def test_names_of_classes_that_mean_something_in_a_bundle_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    site = replace(hospital((64, 64, 64), (1, 1, 1)), classes={1: name, 2: "tumour"})
+    with pytest.raises(InputError, match="choose other names"):
+        starter.write(tmp_path / "planned", Survey.of_plan(plan({"a": site}), 1))
+
+
 def test_from_folders_to_a_round(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
