@@ -544,7 +544,7 @@ def _collect(args: Any) -> int:
     return show(args, federation.as_dict(), lambda: "\n".join(lines))
 
 
-def _audit(args: Any) -> int:
+def _audit(args: Namespace) -> int:
     from medfl.cli.audit_log import text
     from medfl.policy import audit
 
