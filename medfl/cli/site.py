@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.arguments import add_bundle, add_number, parse_pairs
@@ -16,6 +16,12 @@ from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.flare import serve
+
+if TYPE_CHECKING:
+    from medfl.bundle.open import WithData
+    from medfl.data.fingerprint import Fingerprint
+    from medfl.partner.fingerprint import Cases
+    from medfl.policy.policy import Policy
 
 _EXAMPLES = """\
 examples
@@ -45,6 +51,13 @@ examples
       write exactly what is shown, with noise
   medfl site stats --collect clinic-a.json clinic-b.json --out federation.png
       at the server: one picture of all sites, and how far each is from the others"""
+
+_FINGERPRINT_EXAMPLES = """\
+examples
+  medfl site fingerprint --images path/to/images --masks path/to/masks --classes left,right
+      show what would leave; nothing is written
+  medfl site fingerprint path/to/bundle --data DIR --policy policies/bundle.yaml --out site-1.json
+      write exactly that, for medfl plan"""
 
 _AUDIT_EXAMPLES = """\
 examples
@@ -133,6 +146,15 @@ def add(verbs: Any) -> None:
         arguments.existing,
         nargs="+",
     )
+    text = "what a segmentation is planned from (medfl plan): show what would leave, and write it"
+    fingerprint = add_verb(actions, "fingerprint", text, _fingerprint, _FINGERPRINT_EXAMPLES)
+    _add_data(fingerprint, "?")
+    add_pairs(fingerprint)
+    add_number(
+        fingerprint, "--min-count", "K",
+        "suppress counts of fewer than K cases; default: 10; never below the policy's",
+    )  # fmt: skip
+    arguments.add_path(fingerprint, "--out", "FILE", "write the fingerprint to this file")
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
@@ -157,6 +179,19 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     arguments.add_config(
         parser,
         "override a value of the bundle's configuration, e.g. image_size=64; may be repeated",
+    )
+
+
+def add_pairs(parser: ArgumentParser) -> None:
+    """Add the flags of a folder of images with masks."""
+    for flag, text in (("--images", "folder of the images"), ("--masks", "folder of the masks")):
+        arguments.add_path(parser, flag, "DIR", text, arguments.existing)
+
+    parser.add_argument(
+        "--classes",
+        default="",
+        metavar="A,B,...",
+        help="comma-separated class names of the mask values 1, 2, ...; the same at each site",
     )
 
 
@@ -369,29 +404,16 @@ def _stats(args: Namespace) -> int:
         _check_new_file("--out", args.out)
 
     hold(args, Use(bundles=[args.bundle], file="out"))
-    from medfl.bundle.files import shipped_folders
-    from medfl.bundle.open import open_problem, with_data
     from medfl.partner.statistics import (
         StatisticsOptions,
         bins_of,
-        encoded,
         gather,
         text,
         unread_ages,
     )
-    from medfl.policy.findings import TRAINING
-    from medfl.policy.inspection import inspect
-    from medfl.policy.policy import Policy
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
-    policy = Policy.read(args.policy) if args.policy is not None else Policy()
-    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
-    min_count = 10 if args.min_count is None else args.min_count
-
-    if min_count < 0:
-        raise InputError(
-            f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all"
-        )
+    policy, least = _rules(args)
     if args.noise is not None and not 0 < args.noise < 100:
         raise InputError(
             f"--noise {args.noise:g}",
@@ -399,17 +421,46 @@ def _stats(args: Namespace) -> int:
             "give for example --noise 1",
         )
 
-    least = max(min_count, policy.outbound.min_count)
-    config = _config(args.config)
-    problem = open_problem(args.bundle, config, policy=policy)
-    opened = with_data(problem, args.data, config, unlabelled=args.unlabelled)
+    opened = _opened(args, policy)
     bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
     rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
     for line in unread_ages(opened.bundle, opened.folder):
         log(f"note, for you alone: {line}")
 
-    lines = text(document, terminal.width())
+    return _preview(args, document, text(document, terminal.width()))
+
+
+def _opened(args: Namespace, policy: Policy) -> WithData:
+    """Open the bundle that was given on its data, if a site with this policy would train it."""
+    from medfl.bundle.files import shipped_folders
+    from medfl.bundle.open import open_problem, with_data
+    from medfl.policy.findings import TRAINING
+    from medfl.policy.inspection import inspect
+
+    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
+    config = _config(args.config)
+    problem = open_problem(args.bundle, config, policy=policy)
+    return with_data(problem, args.data, config, unlabelled=args.unlabelled)
+
+
+def _rules(args: Namespace) -> tuple[Policy, int]:
+    """Return the site's policy, and the least count that is told."""
+    from medfl.policy.policy import Policy
+
+    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    min_count = 10 if args.min_count is None else args.min_count
+    if min_count < 0:
+        raise InputError(
+            f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all"
+        )
+
+    return policy, max(min_count, policy.outbound.min_count)
+
+
+def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
+    """Show what would leave, and write it if asked to."""
+    from medfl.partner.statistics import encoded
 
     if args.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
@@ -420,6 +471,60 @@ def _stats(args: Namespace) -> int:
         lines += ["", f"written: {args.shown_file}"]
 
     return show(args, document, lambda: "\n".join(lines))
+
+
+def _fingerprint(args: Namespace) -> int:
+    if (args.bundle is None) == (args.images is None):
+        raise InputError(
+            "medfl site fingerprint of a bundle and --images, or of neither",
+            "one of both: a bundle with --data DIR, or --images DIR --masks DIR",
+            "see medfl site fingerprint --help",
+        )
+
+    if args.out is not None:
+        _check_new_file("--out", args.out)
+
+    hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
+    from medfl.partner import fingerprint
+
+    policy, least = _rules(args)
+    progress = sys.stderr.isatty()
+    if args.bundle is None:
+        empty, cases = of_folder(args, progress)
+    else:
+        empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
+
+    released = fingerprint.gather(empty, cases, least, progress=progress)
+    return _preview(args, released.document(), fingerprint.text(released, least, terminal.width()))
+
+
+def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
+    """Return an empty fingerprint for the folders of `add_pairs`, and their training cases."""
+    from medfl.data.fingerprint import Fingerprint
+    from medfl.datasets import own
+    from medfl.starter import starter
+
+    names = arguments.parse_names(args.classes)
+    survey = starter.survey(args.images, args.masks, names=names, progress=progress)
+    if survey.kind == "labelled":
+        raise InputError(
+            f"{args.images} without masks", "a folder of images with masks", "add --masks DIR"
+        )
+
+    values = survey.mask_values or range(len(survey.classes))
+    classes = dict(zip(values, survey.classes, strict=True))
+    del classes[0]
+    folder = Path(survey.folder)
+    dataset = own.with_masks(folder, survey.images, survey.masks)
+    cases = []
+    for record, section in own.sections_of(folder, dataset):
+        if section != "test":
+            cases.append((record.image, record.mask))
+
+    empty = Fingerprint(
+        survey.kind, survey.channels, survey.images, survey.masks, classes, survey.channel_titles, survey.own_depth,
+    )  # fmt: skip
+    return empty, cases
 
 
 def _collect(args: Namespace) -> int:

@@ -141,6 +141,10 @@ def write(
         )
 
     side = size or (128 if segments else 64)
+    if content.plan:
+        _check_structures(content.classes[1:])  # which sites have named
+        side = content.patch[0]
+
     if content.kind == "volumes" and size is not None:
         raise InputError(
             f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
@@ -169,6 +173,9 @@ def write(
     files = {}
     for name in _FILES:
         files[f"configs/{name}"] = environment.get_template(f"new_{name}.j2").render(words)
+
+    if content.plan:
+        files["docs/plan.json"] = json.dumps(content.plan.record(), indent=2) + "\n"
 
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
     metadata = metadata_of(root.name, content, side, kind_text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
 from medfl.problem.described import Document
+from medfl.starter.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Survey:
         uncertain, blank, columns: how the table is read (`medfl.datasets.readers.label_columns.Wanted`; its roles).
         mean, sd: of the training images' numbers.
         units: of the numbers, "" where the columns' names say none.
+        plan: by which the bundle is written (`medfl plan`), None for the small one of `medfl new`; writer: its verb.
         folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
@@ -78,6 +80,18 @@ class Survey:
     mean: tuple[float, ...] = ()
     sd: tuple[float, ...] = ()
     units: tuple[str, ...] = ()
+    plan: Plan | None = None
+    writer: str = "medfl new"
+
+    @classmethod
+    def of_plan(cls, plan: Plan, sites: int) -> Survey:
+        """Return what is known of the sites' folders from their fingerprints."""
+        pooled = plan.pooled
+        return cls(
+            pooled.kind, "", ("background", *pooled.classes.values()), (), pooled.channels, 1, (0, 0), plan.patch,
+            images=pooled.images, masks=pooled.masks, own_depth=pooled.depth, sites=sites,
+            mask_values=pooled.mask_values, channel_titles=pooled.channel_names, plan=plan, writer="medfl plan",
+        )  # fmt: skip
 
     @property
     def items_call(self) -> str:
@@ -153,7 +167,7 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
-        "changelog": {"0.1.0": "written by medfl new"},
+        "changelog": {"0.1.0": f"written by {survey.writer}"},
         "monai_version": versions["monai"],
         "pytorch_version": versions["torch"].partition("+")[0],
         "numpy_version": versions["numpy"],

@@ -1,0 +1,380 @@
+"""`medfl site fingerprint` and `medfl plan`: what leaves adds up to the pooled figures, and the planned bundle runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import nibabel as nib
+import numpy as np
+import pytest
+from monai.bundle import verify_net_in_out
+from PIL import Image
+
+import medfl
+from medfl.cli import verbs as cli
+from medfl.core.errors import InputError
+from medfl.data import fingerprint
+from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.partner.fingerprint import Cases, gather
+from medfl.policy.inspection import inspect
+from medfl.starter import plan as rules, starter
+from medfl.starter.plan import Network, plan
+from medfl.starter.survey import Survey
+
+SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
+HIPPOCAMPUS = Path(__file__).parents[3] / "shared" / "data" / "msd_hippocampus"
+CLASSES = {1: "organ", 2: "tumour"}
+EMPTY = Fingerprint("volumes", 1, "images", "masks", CLASSES)
+
+
+def draw(folder: Path, count: int, seed: int = 0) -> Cases:
+    """Balls in noise; every second file lies on its side, every third case has no tumour, spacings differ."""
+    draws = np.random.default_rng(seed)
+    cases = []
+    for index in range(count):
+        shape = (20 + index % 4, 24, 18 + index % 3)
+        place = np.indices(shape).reshape(3, -1).T - (10, 12, 9)
+        radius = np.linalg.norm(place, axis=1).reshape(shape)
+        mask = (radius < 5).astype(np.uint8)
+        if index % 3:
+            mask[radius < 2.5] = 2
+
+        image = (100 * mask + draws.normal(50, 9, shape)).astype(np.float32)
+        image[:2] = 0  # is cropped
+        affine = np.diag([1.5 + index % 2 / 2, 1, 1, 1])
+        if index % 2:
+            image, mask = image.transpose(2, 0, 1), mask.transpose(2, 0, 1)
+            affine = affine[:, [2, 0, 1, 3]]
+
+        paths = []
+        for name, voxels in (("images", image), ("masks", mask)):
+            path = folder / name / f"c{index:02}.nii.gz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            nib.save(nib.Nifti1Image(voxels, affine), path)
+            paths.append(str(path))
+
+        cases.append((paths[0], paths[1]))
+
+    return cases
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("volumes")
+    draw(path, 12)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> Cases:
+    images = sorted((folder / "images").iterdir())
+    return [(str(image), str(folder / "masks" / image.name)) for image in images]
+
+
+def test_sites_together_have_the_pooled_figures_in_any_order(cases: Cases) -> None:
+    """A site of one case, one whose three cases all lack the tumour, and the rest."""
+    parts = [cases[1:2], [cases[0], cases[3], cases[6]], [*cases[2:3], *cases[4:6], *cases[7:]]]
+    pooled = gather(EMPTY, cases, 0)
+    sites = [gather(EMPTY, part, 0) for part in parts]
+    assert sites[1].volumes[2] == Tally()
+    for order in itertools.permutations(sites):
+        assert reduce(add, order) == pooled
+
+    alone = plan({"all": pooled})
+    for order in itertools.permutations(sites):
+        together = plan({f"site-{index}": site for index, site in enumerate(order)})
+        assert together.choices == alone.choices
+        assert replace(together, sites={}, differences=()) == replace(alone, sites={})
+
+    assert "no case with tumour; where it annotates none: --site-labels 'b=organ'" in " ".join(
+        plan(dict(zip("abc", sites, strict=True))).differences
+    )
+
+
+def test_figures_are_those_of_the_voxels(cases: Cases) -> None:
+    pooled = gather(EMPTY, cases, 0)
+    values = []
+    spacings, sizes = [], []
+    for image, mask in cases:
+        file = nib.as_closest_canonical(nib.load(image))
+        target = np.asarray(nib.as_closest_canonical(nib.load(mask)).dataobj)
+        values.append(np.asarray(file.dataobj)[target > 0].astype(float))
+        spacings.append(file.header.get_zooms())
+        sizes.append(np.array(file.shape) - (2, 0, 0))
+
+    everything = np.concatenate(values)
+    foreground = pooled.foreground[0]
+    assert foreground.count == len(everything)
+    assert foreground.mean == pytest.approx(everything.mean(), rel=1e-9)
+    assert foreground.sd == pytest.approx(everything.std(), rel=1e-9)
+    for share in (0.005, 0.5, 0.995):
+        exact = np.quantile(everything, share, method="inverted_cdf")
+        assert foreground.intensity(share) == pytest.approx(exact, rel=0.008)
+
+    for tallies, rows in ((pooled.spacings, spacings), (pooled.sizes, sizes)):
+        for tally, column in zip(tallies, np.transpose(rows), strict=True):
+            exact = np.quantile(column, 0.5, method="inverted_cdf")
+            assert tally.length() == pytest.approx(exact, rel=0.045)
+
+    assert pooled.orders == {"RAS": 6, "SRA": 6}
+    assert (pooled.volumes[1].count, pooled.volumes[2].count) == (12, 8)
+
+
+def test_nothing_of_fewer_cases_than_the_least_count_leaves(cases: Cases) -> None:
+    told = gather(EMPTY, cases, 10)
+    counts = [*told.orders.values()]
+    for tally in (*told.sizes, *told.spacings, *told.extents):
+        counts += tally.cells.values()
+
+    assert min(counts, default=10) >= 10
+    assert told.volumes == {1: None, 2: None}  # all of 12, and 8
+    assert told.spacings[1].length() == 1  # of all
+    assert told.spacings[0].length() == pytest.approx(3**0.5, rel=1e-6)  # cells are hidden
+    with pytest.raises(InputError, match="fewer than 10 training cases"):
+        gather(EMPTY, cases[:9], 10)
+
+
+def hospital(
+    sizes: tuple[float, ...], spacings: tuple[float, ...], cases: int = 100
+) -> Fingerprint:
+    def tallies(values: Any) -> tuple[Tally, ...]:
+        return tuple(reduce(add, [Tally.of_lengths(np.array([value]))] * cases) for value in values)
+
+    extents = np.array(sizes) * spacings
+    kind = "volumes" if len(sizes) == 3 else "pictures"
+    volumes = dict.fromkeys(CLASSES, tallies([1000.0])[0])
+    values = np.random.default_rng(0).normal(40, 20, 10_000)
+    return replace(
+        EMPTY, kind=kind, cases=cases, sizes=tallies(sizes), spacings=tallies(spacings), extents=tallies(extents),
+        volumes=volumes, foreground=(Tally.of_intensities(values),),
+    )  # fmt: skip
+
+
+def test_isotropic_volumes_have_cubes_of_kernels() -> None:
+    planned = plan({"a": hospital((200, 180, 190), (1, 1, 1))}, memory=8)
+    assert planned.spacing == (1, 1, 1)
+    assert planned.coarse is None
+    assert set(planned.network.kernels) == {(3, 3, 3)}
+    assert planned.network.filters[:5] == (32, 64, 128, 256, 320)
+    assert not np.mod(planned.patch, planned.network.factors).any()
+    assert min(np.array(planned.patch) / planned.network.factors) >= 4
+
+
+def test_anisotropic_volumes_are_pooled_in_their_planes_first() -> None:
+    sites = {
+        "a": hospital((320, 320, 20), (0.6, 0.6, 3)),
+        "b": hospital((320, 320, 20), (0.6, 0.6, 4)),
+    }
+    planned = plan(sites)
+    assert planned.coarse == 2
+    assert planned.spacing == pytest.approx(
+        (0.6, 0.6, 3), rel=0.045
+    )  # the 10 % quantile, not the median
+    assert planned.network.strides[1] == (2, 2, 1)
+    assert planned.network.kernels[0] == (3, 3, 1)
+    assert planned.patch[2] < planned.patch[0]
+    many = {"a": hospital((320, 320, 160), (0.6, 0.6, 3))}
+    assert plan(many).coarse is None  # as many slices as fit no exception
+
+
+def test_more_memory_is_a_larger_patch_or_batch() -> None:
+    site = {"a": hospital((400, 400, 400), (1, 1, 1))}
+    plans = [plan(site, memory) for memory in (4, 8, 24, 80)]
+    needs = [planned.network.memory(planned.patch, planned.batch_size, 3) for planned in plans]
+    assert all(need <= memory * 2**30 for need, memory in zip(needs, (4, 8, 24, 80), strict=True))
+    voxels = [np.prod(planned.patch) * planned.batch_size for planned in plans]
+    assert voxels == sorted(set(voxels))
+    with pytest.raises(InputError, match="room for two patches"):
+        rules._fitted(np.full(3, 64.0), np.ones(3), 2**20, 3)
+
+
+def test_ct_is_clipped_by_the_pooled_quantiles() -> None:
+    site = {"a": hospital((64, 64, 64), (1, 1, 1))}
+    low, high, mean, sd = plan(site, channel_names=["CT"]).clip
+    assert (low, high) == pytest.approx((40 - 2.576 * 20, 40 + 2.576 * 20), abs=3)
+    assert (mean, sd) == pytest.approx((40, 20), abs=1)
+    assert plan(site, channel_names=["MRI"]).clip == ()
+
+
+def test_pictures_have_a_planned_square(tmp_path: Path) -> None:
+    planned = plan({"a": hospital((300, 400), (1, 1))})
+    assert planned.spacing == ()
+    assert planned.patch[0] == planned.patch[1]
+    assert planned.patch[0] == pytest.approx(350, abs=40)
+    bundle = starter.write(tmp_path / "flat", Survey.of_plan(planned, 1))
+    assert f"image_size: {planned.patch[0]}\n" in (bundle / "configs/train.yaml").read_text()
+    inspect(bundle).require()
+
+
+def test_sites_that_differ_are_named() -> None:
+    far = hospital((64, 64, 64), (1, 1, 2))
+    bright = replace(far, foreground=(Tally.of_intensities(np.full(10_000, 400.0)),))
+    near = hospital((64, 64, 64), (1, 1, 1))
+    notes = plan({"near": near, "too": near, "far": bright}).differences
+    assert any(note.startswith("far: median spacing of axis 2 is 2 times") for note in notes)
+    assert any(note.startswith("far: foreground of channel 0 has mean 400") for note in notes)
+
+
+def spoilt(change: Callable[[dict[str, Any]], object]) -> str:
+    document = hospital((64, 64, 64), (1, 1, 1)).document()
+    change(document)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: d["spacings"][0].update(total=float("nan")), "NaN, which is not JSON"),
+        (lambda d: d["volumes"]["1"].update(count=-3), "$.volumes['1'].count is -3"),
+        (lambda d: d.update(cases=10**12), "$.cases is 1000000000000"),
+        (lambda d: d.update(channels=1.0), "$.channels is 1.0"),
+        (lambda d: d["spacings"][0].update(total=-(10**20)), "total and squares of spacings"),
+        (lambda d: d["spacings"][0].update(total=-(10**20), squares=10**40), "a length of 0"),
+        (lambda d: d["grid"].update(cells_of_a_doubling=16), "$.grid"),
+        (lambda d: d["sizes"][0]["cells"].update({"3": 5}), "cells of sizes hold more"),
+        (lambda d: d["foreground"][0].update(squares=1), "total and squares of foreground"),
+        (lambda d: d["orders"].update(RAS=True), "$.orders.RAS is True"),
+        (lambda d: d.update(masks="../elsewhere"), "$.masks is ../elsewhere"),
+        (lambda d: d.update(form="x"), "medfl fingerprint 1"),
+        (lambda d: d.update(extra=1), "extra"),
+        (lambda d: d.pop("sizes"), "sizes"),
+    ],
+)
+def test_hostile_fingerprints_are_refused_by_name(
+    change: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "clinic.json"
+    file.write_text(spoilt(change))
+    assert cli.main(["plan", str(file), "--out", str(tmp_path / "bundle")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "clinic.json" in line
+    assert problem in line
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_sites_of_other_tasks_are_refused() -> None:
+    site = hospital((64, 64, 64), (1, 1, 1))
+    with pytest.raises(InputError, match="class 1 is organ and liver"):
+        plan({"a": site, "b": replace(site, classes={**CLASSES, 1: "liver"})})
+    with pytest.raises(InputError, match="channels 1 and 2"):
+        plan({"a": site, "b": replace(site, channels=2)})
+
+
+@pytest.mark.parametrize("name", ["$print(1)", "a#b", "background"])
+def test_names_of_classes_that_mean_something_in_a_bundle_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    site = replace(hospital((64, 64, 64), (1, 1, 1)), classes={1: name, 2: "tumour"})
+    with pytest.raises(InputError, match="choose other names"):
+        starter.write(tmp_path / "planned", Survey.of_plan(plan({"a": site}), 1))
+
+
+def test_from_folders_to_a_round(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site's file is what it was shown; the bundle passes our gate and MONAI's checks, and learns a round."""
+    where = ["--images", str(folder / "images"), "--masks", str(folder / "masks")]
+    where += ["--classes", "organ,tumour"]
+    file = tmp_path / "site-1.json"
+    command = ["site", "fingerprint", *where, "--min-count", "3", "--json"]
+    assert cli.main([*command, "--out", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+    assert fingerprint.read(file).document() == json.loads(file.read_text())
+
+    assert cli.main(["plan", str(file), "--memory", "1", "--out", str(tmp_path / "planned")]) == 0
+    assert "next: medfl site inspect" in capsys.readouterr().out
+    bundle = tmp_path / "planned"
+    inspect(bundle).require()
+    metadata = json.loads((bundle / "configs/metadata.json").read_text())
+    jsonschema.validate(metadata, json.loads(SCHEMA.read_text()))
+    verify_net_in_out(
+        net_id="network_def", meta_file=str(bundle / "configs/metadata.json"), device="cpu",
+        config_file=str(bundle / "configs/inference.yaml"),
+    )  # fmt: skip
+    record = json.loads((bundle / "docs/plan.json").read_text())
+    assert {choice["choice"] for choice in record["choices"]} >= {"spacing", "patch", "network"}
+
+    again = tmp_path / "again.json"
+    options = ["--data", str(folder), "--min-count", "3", "--out", str(again)]
+    assert cli.main(["site", "fingerprint", str(bundle), *options]) == 0
+    assert json.loads(again.read_text()) == json.loads(file.read_text())
+
+    run = medfl.run(
+        bundle,
+        data=folder,
+        out=tmp_path / "run",
+        jobs=1,
+        sites=2,
+        rounds=1,
+        local_epochs=1,
+        say=str,
+    )
+    row = run.predict()[0]
+    assert row["mask"].shape == nib.load(next((folder / "images").glob(f"{row['id']}*"))).shape
+
+
+def test_one_machine_plans_as_its_sites_do(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--images", str(folder / "images"), "--masks", str(folder / "masks"), "--json"]
+    records = []
+    for sites in (1, 3):
+        out = tmp_path / f"of-{sites}"
+        assert cli.main(["plan", *where, "--sites", str(sites), "--out", str(out)]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+        assert f"sites: {sites}\n" in (out / "configs/federated.yaml").read_text()
+
+    assert records[0]["choices"] == records[1]["choices"]
+    assert cli.main(["plan", *where, "--sites", "99", "--out", str(tmp_path / "x")]) == 2
+    assert cli.main(["plan", "--out", str(tmp_path / "x")]) == 2
+
+
+def test_pictures_from_a_folder(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    cases = []
+    for index in range(4):
+        paths = []
+        for name in ("images", "masks"):
+            path = tmp_path / name / f"{index}.png"
+            path.parent.mkdir(exist_ok=True)
+            pixels = (
+                draws.integers(1, 255, (40, 56), np.uint8)
+                if name == "images"
+                else np.eye(40, 56, dtype=np.uint8)
+            )
+            Image.fromarray(pixels).save(path)
+            paths.append(str(path))
+
+        cases.append((paths[0], paths[1]))
+
+    told = gather(replace(EMPTY, kind="pictures", classes={1: "organ"}), cases, 0)
+    assert [round(tally.length()) for tally in told.sizes] == [40, 56]
+    assert told.foreground[0].count == 4 * 40
+
+
+def test_a_network_of_a_small_patch_has_three_levels() -> None:
+    assert len(Network.of((16, 16, 16), (1, 1, 1)).filters) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HIPPOCAMPUS.is_dir(), reason="no hippocampus volumes in shared/data")
+def test_hippocampus_is_planned_alike_at_three_sites() -> None:
+    images = sorted((HIPPOCAMPUS / "images").glob("*.nii*"))
+    cases = [(str(image), str(HIPPOCAMPUS / "labels" / image.name)) for image in images]
+    empty = replace(EMPTY, masks="labels", classes={1: "anterior", 2: "posterior"})
+    pooled = gather(empty, cases, 0)
+    sites = {f"site-{index}": gather(empty, cases[index::3], 0) for index in range(3)}
+    assert reduce(add, reversed(sites.values())) == pooled
+    planned = plan(sites)
+    assert planned.choices == plan({"all": pooled}).choices
+    # nnU-Net's published plan of this task has a patch of 40 x 56 x 40 voxels of 1 mm
+    assert planned.spacing == (1, 1, 1)
+    assert planned.patch == pytest.approx((40, 56, 40), abs=8)
