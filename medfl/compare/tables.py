@@ -255,8 +255,10 @@ def all_tables(
         else:
             reached = _SCALES[scale].text(value)
 
-        metric = metrics.title(comparison.key).lower()
-        title = f"To reach {reached} of {metric} on the validation set ({target}), partition {partition}"
+        metric = metrics.title(comparison.key)
+        title = (
+            f"To reach {metric} {reached} on the validation set ({target}), partition {partition}"
+        )
         parts.append((title, target_table(comparison, partition, value, format_)))
 
     if tests := comparison.tests(against):

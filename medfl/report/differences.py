@@ -297,7 +297,7 @@ class Differences:
 
     @property
     def _metric(self) -> str:
-        return self.run.title(self.run.key).lower()
+        return self.run.title(self.run.key)
 
 
 def counted(words: Sequence[str], of: str) -> str:

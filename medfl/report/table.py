@@ -146,7 +146,8 @@ def _site_lines(
 
 def _pooled_lines(run: RunFiles) -> list[str]:
     """Return a line for each model's best and last round, with as many metrics as fit."""
-    pooled = sorted(run.pooled(), key=lambda entry: entry[1] != "best")
+    kinds = [*SUMMARY_KINDS]
+    pooled = sorted(run.pooled(), key=lambda entry: (kinds.index(entry[0]), entry[1] != "best"))
     if not pooled:
         return []
 

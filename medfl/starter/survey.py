@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
 from medfl.problem.described import Document
-from medfl.starter.plan import Plan
+
+if TYPE_CHECKING:
+    from medfl.starter.plan import Plan
 
 
 @dataclass(frozen=True)

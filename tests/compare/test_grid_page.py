@@ -53,7 +53,7 @@ def test_the_page_has_tables_curves_and_costs(
     assert "+8.3 +1.2 to +15.5" in words, "the paired interval of test_comparison"
     assert "better" in words
     assert "no clear difference" in words
-    assert "To reach 30.0 on the validation set (fedavg)" in words
+    assert "To reach Accuracy 30.0 on the validation set (fedavg)" in words
     assert text.count("<svg ") == 1
     assert len([target for target in page.loads if target.startswith("data:")]) == 1
     assert text == write_grid_page(out).read_text(encoding="utf-8"), "same folder, same bytes"

@@ -168,6 +168,7 @@ MEANT = {
     "moments of the last one's optimiser": "mean square",
     "answers to public images": "scores",
     "low-rank factors": "adapters",
+    "mean amplitudes": "amplitude",
 }
 """Words of the table -> what they mean in a reply: names of its groups, of its class counts and of numbers."""
 

@@ -460,10 +460,10 @@ def test_result_table(make: Make) -> None:
     assert mean[1] == f"{np.mean([float(row[names[0]]) for row in rows]):.3f}"
     text = "\n".join(lines)
     pooled = lines[lines.index("") + 1 :]
-    names = ["balanced_accuracy", "accuracy", "f1_macro", "auroc", "loss"]
+    names = ["balanced_accuracy", "accuracy", "f1_macro", "auroc"]
     assert pooled[0].split() == ["pooled", "test", "set", "round", *names]
     for row, kind, when in zip(
-        pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["last", "best"] * 2, strict=True
+        pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["best", "last"] * 2, strict=True
     ):
         values = summary[kind][when]
         assert row.split() == [

@@ -187,7 +187,7 @@ def test_a_comparison_without_best_rounds_has_its_tables(grid: Any, tmp_path: Pa
     out, comparison = grid
     written = write_tables(comparison, tmp_path)
     text = written["md"].read_text()
-    assert "## To reach – on the validation set" in text
+    assert "## To reach AUROC – on the validation set" in text
     assert (
         text.count(f"auroc is undefined on the validation images in 1 of 1 rounds: {ONE_CLASS}")
         == 1

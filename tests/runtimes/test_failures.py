@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_what_a_site_says_reaches_the_log_of_flare(
     monkeypatch.setattr("medfl.flare.parts.accepted_run", lambda *_: None)
     part = RemoteExecutor()
     place = local(tmp_path / "local", data=str(tmp_path))
-    made = part._opened(None, "north", Workspace(job, place))
+    made = part._opened(SimpleNamespace(rounds=1), "north", Workspace(job, place))
     with caplog.at_level(logging.INFO):
         made.algo._guard._say("site 'north', round 1: epsilon 3")
     assert "round 1: epsilon 3" in caplog.text

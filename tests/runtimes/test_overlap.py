@@ -92,7 +92,7 @@ def left(out: Path, said: list[str] | None = None, error: str = "") -> Left:
     untimed = {
         k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"
     }
-    lines = [re.sub(r"\d+\.\d s$", "", line) for line in said or []]
+    lines = [re.sub(r"\d+\.\d s(, about .* left)?$", "", line) for line in said or []]
     return Left(lines, timeless, {**bits(files), "state": written}, untimed, error)
 
 
