@@ -44,6 +44,7 @@ ELSEWHERE = {
     "deploy-operator.md": "test_deploy.py, with a kit",
     "deploy-encryption.md": "flare/test_encrypted.py",
     "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
+    "plan.md": "starter/test_plan.py, from folders to a round",
 }
 RESULTS = [f"results/{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")]
 OWN = ["guide.md", "papers.md", "performance.md", "troubleshooting.md", *RESULTS]
