@@ -731,6 +731,7 @@ def test_masks_in_two_dimensions_are_those_of_the_run(workplace: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # MONAI's tensors
 def test_masks_in_three_dimensions_are_those_of_the_run(workplace: Path) -> None:
     data = datasets.write_phantom("hippocampus", workplace / "data", per_class=10, size=24)
     config_ = {"network": "unet8", "image_size": 32, "patch_size": [16, 32, 16]}
@@ -859,8 +860,8 @@ def command(folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_command(copy: Path, plain: Path, data: Path) -> None:
-    command(copy, "run", "--config_file", "configs/inference.yaml", f"--dataset_dir={data}")
+def test_the_real_command(copy: Path, plain: Path, pictures: Path) -> None:
+    command(copy, "run", "--config_file", "configs/inference.yaml", f"--dataset_dir={pictures}")
     assert same(probabilities(copy / "output" / "predictions.csv"), recorded(plain))
 
 
