@@ -156,7 +156,7 @@ def export(
     with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
         init = (offered.get("requested") or {}).get("init", "")
-        source, _ = initial_weights.begin_with(Bundle(bundle, run.config), init)
+        source, _ = initial_weights.begin_with(Bundle(bundle, run.config), init, seed=run.seed)
         files = text_record.write_for_job(source, run, method, Path(temporary))
 
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere

@@ -380,3 +380,20 @@ def test_a_pretrained_backbone_is_found_where_its_library_keeps_it(
 
     with pytest.raises(InputError, match="one file"):
         initial_weights.begin_with(bundle, "torchvision:../resnet18")
+
+
+def test_a_job_carries_the_head_that_its_record_says(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """What a backbone lacks is drawn by the run's seed, in the offered job as in its record."""
+    pytest.importorskip("nvflare")
+    backbone = {name: tensor for name, tensor in weights.items() if tensor.shape[:1] != (6,)}
+    assert 0 < len(backbone) < len(weights)
+    save_weights(tmp_path / "b.safetensors", backbone)
+    words = ["flare", "export", "mednist", "--sites", "a,b", "--seed", "3", "--rounds", "1"]
+    words += ["--config", "network=small_cnn", "--config", "image_size=32"]
+    words += ["--init", f"backbone:{tmp_path / 'b.safetensors'}", "--out", str(tmp_path / "jobs")]
+    assert cli.main(words) == 0
+    (job,) = (tmp_path / "jobs").rglob(initial_weights.JOB_FILE)
+    known = f"sha256:{weights_sha256(initial_weights._from_job(job))}"
+    assert any(known in path.read_text() for path in job.parent.glob("*.json") if path != job)
