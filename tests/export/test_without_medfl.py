@@ -257,7 +257,10 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) 
         config |= {"patch_size": [16, 32, 16]}
     elif volumes:
         config = {"image_size": [24, 32, 24]}
-    settings = {"sites": 2, "rounds": 1, "partition": "iid", "method": "fedavg", "data": str(data)}
+    elif len(datasets.get(name).classes) > 20:
+        config["network"] = "small_cnn"
+    settings = {"sites": 2, "rounds": 1, "local_epochs": 1, "partition": "iid", "method": "fedavg"}
+    settings["data"] = str(data)
     federate(name, config=config, requested=settings, out=tmp_path / "run", jobs=1)
     images = tmp_path / "new"
     images.mkdir()
