@@ -27,7 +27,6 @@ from medfl.starter import starter
 from tests.datasets.test_volumes import save_dicom
 
 pytestmark = [
-    pytest.mark.xdist_group("exports without medfl"),
     pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
@@ -247,8 +246,21 @@ def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_pa
     check(python, run, images, tmp_path)
 
 
+def of_each_kind() -> list[str]:
+    """Return the first of the shipped bundles that read and write images by the same transforms."""
+    kinds: dict[str, str] = {}
+    for name in shipped():
+        inference = read(shipped_folders()[name] / "configs/inference.yaml")
+        training = read(shipped_folders()[name] / "configs/train.yaml")
+        transforms = [step["_target_"] for step in inference["preprocessing"]["transforms"]]
+        parts = [datasets.get(name).task, training["in_channels"], transforms]
+        kinds.setdefault(str([*parts, inference["postprocessing"]]), name)
+
+    return [*kinds.values()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", of_each_kind())
 def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
     data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
     volumes = sorted(data.rglob("*.nii*"))
