@@ -27,6 +27,7 @@ from medfl.starter import starter
 from tests.datasets.test_volumes import save_dicom
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
@@ -230,12 +231,9 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "volumes": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7)),
     "volumes of two channels": lambda root: of_masks(root, ".nii.gz", 2),
 }
-FAST = ("colour classes", "grey masks")
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_path: Path) -> None:
     run = KINDS[kind](tmp_path)
     images = (
@@ -259,7 +257,6 @@ def of_each_kind() -> list[str]:
     return [*kinds.values()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", of_each_kind())
 def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
     data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
@@ -285,7 +282,6 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) 
     check(python, tmp_path / "run", images, tmp_path, varied=False)
 
 
-@pytest.mark.slow
 def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path: Path) -> None:
     run = KINDS["volumes"](tmp_path)
     (tmp_path / "new").mkdir()
