@@ -1,4 +1,4 @@
-# make demo | test | test-wheel | test-all | test-slow | lint | hooks | bench | gpu-kit | docs | site | dist | sbom | lock | compat | lint-files   PYTHON=python3.12 TORCH=cpu make demo
+# make demo | test | test-wheel | test-all | test-slow | lint | hooks | bench | gpu-kit | docs | notebooks | site | dist | sbom | lock | compat | lint-files   PYTHON=python3.12 TORCH=cpu make demo
 PYTHON ?= python3
 # TORCH=cpu takes PyTorch's CPU wheel from its own index instead of the CUDA build.
 TORCH ?=
@@ -11,7 +11,7 @@ TORCH_CPU = $(if $(filter cpu,$(TORCH)),$(call PIP,$(1)) torch --index-url https
 SOURCES := pyproject.toml setup.py
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-wheel test-all test-slow lint hooks bench gpu-kit docs site dist sbom lock compat lint-files clean
+.PHONY: demo test test-wheel test-all test-slow lint hooks bench gpu-kit docs notebooks site dist sbom lock compat lint-files clean
 
 $(DEMO)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(DEMO)
@@ -75,6 +75,10 @@ gpu-kit: $(TEST)/.installed
 docs: $(TEST)/.installed
 	$(TEST)/bin/python docs/site/generate.py
 	$(TEST)/bin/python docs/results/make.py
+
+# What the notebooks show, stored with them.
+notebooks: $(TEST)/.installed
+	$(TEST)/bin/python tools/notebooks.py
 
 # The documentation as a site that needs no network: build/site/index.html
 site: $(TEST)/.installed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +34,76 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
 ]
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+SERVED = """
+import json, os, sys, traceback
+import ignite.engine, monai.bundle, monai.inferers, monai.networks.nets, monai.transforms, nibabel, torch
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(asked.pop("cwd"))
+        log = os.open(asked.pop("log"), os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = 1
+        try:
+            monai.bundle.run(**asked)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""MONAI's `run` of many bundles, each in a process of its own that need not import MONAI anew."""
+
+
+class Alone:
+    """Python of an environment with all packages of this one but medfl."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        (places,) = folder.glob("lib/python*/site-packages")
+        # a path in a .pth file; the .pth files in there, as that of an editable medfl, are not read
+        (places / "monai.pth").write_text(f"{Path(monai.__file__).parents[1]}\n")
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        assert "No module named 'medfl'" in self.run("-c", "import medfl").stderr
+        self.server = subprocess.Popen(
+            [*self.command, "-c", SERVED],
+            env=self.environment, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    @property
+    def command(self) -> list[str]:
+        return [str(self.folder / "bin" / "python")]
+
+    def run(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, *arguments],
+            cwd=cwd or self.folder, env=self.environment, capture_output=True, text=True,
+        )  # fmt: skip
+
+    def predict(self, bundle: Path, images: Path, out: Path) -> None:
+        """`python -m monai.bundle run` of a bundle's inference."""
+        log = self.folder / f"{out.parent.name}.log"
+        asked = {"cwd": str(bundle), "log": str(log), "config_file": "configs/inference.yaml"}
+        asked |= {"bundle_root": ".", "dataset_dir": str(images), "output_dir": str(out)}
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(asked) + "\n")
+        self.server.stdin.flush()
+        assert self.server.stdout.readline() == "0\n", log.read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Python of an environment with all packages of this one but medfl."""
-    folder = tmp_path_factory.mktemp("alone")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (places,) = folder.glob("lib/python*/site-packages")
-    # a path in a .pth file; the .pth files in there, as that of an editable medfl, are not read
-    (places / "monai.pth").write_text(f"{Path(monai.__file__).parents[1]}\n")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-
-    def run(*arguments: str, cwd: Path = folder) -> subprocess.CompletedProcess[str]:
-        command = [str(folder / "bin" / "python"), *arguments]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-    assert "No module named 'medfl'" in run("-c", "import medfl").stderr
-    return run
-
-
-def by_monai(python: Run, bundle: Path, images: Path, out: Path) -> None:
-    said = python(
-        *("-m", "monai.bundle", "run", "--config_file", "configs/inference.yaml", "--bundle_root", "."),
-        *("--dataset_dir", str(images), "--output_dir", str(out)),
-        cwd=bundle,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    alone = Alone(tmp_path_factory.mktemp("alone"))
+    with alone.server:  # which ends with its standard input
+        yield alone
 
 
 def rows(file: Path) -> dict[str, list[str]]:
@@ -78,7 +121,7 @@ def mask(file: Path) -> tuple[NDArray[Any], list[Any]]:
     return np.asarray(volume.dataobj), [*forms, *codes]
 
 
-def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True) -> None:
+def check(python: Alone, run: Path, images: Path, place: Path, varied: bool = True) -> None:
     """Export a run, and compare what MONAI and medfl say of images."""
     (document,) = export(run, place / "bundle", formats=())["bundles"]
     told = predict(run, images, place / "ours")
@@ -88,7 +131,7 @@ def check(python: Run, run: Path, images: Path, place: Path, varied: bool = True
     for row, other in zip(again["predictions"], told["predictions"], strict=True):
         assert row == pytest.approx(other, abs=1e-6)
 
-    by_monai(python, place / "bundle", images, place / "theirs")
+    python.predict(place / "bundle", images, place / "theirs")
     if told["task"] != "segmentation":
         ours, theirs = (rows(place / of / "predictions.csv") for of in ("ours", "theirs"))
         assert ours.keys() == theirs.keys()
@@ -234,7 +277,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_path: Path) -> None:
+def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Alone, tmp_path: Path) -> None:
     run = KINDS[kind](tmp_path)
     images = (
         tmp_path / "data" / "images"
@@ -244,21 +287,8 @@ def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_pa
     check(python, run, images, tmp_path)
 
 
-def of_each_kind() -> list[str]:
-    """Return the first of the shipped bundles that read and write images by the same transforms."""
-    kinds: dict[str, str] = {}
-    for name in shipped():
-        inference = read(shipped_folders()[name] / "configs/inference.yaml")
-        training = read(shipped_folders()[name] / "configs/train.yaml")
-        transforms = [step["_target_"] for step in inference["preprocessing"]["transforms"]]
-        parts = [datasets.get(name).task, training["in_channels"], transforms]
-        kinds.setdefault(str([*parts, inference["postprocessing"]]), name)
-
-    return [*kinds.values()]
-
-
-@pytest.mark.parametrize("name", of_each_kind())
-def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", shipped())
+def test_what_ships_runs_by_monai_alone(name: str, python: Alone, tmp_path: Path) -> None:
     data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
     volumes = sorted(data.rglob("*.nii*"))
     config: dict[str, Any] = {"image_size": 32}
@@ -282,7 +312,7 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) 
     check(python, tmp_path / "run", images, tmp_path, varied=False)
 
 
-def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path: Path) -> None:
+def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Alone, tmp_path: Path) -> None:
     run = KINDS["volumes"](tmp_path)
     (tmp_path / "new").mkdir()
     for number in range(2):
@@ -291,12 +321,14 @@ def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path:
     check(python, run, tmp_path / "new", tmp_path, varied=False)
 
 
-def test_what_monai_checks_of_bundles_holds_without_medfl(python: Run, tmp_path: Path) -> None:
+def test_what_monai_checks_of_bundles_holds_without_medfl(python: Alone, tmp_path: Path) -> None:
     export(KINDS["grey classes, TorchScript"](tmp_path), tmp_path / "bundle", formats=())
     meta = ("--meta_file", "configs/metadata.json")
     config = ("--config_file", "configs/inference.yaml")
     schema = str(checks.SCHEMA)
+    predict = ("run", *config, "--bundle_root", ".", "--dataset_dir", str(tmp_path / "data"))
     for command in (
+        predict,
         ("verify_metadata", *meta, "--filepath", schema),
         ("verify_net_in_out", "network_def", *meta, *config, "--bundle_root", "."),
         (
@@ -304,6 +336,6 @@ def test_what_monai_checks_of_bundles_holds_without_medfl(python: Run, tmp_path:
             *("--ckpt_file", "models/model.pt", "--filepath", str(tmp_path / "again.ts")),
         ),
     ):
-        said = python("-m", "monai.bundle", *command, cwd=tmp_path / "bundle")
+        said = python.run("-m", "monai.bundle", *command, cwd=tmp_path / "bundle")
         assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
     assert (tmp_path / "again.ts").stat().st_size > 1000
