@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Names
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
@@ -313,7 +313,7 @@ def _jobs(text: str) -> int | None:
     return int(text)
 
 
-def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+def parse_pairs(flag: str, texts: Names) -> dict[str, str]:
     """Return name -> value of texts NAME=VALUE."""
     values = {}
     for text in texts:

@@ -12,7 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError, RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
@@ -174,7 +174,7 @@ def _by_name(metrics_of: Mapping[str, Config], width: int) -> list[str]:
     return ["", *tables.text_table(["", "cases", *map(title, names)], rows, width)] if rows else []
 
 
-def _vectors(rows: Sequence[Config], names: Sequence[str], width: int) -> list[str]:
+def _vectors(rows: Sequence[Config], names: Names, width: int) -> list[str]:
     """Return in how many images each finding is called present, or the range of each number."""
     lines = []
     heads = ["finding", "present", "mean probability"]

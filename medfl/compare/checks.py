@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.compare.labels import labels
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names, Texts
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values, printable
@@ -95,7 +95,7 @@ def check_folder(settings: Config, out: Path) -> None:
         )
 
 
-def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
+def _listed(values: Texts, names: Names) -> str:
     return ", ".join(f"{name} {values.get(name, 'not set')}" for name in names)
 
 

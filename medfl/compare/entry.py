@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Texts
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 
@@ -17,7 +16,7 @@ class Entry:
 
     label: str
     method: str
-    options: Mapping[str, str]
+    options: Texts
     settings: Config = field(default_factory=dict)
     trials: int | None = None
 

@@ -33,7 +33,7 @@ from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
 from medfl.core import terminal
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Names
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
 from medfl.report.formatting import duration
@@ -82,7 +82,7 @@ class Cell:
         return read_summary(path) if path.is_file() else {}
 
     @property
-    def undefined(self) -> Sequence[str]:
+    def undefined(self) -> Names:
         """What a trial says of rounds whose validation metric is undefined."""
         return self._summary().get("undefined") or ()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 
 from medfl.compare.entry import Entry
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -53,7 +53,7 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def trials(
-    method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int
+    method: str, values: Mapping[str, Names], count: int | None, seed: int
 ) -> tuple[Entry, ...]:
     """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
 

@@ -10,7 +10,7 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Names
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
@@ -25,7 +25,7 @@ TESTED = "best"
 def searched(
     bundle: str,
     method: str,
-    values: Mapping[str, Sequence[str]],
+    values: Mapping[str, Names],
     count: int | None,
     seeds: tuple[int, ...],
     partition: str | None,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Texts
 from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
@@ -118,7 +118,7 @@ class Run(GeneralSettings, ProtocolSettings):
     config: Config
     data: DataRecord
     partition: PartitionRecord
-    versions: Mapping[str, str]
+    versions: Texts
     public: PublicRecord | None = None
     text: TextRecord | None = None
     adapted: tuple[str, ...] = ()

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from medfl.core.documents import Names
+
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
@@ -14,10 +16,10 @@ _MARKDOWN = {"<": "&lt;", "|": "\\|", "](": "]\\("}
 
 
 def text_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    head: Names,
+    rows: Sequence[Names],
     width: int = WIDTH,
-    spare: Sequence[str] = (),
+    spare: Names = (),
 ) -> list[str]:
     """Return the lines of a table, columns of numbers aligned to the right.
 
@@ -51,11 +53,11 @@ def text_table(
     return lines
 
 
-def _longest_word(column: Sequence[str]) -> int:
+def _longest_word(column: Names) -> int:
     return max(max(map(len, cell.split()), default=0) for cell in column)
 
 
-def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+def _wrapped_row(row: Names, widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
     wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
@@ -80,23 +82,23 @@ def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     )
 
 
-def label_row(cells: Sequence[str], widths: Sequence[int]) -> str:
+def label_row(cells: Names, widths: Sequence[int]) -> str:
     """Return a line of a label and numbers: the first cell aligned to the left, the others to the right."""
     label, *numbers = cells
     first, *sizes = widths
     return label.ljust(first) + "".join(map(str.rjust, numbers, sizes))
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Names, rows: Sequence[Names]) -> str:
     """Return a Markdown table, its columns not padded."""
     return "\n".join([_markdown_row(head), "|" + "---|" * len(head), *map(_markdown_row, rows)])
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def _markdown_row(cells: Names) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], format_: str) -> str:
+def formatted_table(head: Names, rows: Sequence[Sequence[object]], format_: str) -> str:
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # here: only comparisons print in these formats
 

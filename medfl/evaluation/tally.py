@@ -24,7 +24,7 @@ import torch
 from scipy.special import expit, ndtri
 
 from medfl.core.arrays import Array
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.names import listed
@@ -182,12 +182,12 @@ class Outcome:
     """What tables tell: of how many cases, metrics as `metrics.summarise` has them, intervals, the AUROC's error."""
 
     cases: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     intervals: dict[str, Interval] = field(default_factory=dict)
     error: float = 0.0
 
     @property
-    def row(self) -> dict[str, float]:
+    def row(self) -> Metrics:
         """The metrics with the ends of their intervals."""
         row = dict(self.metrics)
         for name, (low, high) in self.intervals.items():

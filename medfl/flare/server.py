@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics, Names, Numbers
 from medfl.core.errors import MedflError, RunError
-from medfl.core.message import Message
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.run import examines
 from medfl.core.terminal import Print
 from medfl.evaluation import tally
@@ -75,7 +75,7 @@ class Link(Protocol):
     def ask(
         self,
         task_name: str,
-        sites: Sequence[str],
+        sites: Names,
         payload: Payload,
         answers: queue.SimpleQueue[Answer],
     ) -> int:
@@ -101,10 +101,10 @@ class _Question:
     index: int
     site: str
     task_name: str
-    numbers: Mapping[str, float]
+    numbers: Numbers
     message: Message | None
     read: Callable[[Payload], Any]
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    extra: Weights = field(default_factory=dict)
     state_round: int = 0
 
     def same_as(self, question: _Question) -> bool:
@@ -167,7 +167,7 @@ class FlareWorkers(Workers):
         self._say = say
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
-        self.reported: dict[str, dict[str, float]] = {}
+        self.reported: dict[str, Metrics] = {}
         self._started = False
 
     def run(
@@ -202,7 +202,7 @@ class FlareWorkers(Workers):
 
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
-        sections: Sequence[str] = ()
+        sections: Names = ()
         save = {}
         extra = {}
         match task:
@@ -404,7 +404,7 @@ class FlareWorkers(Workers):
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
-    def _tallied(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+    def _tallied(self, name: str, sections: Names, payload: Payload) -> dict[str, Cases]:
         """Keep the tables of a site's outcomes, of which no single case is known."""
         arrived = payload.group("tally")
         for section in sections:
@@ -419,7 +419,7 @@ class FlareWorkers(Workers):
 
         return dict.fromkeys(sections, Cases((), {}))
 
-    def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+    def _cases(self, name: str, sections: Names, payload: Payload) -> dict[str, Cases]:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
             metrics = reported_metrics(payload, sections)
@@ -434,12 +434,12 @@ class FlareWorkers(Workers):
         return wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
 
 
-def _weights(payload: Payload) -> dict[str, torch.Tensor]:
+def _weights(payload: Payload) -> Tensors:
     return payload.group("own")
 
 
-def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
-    parts: dict[int, dict[str, torch.Tensor]] = {}
+def _masks(ids: Names, payload: Payload) -> dict[str, Masks]:
+    parts: dict[int, Tensors] = {}
     for key, tensor in payload.group("masks").items():
         position, _, part = key.partition("/")
         parts.setdefault(int(position), {})[part] = tensor
@@ -455,7 +455,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left is right or (left.dtype == right.dtype and torch.equal(left, right))
 
 
-def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
+def reported_metrics(payload: Payload, sections: Names) -> Metrics:
     """Return the metrics that a site reported of these sections, ignoring others.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
 from medfl.core.message import Message, Tensors
 from medfl.core.untrusted import printable
@@ -241,9 +241,9 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
     )
 
 
-def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
+def _metrics_of(cases: Mapping[str, Cases]) -> Metrics:
     """Return metrics and number of cases of each section that has any: all that a site reports of its items."""
-    report: dict[str, float] = {}
+    report: Metrics = {}
     for section, outcomes in cases.items():
         if not len(outcomes):
             continue

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Numbers
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.names import is_name
@@ -59,9 +60,9 @@ class Payload:
     """
 
     tensors: Weights = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
     failure_reason: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Numbers = field(default_factory=dict)
 
     def group(self, group: str) -> Tensors:
         """Return the tensors named `group/...`, without that prefix."""
@@ -92,7 +93,7 @@ class Payload:
         return tuple(section for section in SECTIONS if self.numbers.get(section))
 
 
-def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
+def message_payload(message: Message, numbers: Numbers, extra: Weights) -> Payload:
     """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
     tensors = {f"message/{name}": tensor for name, tensor in message.flat().items()}
     return Payload(cpu_copies({**tensors, **extra}), dict(numbers))

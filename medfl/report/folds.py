@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from medfl.core import tables, terminal
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics, Numbers
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -130,14 +130,14 @@ class Folds:
         return ids
 
     @cached_property
-    def rows(self) -> dict[int, dict[str, float]]:
+    def rows(self) -> dict[int, Metrics]:
         """Fold -> the metrics of its test cases, whose means are over the same findings in all."""
         cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
         compared = self.first.kind.comparable(cases_of)
         return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
 
     @cached_property
-    def pooled(self) -> dict[str, float]:
+    def pooled(self) -> Metrics:
         """The metrics of all test cases."""
         return metrics.summarise(self.cases)
 
@@ -215,7 +215,7 @@ class Folds:
         names = self.names[:_COLUMNS]
         spreads = list(map(self.spread, names))
 
-        def numbers(values: Mapping[str, float]) -> list[str]:
+        def numbers(values: Numbers) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
 
         rows = []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.documents import Names
 from medfl.data.partition.table import shorten
 from medfl.report.picture import (
     ENTRY,
@@ -40,7 +41,7 @@ _MIN_ITEMS = 30
 _MIN_ITEMS_OF_CLASS = 10
 
 
-def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
+def generated_grid(images: Floats, classes: Names, round_: int, mark: str = "") -> Picture:
     """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
     rows = len(classes)
     count, channels, height, width = images.shape
@@ -78,7 +79,7 @@ def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: st
     )
 
 
-def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
+def text_similarities(means: Floats, classes: Names) -> Picture:
     """Draw the cosines between the classes' mean text embeddings (K, D) as a heat map."""
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     cosine = unit @ unit.T
@@ -118,7 +119,7 @@ def feature_scatters(
     labels: Labels,
     synthetic: Floats,
     synthetic_labels: Labels,
-    classes: Sequence[str],
+    classes: Names,
     seed: int,
     round_: int,
 ) -> list[Picture]:
@@ -216,9 +217,7 @@ def imbalance(values: Floats) -> float:
     return float(((values - values.mean()) ** 2).sum() / 128)
 
 
-def spectrum(
-    features: Floats, labels: Labels, classes: Sequence[str], round_: int
-) -> Picture | None:
+def spectrum(features: Floats, labels: Labels, classes: Names, round_: int) -> Picture | None:
     """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
 
     Returns:

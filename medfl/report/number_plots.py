@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Names
 from medfl.evaluation import numbers as number_metrics
 from medfl.report import charts, formatting
 from medfl.report.run_files import Predictions
@@ -16,7 +17,7 @@ Candidates = tuple[list[str], NDArray[np.float64], NDArray[np.int64], list[Seque
 """Heads of a table, and of each row its badness, its case and its cells, column by column."""
 
 
-def numbers(predictions: Predictions, names: Sequence[str]) -> list[dict[str, Any]]:
+def numbers(predictions: Predictions, names: Names) -> list[dict[str, Any]]:
     """Return for each number of a case its name, its charts and its limits of agreement, [] for other tasks.
 
     Of a number that no case has there is none.
@@ -62,7 +63,7 @@ def numbers(predictions: Predictions, names: Sequence[str]) -> list[dict[str, An
     return shown
 
 
-def errors(predictions: Predictions, names: Sequence[str]) -> Candidates | None:
+def errors(predictions: Predictions, names: Names) -> Candidates | None:
     """Return the known numbers of the cases with their errors, None for other tasks."""
     values = predictions.cases.values
     if "target" not in values:
@@ -73,7 +74,7 @@ def errors(predictions: Predictions, names: Sequence[str]) -> Candidates | None:
     case, number = np.nonzero(~np.isnan(target))
     true = target[case, number]
     predicted = prediction[case, number]
-    cells: list[Sequence[str]] = [
+    cells: list[Names] = [
         [names[d] for d in number.tolist()],
         [formatting.number(value) for value in true],
         [formatting.number(value) for value in predicted],

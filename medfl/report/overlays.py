@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.documents import Document, Names, Numbers
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
@@ -55,14 +56,14 @@ class Example:
 
     rank: str
     ident: str
-    scores: Mapping[str, float]
+    scores: Numbers
     image: Array
     reference: Array
     prediction: Array
     geometry: Geometry | None
 
 
-def ranked(dice: Mapping[str, float]) -> dict[str, str]:
+def ranked(dice: Numbers) -> dict[str, str]:
     """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
@@ -80,7 +81,7 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 
 
 def mask_overlays(
-    name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float
+    name: str, site: str, examples: Sequence[Example], structures: Names, median: float
 ) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 
@@ -147,7 +148,7 @@ def _case(
     figure: Figure,
     example: Example,
     cut: Sequence[Plane],
-    structures: Sequence[str],
+    structures: Names,
     panel: float,
     scale: float,
     top: float,
@@ -185,7 +186,7 @@ def _case(
         top -= height + _GAP
 
 
-def _score_line(example: Example, structures: Sequence[str]) -> str:
+def _score_line(example: Example, structures: Names) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
     dice = [value for name, value in example.scores.items() if name.startswith("dice_")]
     if 1 < len(dice) == len(structures) <= 3:  # more do not fit in the line
@@ -201,7 +202,7 @@ def _score_line(example: Example, structures: Sequence[str]) -> str:
 
 def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Colour]) -> None:
     height, width = plane.reference.shape
-    place: dict[str, Any] = {"extent": (0, width, height, 0), "aspect": "auto"}
+    place: Document = {"extent": (0, width, height, 0), "aspect": "auto"}
     if column != "error":
         axes.imshow(plane.image, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
 
@@ -261,9 +262,7 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
     """Write the letter of the side on the left, and draw a scale bar in millimetres."""
     from matplotlib import patheffects
 
-    halo: dict[str, Any] = {
-        "path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]
-    }
+    halo: Document = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
     if plane.left:
         axes.text(
             0.03,
@@ -288,7 +287,7 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
             linewidth=1.6,
             **halo,
         )
-        place: dict[str, Any] = {
+        place: Document = {
             "xycoords": "axes fraction",
             "textcoords": "offset points",
             "ha": "right",
@@ -305,7 +304,7 @@ def _palette(count: int) -> list[Colour]:
     return colours(count)
 
 
-def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
+def _legend(figure: Figure, structures: Names, confused: bool) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics
 from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
@@ -146,7 +146,7 @@ def _differences(run: RunFiles) -> Document:
     }
 
 
-def contribution_of(run: RunFiles) -> list[tuple[str, dict[str, float]]]:
+def contribution_of(run: RunFiles) -> list[tuple[str, Metrics]]:
     """Return each site with what it contributed, [] where that was not estimated."""
     path = run.path / CONTRIBUTION
     if not path.is_file():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.documents import Document
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, LETTER, SOFT, TINTS
 
@@ -170,7 +171,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     axes.xaxis.tick_top()
     positions = range(len(layout.classes))
     if layout.slanted:
-        style: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
+        style: Document = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
         axes.set_xticks(positions, layout.classes, size=9.5, **style)
     else:
         axes.set_xticks(positions, layout.wrapped, size=9.5)
@@ -228,7 +229,7 @@ def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> 
 def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
     """Write the section sizes of each site below the section's colour, name and total."""
     axes.set(xlim=(0, len(layout.shown)), ylim=(len(sizes) - 0.5, -0.5))
-    style: dict[str, Any] = {
+    style: Document = {
         "xycoords": ("data", "axes fraction"),
         "textcoords": "offset points",
         "ha": "right",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core.arrays import Array, Floats, Integers
-from medfl.core.documents import Document
+from medfl.core.arrays import Array, Flags, Floats, Integers
+from medfl.core.documents import Document, Names
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
@@ -198,7 +198,7 @@ class PredictionAnalysis:
         site_of = np.array(self.predictions.sites)
         return [(site, self._matrix(site_of == site)) for site in sites]
 
-    def _matrix(self, members: NDArray[np.bool_]) -> Document:
+    def _matrix(self, members: Flags) -> Document:
         label = self._values("label")
         assert label is not None
         counts = metrics.confusion(label[members], self._predicted[members], len(self.classes))
@@ -283,7 +283,7 @@ class PredictionAnalysis:
     @cached_property
     def _confidence(
         self,
-    ) -> tuple[Floats, NDArray[np.bool_], Integers] | None:
+    ) -> tuple[Floats, Flags, Integers] | None:
         """Confidence of each prediction, whether it is right, and of which case it is.
 
         Of findings the probability of each one that is known, and whether the case has it.
@@ -359,14 +359,14 @@ class PredictionAnalysis:
 
     def _of_reference(
         self,
-    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
+    ) -> tuple[list[str], Floats, Integers, list[Names]] | None:
         """Return heads, badness, case, and cells of each candidate for the worst cases."""
         probabilities = self._values("probabilities")
         label = self._values("label")
         if label is not None and probabilities is not None:
             of_reference = probabilities[np.arange(len(label)), label]
             predicted = probabilities[np.arange(len(label)), self._predicted]
-            cells: list[Sequence[str]] = [
+            cells: list[Names] = [
                 [self.classes[index] for index in label.tolist()],
                 [self.classes[index] for index in self._predicted.tolist()],
                 _numbers(predicted),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from medfl.core.arrays import Integers
 from medfl.core.names import slug
 from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import Draws, Integers
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.undefined import listed

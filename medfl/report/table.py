@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.core import terminal
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Numbers
 from medfl.core.tables import label_row
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
@@ -88,9 +88,7 @@ def _has_one(run: RunFiles) -> bool:
     return run.kind.noun == "structure" and cases == [tested]
 
 
-def _site_lines(
-    run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, float]]]
-) -> list[str]:
+def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Numbers]]) -> list[str]:
     """Return two heading lines, the sites, then mean, sd and worst of each column."""
     shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:

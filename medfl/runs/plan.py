@@ -5,7 +5,7 @@ What can be refused without looking at the images is refused before they are loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from medfl.bundle.open import (
 )
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Names
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, PublicRecord, Run
@@ -83,7 +83,7 @@ class Request(GeneralSettings, OpenProtocolSettings):
     data: str | None = None
     sites: int | None = None
     partition: str | None = None
-    presets: Sequence[str] = ()
+    presets: Names = ()
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,7 @@ def device_named(name: str) -> str:
     return name
 
 
-def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], known: Names) -> None:
     """Raise an InputError if a name is none of the known settings."""
     for name in names:
         if name not in known:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +17,7 @@ from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
 from medfl.core import terminal
 from medfl.core.arrays import Bytes
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics, Names, Texts
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -74,7 +74,7 @@ def predict(
     out: str | Path,
     *,
     reference: str | Path | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Texts | None = None,
     which: str = "last",
     site: str | None = None,
     device: str = "cpu",
@@ -145,7 +145,7 @@ def predict(
 
 
 def _references(
-    path: Path, predictor: Predictor, files: Mapping[str, str], columns: Mapping[str, str]
+    path: Path, predictor: Predictor, files: Texts, columns: Texts
 ) -> Mapping[str, Reference]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
@@ -173,7 +173,7 @@ class _Writer:
     def __init__(
         self,
         predictor: Predictor,
-        files: Mapping[str, str],
+        files: Texts,
         targets: Mapping[str, Reference],
         folder: Path,
     ) -> None:
@@ -201,7 +201,7 @@ class _Writer:
         self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
         return self.predictions
 
-    def _groups(self) -> Iterator[Sequence[str]]:
+    def _groups(self) -> Iterator[Names]:
         """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
         if isinstance(evaluator, VectorEvaluator):
@@ -219,9 +219,7 @@ class _Writer:
 
         yield from _batched(pictures, _PICTURES)
 
-    def _outcomes(
-        self, files: Mapping[str, str], targets: Mapping[str, Reference]
-    ) -> Iterator[_Outcome]:
+    def _outcomes(self, files: Texts, targets: Mapping[str, Reference]) -> Iterator[_Outcome]:
         """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
@@ -233,7 +231,7 @@ class _Writer:
         yield outcome
 
     def _apart(
-        self, files: Mapping[str, str], labels: Mapping[str, Reference], error: Exception
+        self, files: Texts, labels: Mapping[str, Reference], error: Exception
     ) -> Iterator[_Outcome]:
         """Retry a failed batch: the readable images together, the rest one by one."""
         if len(files) > 1:
@@ -282,13 +280,13 @@ class _Writer:
             return False
         return True
 
-    def _read(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> Prepared:
+    def _read(self, files: Texts, labels: Mapping[str, Reference]) -> Prepared:
         predictor = self.predictor
         return new_images.of_files(
             predictor.transforms, predictor.task, files, labels, len(predictor.classes)
         )
 
-    def _judged(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> _Outcome:
+    def _judged(self, files: Texts, labels: Mapping[str, Reference]) -> _Outcome:
         predictor = self.predictor
         prepared = self._read(files, labels)
         shard = Shard.of(prepared, range(len(prepared)))
@@ -383,11 +381,11 @@ class _Writer:
         return row
 
 
-def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def _batched(idents: Names, size: int) -> Iterator[Names]:
     return (idents[start : start + size] for start in range(0, len(idents), size))
 
 
-def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
+def _names(classes: tuple[str, ...], count: int) -> Names:
     """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
     if len(classes) == count:
         return classes
@@ -405,9 +403,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     return row
 
 
-def _amounts(
-    mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]
-) -> dict[str, float]:
+def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]) -> Metrics:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
     # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres
@@ -425,7 +421,7 @@ def _amounts(
     return amounts
 
 
-def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
+def _mask_paths(files: Texts) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
     taken = set()
@@ -494,7 +490,7 @@ def _problem(error: Exception) -> str:
 
 def _document(
     predictor: Predictor,
-    files: Mapping[str, str],
+    files: Texts,
     predictions: Predictions,
     folder: Path,
     targets: Mapping[str, Reference],

@@ -16,16 +16,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
-from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Config
+from medfl.core.arrays import Array, Flags, Integers
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
@@ -159,7 +157,7 @@ class Subgroups:
 def of(
     rows: Sequence[Config],
     by: str,
-    classes: Sequence[str] = (),
+    classes: Names = (),
     *,
     task: str = "",
     min_count: int = MIN_COUNT,
@@ -244,7 +242,7 @@ def group_order(name: str) -> tuple[bool, float, str]:
 
 
 def _classified(
-    name: str, rows: Sequence[Config], classes: Sequence[str], min_count: int, seed: int
+    name: str, rows: Sequence[Config], classes: Names, min_count: int, seed: int
 ) -> Subgroup:
     label = np.array([int(row["label"]) for row in rows])
     hit = np.array([int(row["predicted"]) for row in rows]) == label
@@ -285,9 +283,9 @@ class _Measured:
 
     def __init__(
         self,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Config],
         kind: Kind,
-        classes: Sequence[str],
+        classes: Names,
         min_count: int,
         seed: int,
         groups: Sequence[Integers],
@@ -297,7 +295,7 @@ class _Measured:
         self.classes = classes
         self.min_count = min_count
         self.seed = seed
-        self.common: NDArray[np.bool_] | None = None
+        self.common: Flags | None = None
         if kind.name == "multilabel":
             flags = [self._told(self._cases(index)) for index in groups]
             self.common = np.logical_and.reduce(flags) if flags else None
@@ -344,7 +342,7 @@ class _Measured:
         part = [(int(i) + 2, {key: self.rows[i][key] for key in columns}) for i in index]
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
-    def _told(self, cases: Cases) -> NDArray[np.bool_]:
+    def _told(self, cases: Cases) -> Flags:
         truth = cases.values["findings"].numpy()
         return findings.scored(truth, self.min_count)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor, nn
 from torch.func import replace_all_batch_norm_modules_
 
+from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors
 from medfl.core.names import readable_file_name
@@ -66,7 +67,7 @@ def site_step(
     name: str,
     state: State | None,
     down: Message,
-    score_on: Sequence[str] = (),
+    score_on: Names = (),
 ) -> StepResult:
     """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
@@ -131,7 +132,7 @@ def score_site(
     name: str,
     state: State | None,
     down: Message,
-    sections: Sequence[str],
+    sections: Names,
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
@@ -139,7 +140,7 @@ def score_site(
 
 
 def score_newcomer(
-    federation: SiteContext, round_: int, name: str, down: Message, sections: Sequence[str]
+    federation: SiteContext, round_: int, name: str, down: Message, sections: Names
 ) -> dict[str, Cases]:
     """Score on its own items what a site is given that has trained nothing: what the server sends, and a first State.
 
@@ -177,7 +178,7 @@ def segment_site(
     name: str,
     state: State | None,
     down: Message,
-    ids: Sequence[str],
+    ids: Names,
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
@@ -277,7 +278,7 @@ def copied_weights(network: nn.Module) -> Tensors:
 
 
 def _scores(
-    federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
+    federation: SiteContext, network: nn.Module, site: str, sections: Names
 ) -> dict[str, Cases]:
     """Score a network on a site's own sections."""
     cases = {}
@@ -304,7 +305,7 @@ def segment(
     federation: SiteContext,
     network: nn.Module,
     name: str,
-    ids: Sequence[str],
+    ids: Names,
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""

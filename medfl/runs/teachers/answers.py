@@ -25,7 +25,7 @@ from torch import Tensor
 
 from medfl.core import terminal
 from medfl.core.arrays import Array
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -51,7 +51,7 @@ _OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
 class Noted(Protocol):
     """A teacher with something to tell a reader of results that were taught by it."""
 
-    def notes(self, questions: Questions) -> Sequence[str]:
+    def notes(self, questions: Questions) -> Names:
         """Return lines for the user."""
 
 

@@ -22,7 +22,7 @@ from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
 from medfl.bundle.text_embeddings import unlike
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.release import versions_of
@@ -354,7 +354,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
 # Both
 
 
-def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Problem) -> None:
+def _refuse_others(name: str, task: str, classes: Names, bundle: Problem) -> None:
     """Raise an InputError if a teacher's task or classes are not those of the public data, in their order."""
     if task != bundle.task:
         raise InputError(

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
 from medfl.evaluation import tally
 from medfl.evaluation.metrics import Cases, summarise
@@ -430,7 +430,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def _as_message(self, arrived: Mapping[str, object]) -> Message:
         """Return what came as the message that it is."""
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for name, value in arrived.items():
             if not isinstance(value, Tensor):
                 value = torch.as_tensor(np.array(value))

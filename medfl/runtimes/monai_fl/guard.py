@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from medfl.core.documents import Document
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -95,7 +95,7 @@ class Guard:
             self._gate = Gate(self._rules, account, site)
 
     @property
-    def privacy(self) -> dict[str, Any] | None:
+    def privacy(self) -> Document | None:
         """What the site has told so far, None without rules."""
         if self._gate is None:
             return None
@@ -141,7 +141,7 @@ class Guard:
 
         return self._gate.reply(message, received, samples)
 
-    def allowed_numbers(self, numbers: Mapping[str, object], *optional: str) -> dict[str, Any]:
+    def allowed_numbers(self, numbers: Mapping[str, object], *optional: str) -> Document:
         """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
         if self._gate is None:
             return dict(numbers)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics, Numbers
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.storage.files import write_atomic
@@ -61,7 +61,7 @@ class Tracker(ABC):
         """Begin the run there, or go on with it."""
 
     @abstractmethod
-    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
+    def _log(self, round_: int, numbers: Numbers) -> None:
         """Write a round's numbers, unless they are there."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Tracker(ABC):
                     self._log(entry["round"], scalars(entry))
             self._on = True
 
-    def log(self, round_: int, numbers: Mapping[str, float]) -> None:
+    def log(self, round_: int, numbers: Numbers) -> None:
         """Write a round's numbers."""
         if self._on:
             with self._kept_going():
@@ -138,7 +138,7 @@ def settings_of(document: Mapping[str, object], above: str = "") -> Document:
     return settings
 
 
-def scalars(entry: Document) -> dict[str, float]:
+def scalars(entry: Document) -> Metrics:
     """Return the numbers of a line of rounds.jsonl that become curves."""
     numbers = {"train/loss": entry["train_loss"]}
     for group in ("val_global", "val_personal", "observed"):

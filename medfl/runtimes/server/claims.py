@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Metrics
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.untrusted import printable
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import sample_counts
@@ -62,7 +63,7 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def far_replies(
-    federation: Federation, replies: Mapping[str, Message], broadcast: Mapping[str, Weights]
+    federation: Federation, replies: Messages, broadcast: Mapping[str, Weights]
 ) -> dict[str, str]:
     """Return site -> why, of replies whose change of a group, or number, is over `FARTHEST` times the middle one.
 
@@ -72,8 +73,8 @@ def far_replies(
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
 
-    norms: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    numbers: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    norms: defaultdict[str, Metrics] = defaultdict(dict)
+    numbers: defaultdict[str, Metrics] = defaultdict(dict)
     for name, message in replies.items():
         for group, members in message.tensors.items():
             norms[group][name] = _change(members, broadcast.get(group, {}))
@@ -127,9 +128,7 @@ def _change(members: Weights, before: Weights) -> float:
     return math.hypot(*norms)
 
 
-def check_shares(
-    federation: Federation, label: str, replies: Mapping[str, Message], most: float | None
-) -> None:
+def check_shares(federation: Federation, label: str, replies: Messages, most: float | None) -> None:
     """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
     `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.

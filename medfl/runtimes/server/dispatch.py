@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print, bar
@@ -52,8 +53,8 @@ class Dispatcher:
         self,
         round_: int,
         server: State,
-        names: Sequence[str],
-        sections: Sequence[str],
+        names: Names,
+        sections: Names,
         left_out: dict[str, str],
         on_result: Callable[[], object],
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
@@ -83,7 +84,7 @@ class Dispatcher:
 
     def _present(
         self,
-        names: Sequence[str],
+        names: Names,
         results: Results,
         left_out: dict[str, str],
         label: str,
@@ -114,8 +115,8 @@ class Dispatcher:
         task: Callable[..., RoundTask],
         round_: int,
         server: State,
-        names: Sequence[str],
-        sections: Sequence[str] = (),
+        names: Names,
+        sections: Names = (),
     ) -> Iterator[tuple[str, Any]]:
         """Yield the result of a task at each site; where some sites may be missing, one is enough.
 
@@ -146,7 +147,7 @@ class Dispatcher:
             site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast
         )
 
-    def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
+    def _sizes(self, names: Names, *sections: str) -> list[int]:
         sizes = []
         for name in names:
             shards = [self.federation.participant_shard(name, section) for section in sections]

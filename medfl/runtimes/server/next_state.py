@@ -19,14 +19,15 @@ its arguments, and what is tried leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from medfl.core.documents import Names
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.message import Message, is_finite
+from medfl.core.message import Message, Messages, Weights, is_finite
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.runtimes.attendance import Attendance, Tolerance
@@ -45,7 +46,7 @@ class NextState(NamedTuple):
     """What a round has come to: the server's next State, the replies that it is made of, what the method tells."""
 
     server: State
-    replies: Mapping[str, Message]
+    replies: Messages
     observed: Mapping[str, float]
 
 
@@ -53,7 +54,7 @@ def next_state(
     federation: Federation,
     round_: int,
     server: State,
-    replies: Mapping[str, Message],
+    replies: Messages,
     tolerance: Tolerance,
     left_out: dict[str, str],
     say: Print,
@@ -72,7 +73,7 @@ def next_state(
     before = object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
-    def attempt(names: Sequence[str]) -> NextState:
+    def attempt(names: Names) -> NextState:
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
@@ -93,7 +94,7 @@ def next_state(
 
 def first_state(
     federation: Federation,
-    introductions: Mapping[str, Message],
+    introductions: Messages,
     tolerance: Tolerance,
     absent: dict[str, str],
     say: Print,
@@ -110,7 +111,7 @@ def first_state(
     least = tolerance.min_replies
     attendance = Attendance([*introductions, *absent], least, absent, "introductions", say)
 
-    def attempt(names: Sequence[str]) -> State:
+    def attempt(names: Names) -> State:
         with federation.scope():
             usable = _only(introductions, names)
             first = method.init_server(federation.host(0), federation.networks.initial, usable)
@@ -156,8 +157,8 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
 
 
 def _from_usable(
-    messages: Mapping[str, Message],
-    attempt: Callable[[Sequence[str]], T],
+    messages: Messages,
+    attempt: Callable[[Names], T],
     fatal: type[InputError],
     attendance: Attendance,
 ) -> T:
@@ -174,7 +175,7 @@ def _from_usable(
         attendance.drop(reasons)
 
 
-def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str, Message]:
+def _only(messages: Messages, names: Names) -> Messages:
     if len(names) == len(messages):
         return messages
 
@@ -186,7 +187,7 @@ class _Unusable(Exception):
 
 
 def _checked_state(
-    federation: Federation, round_: int, server: State, replies: Mapping[str, Message]
+    federation: Federation, round_: int, server: State, replies: Messages
 ) -> NextState:
     """Return the server's next State; `_Unusable` if it cannot go on from there."""
     after = federation.aggregate(round_, server, replies)
@@ -213,7 +214,7 @@ def _checked_state(
 
 
 def _at_fault(
-    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, label: str
+    names: Names, attempt: Callable[[Names], Any], error: Exception, label: str
 ) -> dict[str, str]:
     """Return whose replies an attempt failed because of, and why.
 
@@ -222,7 +223,7 @@ def _at_fault(
         InputError: as above, if it is one.
     """
 
-    def failure(some: Sequence[str]) -> Exception | None:
+    def failure(some: Names) -> Exception | None:
         try:
             attempt(some)
         except Exception as raised:  # as above
@@ -230,7 +231,7 @@ def _at_fault(
 
         return None
 
-    def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
+    def alone(some: Names, failed: Exception | None) -> dict[str, Exception]:
         if failed is None:
             return {}
 
@@ -285,8 +286,8 @@ def _in_one_line(error: Exception) -> str:
 
 
 def odd_replies(
-    replies: Mapping[str, Message],
-    broadcast: Mapping[str, Mapping[str, Tensor]],
+    replies: Messages,
+    broadcast: Mapping[str, Weights],
     checked_groups: Collection[str] = ("weights",),
 ) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
@@ -321,7 +322,7 @@ def odd_replies(
 
 
 def _forms(
-    tensors: Mapping[str, Mapping[str, Tensor]], checked_groups: Collection[str]
+    tensors: Mapping[str, Weights], checked_groups: Collection[str]
 ) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     forms: dict[str, dict[str, Form]] = {}
@@ -348,9 +349,7 @@ def _is_class(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _flaws(
-    after: object, before: object, path: str, sites: Sequence[str], classes: int
-) -> Iterator[str]:
+def _flaws(after: object, before: object, path: str, sites: Names, classes: int) -> Iterator[str]:
     """Say what is wrong with a part of a State, given what it was before, or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
@@ -377,10 +376,10 @@ def _flaws(
 
 
 def _naming_flaws(
-    after: Mapping[str, Tensor],
-    was: Mapping[str, Tensor],
+    after: Weights,
+    was: Weights,
     path: str,
-    sites: Sequence[str],
+    sites: Names,
     classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""

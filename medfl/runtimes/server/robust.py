@@ -31,15 +31,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medfl.core import setting_values
+from medfl.core.documents import Metrics, Numbers
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.run import Run
 from medfl.methods.base import sample_shares, slices, uniform_shares, weighted_mean
 
@@ -113,9 +114,7 @@ class Aggregation:
 
         return 1
 
-    def combined(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, Tensor]:
+    def combined(self, replies: Messages, group: str, before: Weights) -> Tensors:
         """Return one tensor group made of the replies' and of what it was before; their order is of no matter.
 
         A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
@@ -145,9 +144,7 @@ class Aggregation:
 
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
-    def observed(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, float]:
+    def observed(self, replies: Messages, group: str, before: Weights) -> Metrics:
         """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
         if self.kind != "clip":
             return {}
@@ -155,15 +152,13 @@ class Aggregation:
         metrics = {"clip": self._limit(norms)}
         return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
-    def _limit(self, norms: Mapping[str, float]) -> float:
+    def _limit(self, norms: Numbers) -> float:
         if self.bound is None:
             return statistics.median(norms.values())
 
         return self.bound
 
-    def _clipped(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, Tensor]:
+    def _clipped(self, replies: Messages, group: str, before: Weights) -> Tensors:
         """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
 
         Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
@@ -204,9 +199,9 @@ class Aggregation:
         return [names[i] for i in order[:count]]
 
 
-def change_norms(replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
+def change_norms(replies: Messages, group: str, before: Weights) -> Metrics:
     """Return the L2 norm of each reply's change of a group, over its floating tensors, in float64."""
-    norms: dict[str, float] = {}
+    norms: Metrics = {}
     for site in sorted(replies):
         squares = []
         weights = replies[site].tensors[group]
@@ -267,7 +262,7 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
 
 
-def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
+def with_effective_counts(replies: Messages, run: Run) -> Messages:
     """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
@@ -286,7 +281,7 @@ def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[s
     return effective
 
 
-def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
+def sample_counts(replies: Messages) -> Metrics:
     """Return the numbers of items of those replies that say one."""
     counts = {}
     for name, reply in replies.items():
@@ -296,7 +291,7 @@ def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
     return counts
 
 
-def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
+def cap_counts(counts: Numbers, most: float) -> Metrics:
     """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
 
     They are all the same where there are too few of them to be below.
@@ -311,7 +306,7 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     return dict.fromkeys(counts, 1.0)
 
 
-def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, float]:
+def shares_under_cap(replies: Messages, run: Run) -> Metrics:
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
     if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
@@ -321,5 +316,5 @@ def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, floa
     return _under("said", claimed) | _under("share", capped)
 
 
-def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:
+def _under(kind: str, values: Numbers) -> Metrics:
     return {f"{kind}/{site}": value for site, value in values.items()}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.message import Message, Weights
+from medfl.core.documents import Metrics, Names
+from medfl.core.message import Messages, Weights
 from medfl.core.names import slug
 from medfl.core.run import examines
 from medfl.core.seeding import derive
@@ -45,7 +46,6 @@ _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
 )
 
-Metrics = dict[str, float]
 CasesBySite = dict[str, dict[str, Cases]]
 """site -> section -> outcomes"""
 
@@ -124,9 +124,7 @@ class Scoring:
 
         return entry
 
-    def contributions(
-        self, round_: int, server: State, replies: Mapping[str, Message]
-    ) -> dict[str, dict[str, float]]:
+    def contributions(self, round_: int, server: State, replies: Messages) -> dict[str, Metrics]:
         """Return what each reply contributes to a round; `server` is the State before it."""
         sign = 1 if higher_is_better(self.key) else -1
 
@@ -196,7 +194,7 @@ class Scoring:
         round_: int,
         server: State,
         sections: tuple[str, ...],
-        names: Sequence[str],
+        names: Names,
     ) -> CasesBySite:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
@@ -210,9 +208,7 @@ class Scoring:
 
         return self.kind.decided(cases, validation)
 
-    def _personal_tested(
-        self, round_: int, server: State, names: Sequence[str]
-    ) -> dict[str, Cases]:
+    def _personal_tested(self, round_: int, server: State, names: Names) -> dict[str, Cases]:
         """Return the outcomes of each site's test items by its own model."""
         sections = ("validate", "test") if self.kind.decides else ("test",)
         by_site = self._personal(round_, server, sections, names)
@@ -390,7 +386,7 @@ class Scoring:
 
         return {**spread(by_site, higher, complete), **basis}
 
-    def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
+    def undefined_lines(self, lines: Names = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
         reasons = {}
         for entry in self.folder.rounds():
@@ -629,7 +625,7 @@ class Scoring:
         self.folder.write_table(name, rows)
 
 
-def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
+def _in_order(names: Names, answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}
