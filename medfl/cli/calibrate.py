@@ -33,11 +33,11 @@ def add(verbs: Any) -> None:
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
     verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
     text = "a run folder; its images must be available"
-    arguments.add_path(verb, "run", "RUN", text, arguments.run_folder)
+    verb.add_path("run", "RUN", text, arguments.run_folder)
     text = "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9"
-    arguments.add_number(verb, "--coverage", "C", text, float)
+    verb.add_number("--coverage", "C", text, float)
     text = "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)"
-    verb.add_argument("--scores", default="", metavar="lac|aps", help=text)
+    verb.add_text("--scores", "lac|aps", text, default="")
     text = (
         "whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
         "(between both); all three are examined"
@@ -46,16 +46,16 @@ def add(verbs: Any) -> None:
     text = (
         "shrunken: number of images that those of all other sites count as, together; default: 100"
     )
-    arguments.add_number(verb, "--strength", "M", text, float)
+    verb.add_number("--strength", "M", text, float)
     text = "examine groups of test images too: centre, site, sex, age (bands of 20 years) or localisation"
-    verb.add_argument("--by", default="", metavar="COLUMN", help=text)
+    verb.add_text("--by", "COLUMN", text, default="")
     text = "tell no sums of a site, and no counts, of fewer images; default: 0, of groups 10"
-    arguments.add_number(verb, "--min-count", "K", text)
+    verb.add_number("--min-count", "K", text)
     text = "model of the last round, or the best by validation; default: last"
-    verb.add_argument("--which", default="last", metavar="last|best", help=text)
-    arguments.add_settings(verb, "device")
-    arguments.add_path(verb, "--out", "DIR", "folder of the result; default: that of the run")
-    arguments.add_trust(verb)
+    verb.add_text("--which", "last|best", text, default="last")
+    verb.add_settings("device")
+    verb.add_path("--out", "DIR", "folder of the result; default: that of the run")
+    verb.add_trust()
 
 
 def _calibrate(args: Namespace) -> int:

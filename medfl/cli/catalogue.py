@@ -16,9 +16,7 @@ def add(verbs: Any) -> None:
         ("bundles", "list the bundles, or show one with its classes, protocol and data", _bundles),
     ):
         verb = add_verb(verbs, name, text, function)
-        verb.add_argument(
-            "name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out"
-        )
+        verb.add_text("name", "NAME", f"one of the {name}; all of them if left out", nargs="?")
 
 
 def _methods(args: Namespace) -> int:

@@ -29,59 +29,58 @@ def add(verbs: Any) -> None:
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
     text = "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table"
-    compare.add_argument(
-        "bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text
-    )
+    compare.add_text("bundle", "BUNDLE", text, nargs="?", type=arguments.bundle_name)
     group = compare.add_argument_group("what")
-    group.add_argument(
-        "--methods",
-        default="",
-        metavar="A,B,...",
-        help="comma-separated methods, with their default options",
+    group.add_text(
+        "--methods", "A,B,...", "comma-separated methods, with their default options", default=""
     )
-    group.add_argument(
-        "--paper", metavar="PAPER/TABLE",
-        help=("run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
-             "--methods selects some of its methods"),
-    )  # fmt: skip
+    group.add_text(
+        "--paper",
+        "PAPER/TABLE",
+        "run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
+        "--methods selects some of its methods",
+    )
     text = "with --paper: run only this fraction of the rounds (stated in the tables)"
-    arguments.add_number(group, "--scale", "FACTOR", text, float)
-    group.add_argument(
-        "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
-        help="one more method with its own options; may be repeated, also with the same name",
-    )  # fmt: skip
-    arguments.add_path(
-        group,
+    group.add_number("--scale", "FACTOR", text, float)
+    group.add_text(
+        "--method",
+        "'NAME OPTION=VALUE ...'",
+        "one more method with its own options; may be repeated, also with the same name",
+        dest="entries",
+        action="append",
+        default=[],
+    )
+    group.add_path(
         "--tuned",
         "DIR",
         "folder that medfl tune wrote, or one holding several: use the settings found there; default:"
         " all methods in it, or those of --methods",
     )
     text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
-    group.add_argument("--seeds", metavar="0,1,2", help=text)
-    arguments.add_what(group, "set an option of every method that has it; may be repeated")
-    sites = arguments.add_sites(compare)
-    arguments.add_partition(sites, "append")
-    sites.add_argument(
-        "--leave-out", metavar="NAME,...|each",
-        help="train at all centres, and at all but each of these; the table left_out.md says what is reached at a "
-             "centre that was left out, beside its own model (method local)",
-    )  # fmt: skip
-    arguments.add_training(compare, seed=False)
-    compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
-    output = arguments.add_machine_and_output(compare, "the runs and tables")
-    output.add_argument(
-        "--against", metavar="METHOD", help="method to test the others against; default: the first"
+    group.add_text("--seeds", "0,1,2", text)
+    group.add_what("set an option of every method that has it; may be repeated")
+    sites = compare.add_sites()
+    sites.add_partition("append")
+    sites.add_text(
+        "--leave-out",
+        "NAME,...|each",
+        "train at all centres, and at all but each of these; the table left_out.md says what is reached at a "
+        "centre that was left out, beside its own model (method local)",
     )
-    output.add_argument(
-        "--target", metavar="VALUE|METHOD",
-        help=("report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
-             " default: the best of --against"),
-    )  # fmt: skip
+    compare.add_training(seed=False)
+    compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
+    output = compare.add_machine_and_output("the runs and tables")
+    output.add_text("--against", "METHOD", "method to test the others against; default: the first")
+    output.add_text(
+        "--target",
+        "VALUE|METHOD",
+        "report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
+        " default: the best of --against",
+    )
     text = "also print the published figures of these methods"
-    arguments.add_switch(output, "--published", text)
-    arguments.add_examinations(output)
-    arguments.add_quiet(output)
+    output.add_switch("--published", text)
+    output.add_examinations()
+    output.add_quiet()
 
 
 def _compare(args: Namespace) -> int:

@@ -7,7 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
@@ -34,21 +33,17 @@ def add(verbs: Any) -> None:
         actions, "check", "verify a data folder: layout, counts, unreadable images", _check
     )
     shipped = "name of a shipped bundle (medfl bundles)"
-    fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    check.add_argument(
-        "bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote"
-    )
-    make.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    arguments.add_path(make, "--out", "DIR", "new folder", required=True)
-    arguments.add_walls(check)
-    arguments.add_number(make, "--per-class", "N", "images per class")
-    arguments.add_number(make, "--size", "PIXELS", "side length of the images, in pixels or voxels")
-    arguments.add_number(make, "--seed", "S", "random seed; default: 0")
+    fetch.add_text("bundle", "BUNDLE", shipped)
+    check.add_text("bundle", "BUNDLE", f"{shipped}, or the folder of one that medfl new wrote")
+    make.add_text("bundle", "BUNDLE", shipped)
+    make.add_path("--out", "DIR", "new folder", required=True)
+    check.add_walls()
+    make.add_number("--per-class", "N", "images per class")
+    make.add_number("--size", "PIXELS", "side length of the images, in pixels or voxels")
+    make.add_number("--seed", "S", "random seed; default: 0")
     text = "folder to download to; an interrupted download is continued"
-    arguments.add_path(fetch, "--out", "DIR", text, required=True)
-    arguments.add_path(
-        check, "--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA"
-    )
+    fetch.add_path("--out", "DIR", text, required=True)
+    check.add_path("--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA")
 
 
 def _make(args: Namespace) -> int:

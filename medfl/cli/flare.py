@@ -57,41 +57,34 @@ def add(verbs: Any) -> None:
 
     text = "write a job for sites that train on their own images"
     export = add_verb(actions, "export", text, _export, _EXPORT)
-    arguments.add_bundle(export)
+    export.add_bundle()
     group = export.add_argument_group("what", "each site permits which ids --config may set")
-    group.add_argument(
-        "--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg"
-    )
-    arguments.add_what(
-        group, "set an option of the method (medfl methods NAME); may be repeated", data=False
-    )
-    group.add_argument(
+    group.add_text("--method", "NAME", "a shipped method (medfl methods); default fedavg")
+    group.add_what("set an option of the method (medfl methods NAME); may be repeated", data=False)
+    group.add_text(
         "--data",
-        metavar="DIR",
-        help="images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
+        "DIR",
+        "images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
     )
-    arguments.add_switch(
-        group, "--evaluate", "only examine the weights of --init at the sites; nothing trains"
+    group.add_switch(
+        "--evaluate", "only examine the weights of --init at the sites; nothing trains"
     )
-    arguments.add_switch(group, "--rehearsal", "use synthetic images at all sites")
+    group.add_switch("--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
-    sites.add_argument(
-        "--sites",
-        required=True,
-        metavar="A,B,...",
-        help="comma-separated names of the sites in the federation",
+    sites.add_text(
+        "--sites", "A,B,...", "comma-separated names of the sites in the federation", required=True
     )
-    arguments.add_settings(sites, *arguments.names_of_group(SITES))
-    arguments.add_training(export)
-    arguments.add_robustness(export)
-    arguments.add_trust(export)
+    sites.add_settings(*arguments.names_of_group(SITES))
+    export.add_training()
+    export.add_robustness()
+    export.add_trust()
     machine = export.add_argument_group(
         "machine", "each site trains on the device that it chooses itself"
     )
-    arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
+    machine.add_settings(*arguments.names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
-    arguments.add_path(output, "--out", "DIR", "new folder for the job", required=True)
-    arguments.add_switch(output, "--resume", "continue the run that the server and the sites hold")
+    output.add_path("--out", "DIR", "new folder for the job", required=True)
+    output.add_switch("--resume", "continue the run that the server and the sites hold")
 
 
 def _export(args: Namespace) -> int:

@@ -35,62 +35,63 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
-    arguments.add_path(
-        new, "bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle"
+    new.add_path("bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle")
+    new.add_path("--images", "DIR", "folder of the images", arguments.existing, required=True)
+    new.add_path(
+        "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
     )
-    arguments.add_path(
-        new, "--images", "DIR", "folder of the images", arguments.existing, required=True
-    )
-    arguments.add_path(
-        new, "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
-    )
-    new.add_argument(
+    new.add_text(
         "--classes",
+        "A,B,...",
+        "comma-separated class names of the mask values 1, 2, ...",
         default="",
-        metavar="A,B,...",
-        help="comma-separated class names of the mask values 1, 2, ...",
     )
-    new.add_argument(
-        "--labels", type=arguments.existing, metavar="CSV",
-        help="table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
-             "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
-             "a column of numbers",
-    )  # fmt: skip
-    new.add_argument(
+    new.add_path(
+        "--labels",
+        "CSV",
+        "table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
+        "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
+        "a column of numbers",
+        arguments.existing,
+    )
+    new.add_text(
         "--task",
+        "classification|multilabel|regression",
+        "what the table has: one class, several findings, or a number per picture; default: as its columns tell",
         choices=("classification", "multilabel", "regression"),
-        metavar="classification|multilabel|regression",
-        help="what the table has: one class, several findings, or a number per picture; default: as its columns tell",
     )
-    new.add_argument(
-        "--label-column", default="", metavar="A,B,...",
-        help="columns of the classes, findings or numbers; default: found by their names and values",
-    )  # fmt: skip
-    arguments.add_columns(
-        new, file="the images' file names", patient="the patient", centre="the centre"
+    new.add_text(
+        "--label-column",
+        "A,B,...",
+        "columns of the classes, findings or numbers; default: found by their names and values",
+        default="",
     )
-    new.add_argument(
-        "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore", metavar="ignore|zeros|ones",
-        help="what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
-             "or present; default: ignore",
-    )  # fmt: skip
-    new.add_argument(
-        "--blank", choices=("ignore", "zeros"), default="ignore", metavar="ignore|zeros",
-        help="what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
-             "what a report does not mention; default: ignore",
-    )  # fmt: skip
-    new.add_argument(
+    new.add_columns(file="the images' file names", patient="the patient", centre="the centre")
+    new.add_text(
+        "--uncertain",
+        "ignore|zeros|ones",
+        "what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
+        "or present; default: ignore",
+        choices=("ignore", "zeros", "ones"),
+        default="ignore",
+    )
+    new.add_text(
+        "--blank",
+        "ignore|zeros",
+        "what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
+        "what a report does not mention; default: ignore",
+        choices=("ignore", "zeros"),
+        default="ignore",
+    )
+    new.add_text(
         "--group-by",
-        metavar="REGEX",
-        help="regular expression whose group in a file's name is the patient; default: read cases.csv",
+        "REGEX",
+        "regular expression whose group in a file's name is the patient; default: read cases.csv",
     )
-    new.add_argument(
-        "--network",
-        metavar="NAME",
-        help="network of the bundle (a run can override it); default: a small one",
+    new.add_text(
+        "--network", "NAME", "network of the bundle (a run can override it); default: a small one"
     )
-    arguments.add_number(
-        new,
+    new.add_number(
         "--size",
         "PIXELS",
         "side length to which pictures are resized; default: 64, or 128 with masks",

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from medfl.cli.arguments import Flags
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(Flags, argparse.ArgumentParser):
     """argparse with medfl's one-line errors."""
 
     def __init__(self, **settings: Any) -> None:
@@ -53,10 +54,8 @@ def add_verb(
     """Add a verb, or an action of one, with the flags that all have; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
-    verb.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout, logs on stderr"
-    )
-    verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verb.add_switch("--json", "print one JSON document on stdout, logs on stderr")
+    verb.add_switch("--debug", "show the traceback of an error")
     return verb
 
 

@@ -31,39 +31,35 @@ def add(verbs: Any) -> None:
     text = "apply a trained network to new images: write classes, findings, numbers or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    arguments.add_path(predict, "model", "RUN|BUNDLE", text)
+    predict.add_path("model", "RUN|BUNDLE", text)
     text = (
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
         "files, DICOM files and series, .zip and .npz archives"
     )
-    arguments.add_path(predict, "images", "PATH", text, nargs="+")
-    arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
+    predict.add_path("images", "PATH", text, nargs="+")
+    predict.add_path("--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label, or with id and a column for each finding or number"
     )
-    arguments.add_path(predict, "--reference", "DIR|CSV", text)
-    arguments.add_columns(predict, file="the images' file names", label="the labels")
+    predict.add_path("--reference", "DIR|CSV", text)
+    predict.add_columns(file="the images' file names", label="the labels")
     text = "model of a run: of the last round, or the best by validation; default: last"
-    predict.add_argument("--which", default="last", metavar="last|best", help=text)
-    predict.add_argument(
+    predict.add_text("--which", "last|best", text, default="last")
+    predict.add_text(
         "--site",
-        metavar="NAME",
-        help="the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
+        "NAME",
+        "the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
     )
-    arguments.add_switch(
-        predict,
+    predict.add_switch(
         "--uncalibrated",
         "leave out what medfl calibrate adds: sets, intervals, masks by its threshold",
     )
-    arguments.add_settings(predict, "device")
-    arguments.add_number(
-        predict,
-        "--threads",
-        "T",
-        "CPU threads; default: as in the run, or PyTorch's default for a bundle",
+    predict.add_settings("device")
+    predict.add_number(
+        "--threads", "T", "CPU threads; default: as in the run, or PyTorch's default for a bundle"
     )
-    arguments.add_trust(predict)
+    predict.add_trust()
 
 
 def _predict(args: Namespace) -> int:

@@ -45,66 +45,60 @@ def add(verbs: Any) -> None:
 
 def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
-    run.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE",
-        help="name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
-             "--from needed only if the run's bundle has moved or changed version",
-    )  # fmt: skip
+    run.add_text(
+        "bundle",
+        "BUNDLE",
+        "name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
+        "--from needed only if the run's bundle has moved or changed version",
+        nargs="?",
+    )
     group = run.add_argument_group("what")
-    group.add_argument(
+    group.add_text(
         "--method",
-        metavar="NAME",
-        help="a method (medfl methods), or the dotted path of your own; default: fedavg",
+        "NAME",
+        "a method (medfl methods), or the dotted path of your own; default: fedavg",
     )
-    arguments.add_what(group, "set an option of the method (medfl methods NAME); may be repeated")
-    sites = arguments.add_sites(run)
-    arguments.add_partition(sites)
-    sites.add_argument(
-        "--leave-out", metavar="NAME,...",
-        help="train at all centres but these, and test there: --partition centre:NAME=0/all,...",
-    )  # fmt: skip
-    arguments.add_training(run)
-    arguments.add_robustness(run)
-    machine = arguments.add_machine(run)
-    arguments.add_trust(machine)
-    arguments.add_jobs(machine, "number of worker processes; does not change results")
-    arguments.add_runtime(machine)
+    group.add_what("set an option of the method (medfl methods NAME); may be repeated")
+    sites = run.add_sites()
+    sites.add_partition()
+    sites.add_text(
+        "--leave-out",
+        "NAME,...",
+        "train at all centres but these, and test there: --partition centre:NAME=0/all,...",
+    )
+    run.add_training()
+    run.add_robustness()
+    machine = run.add_machine()
+    machine.add_trust()
+    machine.add_jobs("number of worker processes; does not change results")
+    machine.add_runtime()
     output = run.add_argument_group("output")
-    arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
-    arguments.add_switch(
-        output, "--resume", "continue the run in --out, optionally for more --rounds"
-    )
-    arguments.add_path(output, "--from", "RUN.JSON", "repeat a recorded run", dest="source")
-    arguments.add_number(
-        output,
+    output.add_path("--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
+    output.add_switch("--resume", "continue the run in --out, optionally for more --rounds")
+    output.add_path("--from", "RUN.JSON", "repeat a recorded run", dest="source")
+    output.add_number(
         "--folds",
         "K",
         "K-fold cross-validation, split by patient, and pooled metrics over all folds",
     )
-    arguments.add_switch(
-        output,
-        "--with-local",
-        "first train each site alone for the same number of steps, as a baseline",
+    output.add_switch(
+        "--with-local", "first train each site alone for the same number of steps, as a baseline"
     )
-    arguments.add_examinations(output)
-    arguments.add_switch(
-        output,
+    output.add_examinations()
+    output.add_switch(
         "--save-predictions",
         "segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
         "of the image files",
     )
-    arguments.add_switch(
-        output,
+    output.add_switch(
         "--profile",
         "run all sites in one process, print where the time went, and write profile.json, a trace for "
         "Perfetto or chrome://tracing",
     )
-    output.add_argument(
-        "--track",
-        metavar="mlflow[:URI]|wandb[:PROJECT]",
-        help="log metrics to MLflow or Weights & Biases",
+    output.add_text(
+        "--track", "mlflow[:URI]|wandb[:PROJECT]", "log metrics to MLflow or Weights & Biases"
     )
-    arguments.add_quiet(output)
+    output.add_quiet()
 
 
 def run(args: Namespace) -> int:

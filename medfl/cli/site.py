@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
-from medfl.cli.arguments import add_bundle, add_number, parse_pairs
+from medfl.cli.arguments import parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
 from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
@@ -77,19 +77,17 @@ def add(verbs: Any) -> None:
     inspect = add_verb(
         actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
     )
-    add_bundle(inspect, type=arguments.bundle_folder)
+    inspect.add_bundle(type=arguments.bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
-    arguments.add_path(inspect, "--against", "DIR", text, arguments.existing)
-    arguments.add_path(
-        inspect,
+    inspect.add_path("--against", "DIR", text, arguments.existing)
+    inspect.add_path(
         "--write-policy",
         "FILE",
         "if the bundle is accepted, write a policy that pins every file and keeps the other entries "
         "of --policy; files that differ from their pins are listed and pinned again",
     )
-    arguments.add_path(
-        inspect,
+    inspect.add_path(
         "--job",
         "DIR|run.json",
         "with --write-policy: allow this job's method, rounds, batch size and local epochs",
@@ -98,48 +96,38 @@ def add(verbs: Any) -> None:
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
-    check.add_argument(
-        "--server", metavar="HOST:PORT", help="check that this server can be reached"
-    )
-    arguments.add_path(
-        check,
+    check.add_text("--server", "HOST:PORT", "check that this server can be reached")
+    check.add_path(
         "--kit",
         "DIR",
         "check that this startup kit is valid for the server and the site",
         arguments.existing,
     )
-    check.add_argument(
-        "--device",
-        default="cpu",
-        metavar="auto|cpu|cuda[:i]",
-        help="device for training; default: cpu",
+    check.add_text(
+        "--device", "auto|cpu|cuda[:i]", "device for training; default: cpu", default="cpu"
     )
-    add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
-    arguments.add_path(check, "--folder", "DIR", "folder for the site's state", default=Path("."))
+    check.add_number("--batch-size", "B", "images per optimiser step; default: the bundle's")
+    check.add_path("--folder", "DIR", "folder for the site's state", default=Path("."))
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
-    add_number(stats, "--bins", "N", "number of bins of the intensity histograms; default: 32")
-    stats.add_argument(
+    stats.add_number("--bins", "N", "number of bins of the intensity histograms; default: 32")
+    stats.add_text(
         "--range",
-        metavar="LOW,HIGH",
-        help="value range of the histograms; default: value_range of metadata.json",
+        "LOW,HIGH",
+        "value range of the histograms; default: value_range of metadata.json",
     )
-    add_number(
-        stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
+    stats.add_number(
+        "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
     )
-    add_number(
-        stats,
+    stats.add_number(
         "--noise",
         "EPSILON",
         "differential privacy: add noise to each count and histogram; a smaller epsilon adds more",
         float,
     )
-    arguments.add_path(
-        stats, "--out", "FILE", "write the statistics to this file; with --collect: the plot"
-    )
-    arguments.add_path(
-        stats,
+    stats.add_path("--out", "FILE", "write the statistics to this file; with --collect: the plot")
+    stats.add_path(
         "--collect",
         "FILE",
         "plot the statistics that several sites have written",
@@ -150,55 +138,53 @@ def add(verbs: Any) -> None:
     fingerprint = add_verb(actions, "fingerprint", text, _fingerprint, _FINGERPRINT_EXAMPLES)
     _add_data(fingerprint, "?")
     add_pairs(fingerprint)
-    add_number(
-        fingerprint, "--min-count", "K",
+    fingerprint.add_number(
+        "--min-count",
+        "K",
         "suppress counts of fewer than K cases; default: 10; never below the policy's",
-    )  # fmt: skip
-    arguments.add_path(fingerprint, "--out", "FILE", "write the fingerprint to this file")
+    )
+    fingerprint.add_path("--out", "FILE", "write the fingerprint to this file")
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
-    arguments.add_path(audit, "file", "FILE", "the log", arguments.existing)
-    audit.add_argument(
+    audit.add_path("file", "FILE", "the log", arguments.existing)
+    audit.add_text(
         "--noted",
-        metavar="SHA256",
-        help="hash of a log line that was noted elsewhere; fail if the log does not have it",
+        "SHA256",
+        "hash of a log line that was noted elsewhere; fail if the log does not have it",
     )
     serve.add(actions, add_verb, show)
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
-    add_bundle(parser, nargs=many)
-    parser.add_argument(
-        "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
-    )
+    parser.add_bundle(nargs=many)
+    parser.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
     text = "the site has no labels: use unlabelled images for training"
-    arguments.add_switch(parser, "--unlabelled", text)
+    parser.add_switch("--unlabelled", text)
     _add_policy(parser)
-    arguments.add_config(
-        parser,
+    parser.add_config(
         "override a value of the bundle's configuration, e.g. image_size=64; may be repeated",
     )
 
 
-def add_pairs(parser: ArgumentParser) -> None:
+def add_pairs(parser: Any) -> None:
     """Add the flags of a folder of images with masks."""
     for flag, text in (("--images", "folder of the images"), ("--masks", "folder of the masks")):
-        arguments.add_path(parser, flag, "DIR", text, arguments.existing)
+        parser.add_path(flag, "DIR", text, arguments.existing)
 
-    parser.add_argument(
+    parser.add_text(
         "--classes",
+        "A,B,...",
+        "comma-separated class names of the mask values 1, 2, ...; the same at each site",
         default="",
-        metavar="A,B,...",
-        help="comma-separated class names of the mask values 1, 2, ...; the same at each site",
     )
 
 
 def _add_policy(parser: Any) -> None:
-    arguments.add_walls(parser)
+    parser.add_walls()
     text = "the site's policy; default: none"
-    arguments.add_path(parser, "--policy", "FILE", text, arguments.existing)
+    parser.add_path("--policy", "FILE", text, arguments.existing)
 
 
 def _inspect(args: Namespace) -> int:

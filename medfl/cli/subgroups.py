@@ -27,20 +27,19 @@ def add(verbs: Any) -> None:
         "test metrics of a run by centre, site, sex, age or lesion site, with confidence intervals"
     )
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
-    subgroups.add_argument(
-        "run",
-        type=arguments.run_folder,
-        metavar="RUN",
-        help="a run folder; its images must be available",
+    subgroups.add_path(
+        "run", "RUN", "a run folder; its images must be available", arguments.run_folder
     )
-    arguments.add_trust(subgroups)
-    subgroups.add_argument(
-        "--by", default="centre", metavar="COLUMN",
-        help=("centre (default), site, sex, age (bands of 20 years) or localisation (of a lesion), if "
-             "recorded in the data"),
-    )  # fmt: skip
+    subgroups.add_trust()
+    subgroups.add_text(
+        "--by",
+        "COLUMN",
+        "centre (default), site, sex, age (bands of 20 years) or localisation (of a lesion), if "
+        "recorded in the data",
+        default="centre",
+    )
     text = "hide groups with fewer cases, and metrics based on fewer cases of a class; default: 10"
-    arguments.add_number(subgroups, "--min-count", "K", text)
+    subgroups.add_number("--min-count", "K", text)
 
 
 def _subgroups(args: Namespace) -> int:

@@ -27,25 +27,24 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     tune = add_verb(verbs, "tune", "search for the best settings of a method", _tune, _EXAMPLES)
-    arguments.add_bundle(tune)
+    tune.add_bundle()
     group = tune.add_argument_group("what")
-    group.add_argument(
-        "--method", required=True, metavar="NAME", help="a method, or the dotted path of your own"
+    group.add_text("--method", "NAME", "a method, or the dotted path of your own", required=True)
+    group.add_text(
+        "--grid",
+        "OPTION=A,B,C",
+        "values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
+        "rounds or cohort; may be repeated to try all combinations",
+        action="append",
+        default=[],
     )
-    group.add_argument(
-        "--grid", action="append", default=[], metavar="OPTION=A,B,C",
-        help="values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
-             "rounds or cohort; may be repeated to try all combinations",
-    )  # fmt: skip
-    arguments.add_number(
-        group, "--trials", "N", "try this many randomly drawn combinations; default: all"
-    )
+    group.add_number("--trials", "N", "try this many randomly drawn combinations; default: all")
     text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
-    group.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
-    arguments.add_what(group, "set an option of the method in all trials; may be repeated")
-    arguments.add_partition(arguments.add_sites(tune))
-    arguments.add_training(tune, seed=False)
-    arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))
+    group.add_text("--seeds", "0,1,2", text, default="0")
+    group.add_what("set an option of the method in all trials; may be repeated")
+    tune.add_sites().add_partition()
+    tune.add_training(seed=False)
+    tune.add_machine_and_output("the trials and best.json").add_quiet()
 
 
 def _tune(args: Namespace) -> int:

@@ -45,33 +45,24 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     """Add the action to `medfl site`."""
     about = "join a NVIDIA FLARE federation with the operator's startup kit"
     served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
-    served.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
+    served.add_text("bundle", "BUNDLE", "name of a shipped bundle, or the folder of any", nargs="?")
+    served.add_path("--kit", "DIR", "the startup kit, unpacked", required=True)
+    served.add_path("--data", "DIR", "the site's images; a server may do without")
+    served.add_path("--folder", "DIR", "where States are kept; at the server, runs")
+    served.add_path("--policy", "FILE", "the site's policy; default: nothing extra")
+    served.add_text("--device", "cpu|cuda[:i]", "where it trains; default cpu")
+    served.add_path("--audit", "FILE", "log of what came and left")
+    served.add_text(
+        "--permit",
+        "ID",
+        "id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
+        dest="permits",
+        action="append",
     )
-    served.add_argument(
-        "--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked"
+    served.add_switch(
+        "--no-sandbox", "let FLARE's process do what this user may; default: Linux's Landlock"
     )
-    served.add_argument(
-        "--data", type=Path, metavar="DIR", help="the site's images; a server may do without"
-    )
-    served.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where States are kept; at the server, runs"
-    )
-    served.add_argument(
-        "--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra"
-    )
-    served.add_argument("--device", metavar="cpu|cuda[:i]", help="where it trains; default cpu")
-    served.add_argument("--audit", type=Path, metavar="FILE", help="log of what came and left")
-    served.add_argument(
-        "--permit", dest="permits", action="append", metavar="ID",
-        help="id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
-    )  # fmt: skip
-    served.add_argument(
-        "--no-sandbox",
-        action="store_true",
-        help="let FLARE's process do what this user may; default: Linux's Landlock",
-    )
-    served.add_argument("--check", action="store_true", help="only see whether it would start")
+    served.add_switch("--check", "only see whether it would start")
 
 
 def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
