@@ -19,8 +19,8 @@ from medfl.evaluation import metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
-from medfl.report.picture import Picture, colours, plain_axes, render, require_png, slant, write_png
-from medfl.report.style import INK, SOFT
+from medfl.report.picture import Picture, colours, render, require_png, slant, write_png
+from medfl.report.style import INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -360,8 +360,8 @@ def draw(result: Gains) -> Picture:
             axes.set(
                 ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5)
             )
-            axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-            plain_axes(axes)
+            axes.tick_params(length=0)
+            axes.grid(axis="y")
             axes.spines["bottom"].set_visible(False)
 
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
@@ -372,9 +372,7 @@ def draw(result: Gains) -> Picture:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
 
         if result.methods:
-            figure.legend(
-                loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK
-            )
+            figure.legend(loc="outside lower center", ncols=3)
 
     caption = (
         f"Difference in {metrics.title(result.key).lower()} on each site's own test items; bars are means over "

@@ -93,7 +93,7 @@ class Link(Protocol):
 
 @dataclass
 class _Question:
-    """A question to one site, whose answer `read` takes; `message` is that of the method, None at the introduction.
+    """A question to one site, whose answer `read` takes; `message` is that of the method.
 
     `state_round` is that of the State that the site continues from, 0 for none.
     """
@@ -102,7 +102,7 @@ class _Question:
     site: str
     task_name: str
     numbers: Numbers
-    message: Message | None
+    message: Message
     read: Callable[[Payload], Any]
     extra: Weights = field(default_factory=dict)
     state_round: int = 0
@@ -114,16 +114,8 @@ class _Question:
         if self.numbers != question.numbers:
             return False
 
-        if self.message:
-            first = self.message.flat()
-        else:
-            first = {}
-
-        if question.message:
-            second = question.message.flat()
-        else:
-            second = {}
-
+        first = self.message.flat()
+        second = question.message.flat()
         return first.keys() == second.keys() and all(
             _same(tensor, second[name]) for name, tensor in first.items()
         )
@@ -198,7 +190,8 @@ class FlareWorkers(Workers):
         read: Callable[[Payload], Any]
         if isinstance(task, Introduce):
             read = partial(self._introduction, name)
-            return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, read)
+            numbers = wire.question_numbers(0)
+            return _Question(index, name, wire.INTRODUCE, numbers, Message(), read)
 
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
@@ -255,7 +248,7 @@ class FlareWorkers(Workers):
             sites = {question.site: question for question in group}
             rounds = {site: question.state_round for site, question in sites.items()}
             extra = {**first.extra, **wire.state_rounds(rounds)}
-            payload = wire.message_payload(first.message or Message(), first.numbers, extra)
+            payload = wire.message_payload(first.message, first.numbers, extra)
             number = self._link.ask(first.task_name, list(sites), payload, answers)
             for site, question in sites.items():
                 waiting[number, site] = question

@@ -21,7 +21,6 @@ from medfl.report.picture import (
     Picture,
     add_legend,
     colours,
-    plain_axes,
     plot,
     slant,
 )
@@ -264,7 +263,7 @@ def spectrum(features: Floats, labels: Labels, classes: Names, round_: int) -> P
         axes.yaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.minorticks_off()
-        plain_axes(axes)
+        axes.grid(axis="y")
         entries = []
         for c, values in by_class.items():
             text = f": {imbalance(values):.3g} ({counts[c]})"
@@ -306,7 +305,7 @@ def prototype_distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Pi
 
         axes.set(xlabel="round", ylabel="distance", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        plain_axes(axes)
+        axes.grid(axis="y")
         add_legend(figure, list(zip(tones, curves, strict=True)))
 
     return plot(

@@ -321,6 +321,6 @@ def _legend(figure: Figure, structures: Names, confused: bool) -> None:
         shapes.append(Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text))
 
     figure.legend(
-        handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
+        handles=shapes, loc="lower center", ncols=min(len(shapes), 6),
         handlelength=1.2, columnspacing=1.5,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import analyse_predictions, numbers_of
+from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
@@ -210,7 +210,7 @@ def _predicted(run: RunFiles) -> Document:
         "roc": analysis.roc(),
         "calibration": analysis.calibration(),
         "worst": analysis.worst(),
-        "numbers": numbers_of(analysis),
+        "numbers": analysis.numbers(),
         **_structures(run, analysis.intervals),
         "each": analysis.each,
         "few_cases": analysis.cases(),

@@ -14,8 +14,9 @@ from medfl.core.documents import Document, Names
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
-from medfl.report import charts, formatting, number_plots
+from medfl.report import charts, formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
 
@@ -386,7 +387,62 @@ class PredictionAnalysis:
             badness = np.where(has, 1 - probability, probability)
             return ["Finding", "Reference", "Probability"], badness, case, cells
 
-        return number_plots.errors(self.predictions, self.names)
+        target = self._values("target")
+        prediction = self._values("prediction")
+        if target is None or prediction is None:
+            return None
+
+        case, number = np.nonzero(~np.isnan(target))
+        true = target[case, number]
+        predicted = prediction[case, number]
+        cells = [
+            [self.names[d] for d in number.tolist()],
+            _numbers(true),
+            _numbers(predicted),
+            list(map(formatting.signed, predicted - true)),
+        ]
+        return ["Number", "True", "Predicted", "Error"], np.abs(predicted - true), case, cells
+
+    def numbers(self) -> list[Document]:
+        """Return for each number of a case its name, its charts and its limits of agreement, [] for other tasks.
+
+        Of a number that no case has there is none.
+        """
+        targets = self._values("target")
+        predictions = self._values("prediction")
+        if targets is None or predictions is None:
+            return []
+
+        shown = []
+        for d, name in enumerate(self.names):
+            is_known = ~np.isnan(targets[:, d])
+            if not is_known.any():
+                continue
+
+            target = targets[is_known, d]
+            prediction = predictions[is_known, d]
+            levels = agreement(prediction, target)
+            scatter = charts.agreement(
+                f"{name}, predicted and true", target, prediction, (f"true {name}", f"predicted {name}"), (),
+            )  # fmt: skip
+            differences = charts.agreement(
+                f"{name}, predicted - true", (prediction + target) / 2, prediction - target,
+                (f"mean of true and predicted {name}", "predicted - true"), levels,
+            )  # fmt: skip
+            shown.append(
+                {
+                    "name": name,
+                    "cases": len(target),
+                    "levels": levels,
+                    "limits": bool(np.isfinite(levels).all()),
+                    "scatter_title": f"{name}: predicted against true",
+                    "scatter": scatter,
+                    "agreement_title": f"{name}: agreement (Bland-Altman)",
+                    "agreement": differences,
+                }
+            )
+
+        return shown
 
 
 def _numbers(values: Iterable[float | None]) -> list[str]:
@@ -396,11 +452,6 @@ def _numbers(values: Iterable[float | None]) -> list[str]:
 def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
     return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
-
-
-def numbers_of(analysis: PredictionAnalysis) -> list[Document]:
-    """Return the charts and figures of each number of a case, [] for other tasks."""
-    return number_plots.numbers(analysis.predictions, analysis.names)
 
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:

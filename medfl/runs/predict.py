@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -167,22 +168,20 @@ def _references(
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        files: Texts,
-        targets: Mapping[str, Reference],
-        folder: Path,
-    ) -> None:
-        self.predictor = predictor
-        self.files = files
-        self.targets = targets
-        self.folder = folder
-        self.mask_paths = _mask_paths(files)
-        self.predictions = Predictions()
+    predictor: Predictor
+    files: Texts
+    targets: Mapping[str, Reference]
+    folder: Path
+    predictions: Predictions = field(default_factory=Predictions)
+
+    @cached_property
+    def mask_paths(self) -> dict[str, Path]:
+        """Id -> path of its mask below the folder, without the ending."""
+        return _mask_paths(self.files)
 
     def write(self, progress: bool) -> Predictions:
         """Predict every image; the errors of those that fail are among the predictions."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -278,27 +279,23 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
+@dataclass(frozen=True)
 class _Measured:
     """The metrics of groups of cases; means over findings are of those that may be told of each group."""
 
-    def __init__(
-        self,
-        rows: Sequence[Config],
-        kind: Kind,
-        classes: Names,
-        min_count: int,
-        seed: int,
-        groups: Sequence[Integers],
-    ) -> None:
-        self.rows = rows
-        self.kind = kind
-        self.classes = classes
-        self.min_count = min_count
-        self.seed = seed
-        self.common: Flags | None = None
-        if kind.name == "multilabel":
-            flags = [self._told(self._cases(index)) for index in groups]
-            self.common = np.logical_and.reduce(flags) if flags else None
+    rows: Sequence[Config]
+    kind: Kind
+    classes: Names
+    min_count: int
+    seed: int
+    groups: Sequence[Integers]
+
+    @cached_property
+    def common(self) -> Flags | None:
+        """Which findings may be told of each group."""
+        if self.kind.name != "multilabel" or not self.groups:
+            return None
+        return np.logical_and.reduce([self._told(self._cases(index)) for index in self.groups])
 
     def group(self, name: str, index: Integers) -> Subgroup:
         """Return what is told of the cases of these indices."""

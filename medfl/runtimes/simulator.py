@@ -128,11 +128,15 @@ class Simulator:
             self.dispatcher = Dispatcher(
                 self.federation, self.folder, self.workers, self.tolerance, self.say
             )
-            self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
-            self.scoring.untested = self.launch.untested
-            # one that an earlier part of the run wrote is kept up to date
-            self.scoring.cross_site = (
-                self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            # a matrix that an earlier part of the run wrote is kept up to date
+            cross_site = self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            self.scoring = Scoring(
+                self.federation,
+                self.folder,
+                self.record,
+                self.dispatcher,
+                self.launch.untested,
+                cross_site,
             )
             summary = self._execute(bool(manifest))
 

@@ -162,9 +162,9 @@ def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> Docum
     return checked(path, read_json(_not_linked(path), *_AS_WRITTEN), form, required)
 
 
-def read_run_document(path: Path, required: Iterable[str] = ()) -> Document:
+def read_run_document(path: Path) -> Document:
     """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
-    document = read_document(path, RUN, required)
+    document = read_document(path, RUN)
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
             raise damaged(path, error)

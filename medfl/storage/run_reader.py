@@ -100,25 +100,11 @@ class RunReader:
         self.path = path
 
     @classmethod
-    def from_record(
-        cls,
-        record: Config,
-        rounds: Sequence[Config] = (),
-        sites: Sequence[Texts] = (),
-        summary: Config | None = None,
-        path: Path = Path(),
-        **read: object,
-    ) -> Self:
+    def from_record(cls, record: Config, **read: object) -> Self:
         """Return a reader of what is in memory already, under the names of the attributes below and of a subclass's."""
         reader = cls.__new__(cls)
-        reader.__dict__.update(
-            path=path,
-            record=record,
-            rounds=rounds,
-            sites=sites,
-            summary=summary,
-            **read,
-        )
+        nothing: Config = {"path": Path(), "rounds": (), "sites": (), "summary": None}
+        vars(reader).update({**nothing, "record": record, **read})
         return reader
 
     # The files

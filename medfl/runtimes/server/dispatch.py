@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +22,17 @@ from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
 
+@dataclass
 class Dispatcher:
     """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come."""
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        workers: Workers,
-        tolerance: Tolerance,
-        say: Print,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.workers = workers
-        self.tolerance = tolerance
-        self.say = say
-        self.progress = False  # whether scores show a bar on stderr as they come
+    federation: Federation
+    folder: RunFolder
+    workers: Workers
+    tolerance: Tolerance
+    say: Print
+    # whether scores show a bar on stderr as they come
+    progress: bool = False
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.

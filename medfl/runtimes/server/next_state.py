@@ -204,7 +204,7 @@ def _checked_state(
         before = server.get("weights")
         observed: dict[str, float] = {}
         if before:
-            observed |= federation.aggregation.observed(weighed, "weights", before)
+            observed |= federation.aggregation.observed(weighed, before)
 
         observed |= shares_under_cap(replies, federation.run)
         return NextState(after, replies, {**observed, **federation.method.observed(after, replies)})

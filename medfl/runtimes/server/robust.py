@@ -114,8 +114,8 @@ class Aggregation:
 
         return 1
 
-    def combined(self, replies: Messages, group: str, before: Weights) -> Tensors:
-        """Return one tensor group made of the replies' and of what it was before; their order is of no matter.
+    def combined(self, replies: Messages, before: Weights) -> Tensors:
+        """Return weights made of the replies' and of what they were before; their order is of no matter.
 
         A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
 
@@ -128,13 +128,13 @@ class Aggregation:
                 "round is kept"
             )
         if self.kind == "clip":
-            return self._clipped(replies, group, before)
+            return self._clipped(replies, before)
 
         # by name, not by arrival: sums and ties depend on the order
-        parts = [replies[name].tensors[group] for name in sorted(replies)]
+        parts = [replies[name]["weights"] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
-            return weighted_mean(chosen, group, uniform_shares(chosen))
+            return weighted_mean(chosen, "weights", uniform_shares(chosen))
 
         count = len(parts)
         # 0.29 * 100 is 28.999…
@@ -144,11 +144,11 @@ class Aggregation:
 
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
-    def observed(self, replies: Messages, group: str, before: Weights) -> Metrics:
+    def observed(self, replies: Messages, before: Weights) -> Metrics:
         """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
         if self.kind != "clip":
             return {}
-        norms = change_norms(replies, group, before)
+        norms = change_norms(replies, before)
         metrics = {"clip": self._limit(norms)}
         return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
@@ -158,28 +158,27 @@ class Aggregation:
 
         return self.bound
 
-    def _clipped(self, replies: Messages, group: str, before: Weights) -> Tensors:
+    def _clipped(self, replies: Messages, before: Weights) -> Tensors:
         """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
 
         Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
         """
-        norms = change_norms(replies, group, before)
+        norms = change_norms(replies, before)
         limit = self._limit(norms)
         shares = dict(sample_shares(replies))
         for name, norm in norms.items():
             if norm > limit:
                 shares[name] *= limit / norm
 
+        parts = [replies[name]["weights"] for name in sorted(replies)]
         if any(norm > limit for norm in norms.values()):
             # w + s (w_k - w) is (1 - s) w + s w_k: the weights before are one more reply
-            names = next(iter(replies.values()))[group]
-            rest = Message({group: {name: before[name] for name in names}})
+            names = next(iter(replies.values()))["weights"]
+            rest = Message({"weights": {name: before[name] for name in names}})
             shares[""] = 1 - math.fsum(shares.values())
-            mean = weighted_mean({**replies, "": rest}, group, shares)
-        else:
-            mean = weighted_mean(replies, group, shares)
+            replies = {**replies, "": rest}
 
-        parts = [replies[name].tensors[group] for name in sorted(replies)]
+        mean = weighted_mean(replies, "weights", shares)
         for name, tensor in mean.items():
             if tensor.is_floating_point():
                 continue
@@ -199,12 +198,12 @@ class Aggregation:
         return [names[i] for i in order[:count]]
 
 
-def change_norms(replies: Messages, group: str, before: Weights) -> Metrics:
-    """Return the L2 norm of each reply's change of a group, over its floating tensors, in float64."""
+def change_norms(replies: Messages, before: Weights) -> Metrics:
+    """Return the L2 norm of each reply's change of the weights, over their floating tensors, in float64."""
     norms: Metrics = {}
     for site in sorted(replies):
         squares = []
-        weights = replies[site].tensors[group]
+        weights = replies[site]["weights"]
         for name, old in before.items():
             if old.is_floating_point():
                 blocks = _blocks([weights], name, old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,28 +58,32 @@ class Final(NamedTuple):
     cases: dict[str, Cases]
 
 
+@dataclass
 class Scoring:
-    """Scores the models of one run."""
+    """Scores the models of one run.
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        record: Document,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.record = record
-        self.dispatcher = dispatcher
-        self.method = federation.method
-        self.run = federation.run
-        self.key = federation.bundle.key_metric
-        self.kind = federation.bundle.kind
-        self.summarise = federation.bundle.summarise
-        self.last = self.run.rounds  # the round after which the run ends
-        self.untested = False  # whether nothing is to be scored on test items
-        self.cross_site = False  # whether sites' models are scored at every site
+    Attributes:
+        untested: whether nothing is to be scored on test items.
+        cross_site: whether sites' models are scored at every site.
+        last: the round after which the run ends.
+    """
+
+    federation: Federation
+    folder: RunFolder
+    record: Document
+    dispatcher: Dispatcher
+    untested: bool
+    cross_site: bool
+
+    def __post_init__(self) -> None:
+        self.method = self.federation.method
+        self.run = self.federation.run
+        self.key = self.federation.bundle.key_metric
+        self.kind = self.federation.bundle.kind
+        self.summarise = self.federation.bundle.summarise
+        self.last = self.run.rounds
+        # test items, and those by which some tasks choose thresholds
+        self.sections = ("validate", "test") if self.kind.decides else ("test",)
 
     @property
     def names(self) -> list[str]:
@@ -210,8 +215,7 @@ class Scoring:
 
     def _personal_tested(self, round_: int, server: State, names: Names) -> dict[str, Cases]:
         """Return the outcomes of each site's test items by its own model."""
-        sections = ("validate", "test") if self.kind.decides else ("test",)
-        by_site = self._personal(round_, server, sections, names)
+        by_site = self._personal(round_, server, self.sections, names)
         return {name: self._decided(cases) for name, cases in by_site.items()}
 
     def _decided(self, cases: Mapping[str, Cases]) -> Cases:
@@ -482,8 +486,7 @@ class Scoring:
         if not self.run.score_trained:
             return {}
 
-        sections = ("validate", "test") if self.kind.decides else ("test",)
-        task = partial(tasks.TrainToScore, sections=sections)
+        task = partial(tasks.TrainToScore, sections=self.sections)
         answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
         by_site = _in_order(names, answers)
         return {name: self._decided(cases) for name, cases in by_site.items() if cases}
@@ -507,9 +510,8 @@ class Scoring:
         if global_by_site:
             return {name: global_by_site[name] for name in names}, _GLOBAL
 
-        sections = ("validate", "test") if self.kind.decides else ("test",)
         score = partial(tasks.ScoreNewcomer, last, server)
-        answers = self.dispatcher.at_server([partial(score, name, sections) for name in names])
+        answers = self.dispatcher.at_server([partial(score, name, self.sections) for name in names])
         by_site = {}
         for name, cases in zip(names, answers, strict=True):
             if cases is not None:
