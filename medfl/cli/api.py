@@ -17,7 +17,7 @@ from medfl.compare.grid import Grid, compare as run_grid
 from medfl.compare.search import parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
-from medfl.core.documents import Config, Document, Names
+from medfl.core.documents import Config, Document, Names, Words
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -219,7 +219,7 @@ def tune(
     return best
 
 
-def bundles() -> tuple[str, ...]:
+def bundles() -> Words:
     """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
     return shipped()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Cells, Document, Names
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
@@ -242,7 +242,7 @@ def given_settings(args: Namespace, *more: str) -> Document:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def given_columns(args: Namespace) -> dict[str, str]:
+def given_columns(args: Namespace) -> Cells:
     """Return role -> column of the flags of `add_columns` that were given."""
     roles = {}
     for name, value in vars(args).items():
@@ -308,7 +308,7 @@ def _jobs(text: str) -> int | None:
     return int(text)
 
 
-def parse_pairs(flag: str, texts: Names) -> dict[str, str]:
+def parse_pairs(flag: str, texts: Names) -> Cells:
     """Return name -> value of texts NAME=VALUE."""
     values = {}
     for text in texts:

@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -64,7 +64,7 @@ def _calibrate(args: Namespace) -> int:
     if not 0 <= args.strength < math.inf or args.min_count < 0:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 
-    hold(args, Use(runs=[args.run], folder=args.out or args.run))
+    hold(args, runs=[args.run], folder=args.out or args.run)
     from medfl.runs.calibrate import Options, calibrate
     from medfl.runs.plan import device_named
     from medfl.runs.result import load_run
@@ -72,18 +72,18 @@ def _calibrate(args: Namespace) -> int:
     values = {field: getattr(args, field) for field in Options.__dataclass_fields__}
     result = load_run(args.run, device_named(args.device or "cpu"))
     document = calibrate(result, Options(**values), args.out, progress=sys.stderr.isatty())
-    return show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
+    return show(args, document, _lines(document))
 
 
-def _lines(document: Document, width: int) -> list[str]:
+def _lines(document: Document) -> list[str]:
     from medfl.report.coverage import tables_of
 
     lines = [f"coverage {document['coverage']:g} is promised of {document['promise']}"]
     for head, rows in tables_of(document):
-        lines += ["", *tables.text_table(head, rows, width, ["abstained", "from"]), ""]
+        lines += ["", *tables.text_table(head, rows, spare=["abstained", "from"]), ""]
 
     for note in document["notes"]:
-        lines += terminal.hanging_indent("note: ", note, width)
+        lines += terminal.hanging_indent("note: ", note)
 
     if document["data_source"] == "phantom":
         lines.append("PHANTOM data: images drawn by a program")

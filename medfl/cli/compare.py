@@ -8,7 +8,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.compare import papers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -107,7 +107,7 @@ def _compare(args: Namespace) -> int:
     check_places(args.bundle, shared["requested"])
     check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
-    hold(args, Use(bundles=[args.bundle], folder=args.out))
+    hold(args, bundles=[args.bundle], folder=args.out)
     from medfl.compare.entry import Entry
     from medfl.compare.search import tuned_entries
 
@@ -158,7 +158,7 @@ def _compare(args: Namespace) -> int:
         document["trials"] = {entry.label: entry.trials or 0 for entry in entries}
 
     if comparison is None:
-        show(args, document, lambda: "no run finished")
+        show(args, document, ["no run finished"])
         return 1
 
     written = write_tables(comparison, args.out, **tests)
@@ -183,7 +183,7 @@ def _compare(args: Namespace) -> int:
     if tuned:
         lines += [f"trials of the settings: {', '.join(counts)}"]
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
-    show(args, document, lambda: "\n".join([*lines, comparison.describe()]))
+    show(args, document, [*lines, comparison.describe()])
 
     return 1 if failed else 0
 
@@ -211,7 +211,7 @@ def _paper(args: Namespace) -> int:
         scale=1.0 if args.scale is None else args.scale,
         **_shared(args),
     )  # fmt: skip
-    show(args, document, lambda: "\n".join(lines))
+    show(args, document, lines)
 
     return code
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.run import launch_of, result_text
-from medfl.cli.walls import Use, hold
+from medfl.cli.run import launch_of, result_lines
+from medfl.cli.walls import hold
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -83,19 +83,14 @@ def run(args: Namespace) -> int:
     else:
         runs = []
 
-    if args.runtime.startswith("flare"):
-        connects = f"--runtime {args.runtime}"
-    else:
-        connects = ""
-
-    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out, connects=connects))
+    hold(args, bundles=[bundle], runs=runs, folder=args.out)
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     _check_classes(model, bundle, config)
     requested |= {"method": "fedavg", "rounds": 0, "init": init}
     document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
-    return show(args, document, lambda: result_text(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
 def _check_classes(model: Path, bundle: str, config: Config) -> None:

@@ -107,17 +107,15 @@ def _export(args: Namespace) -> int:
         min_replies=args.min_replies, deadline=args.deadline,
     )  # fmt: skip
 
-    return show(args, document, lambda: _text(document))
+    return show(args, document, _lines(document))
 
 
-def _text(document: Config) -> str:
-    lines = [
+def _lines(document: Config) -> list[str]:
+    return [
         f"job: {document['job']}",
         f"sites: {', '.join(document['sites'])}",
         f"run: {document['run_hash'][:16]}",
-    ]
-    lines += [
         f"bundle: {document['bundle']} ({document['bundle_sha256'][:16]})",
         "submit it with your own startup kit, of type admin:",
+        f"  nvflare job submit -j {document['job']} --startup-kit ADMIN-KIT",
     ]
-    return "\n".join([*lines, f"  nvflare job submit -j {document['job']} --startup-kit ADMIN-KIT"])

@@ -131,7 +131,7 @@ def _new(args: Namespace) -> int:
         "offered_folds": survey.folds or None, "next": command,
     }  # fmt: skip
 
-    return show(args, document, lambda: _text(folder, survey, command, _offer(args, survey)))
+    return show(args, document, _lines(folder, survey, command, _offer(args, survey)))
 
 
 def _offer(args: Namespace, survey: Survey) -> str:
@@ -155,7 +155,7 @@ def _scale(survey: Survey) -> str:
     return ", ".join(texts)
 
 
-def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
+def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str]:
     counts = ", ".join(
         f"{name} {count}" for name, count in zip(survey.classes, survey.counts, strict=True)
     )
@@ -167,22 +167,22 @@ def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
     lines = [
         f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
         *survey.said,
-        f"{survey.patients} patients, each in one section"
-        if survey.patients
-        else f"note: {unknown}",
-        *(f"note: {note}" for note in survey.notes),
-        *(
-            [f"PHANTOM: {survey.phantom} holds drawn images, not real ones; runs on them say so"]
-            if survey.phantom
-            else []
-        ),
-        f"bundle: {folder}",
-        f"next: {command}",
-        *(
-            [f"or, as {survey.tested} test images are few: {command} --folds {survey.folds}"]
-            if survey.folds
-            else []
-        ),
     ]
+    if survey.patients:
+        lines.append(f"{survey.patients} patients, each in one section")
+    else:
+        lines.append(f"note: {unknown}")
 
-    return "\n".join(lines)
+    lines += [f"note: {note}" for note in survey.notes]
+    if survey.phantom:
+        lines.append(
+            f"PHANTOM: {survey.phantom} holds drawn images, not real ones; runs on them say so"
+        )
+
+    lines += [f"bundle: {folder}", f"next: {command}"]
+    if survey.folds:
+        lines.append(
+            f"or, as {survey.tested} test images are few: {command} --folds {survey.folds}"
+        )
+
+    return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -71,9 +71,14 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
-def show(args: argparse.Namespace, document: Config, text: Callable[[], str]) -> int:
-    """Print a verb's result, the document with --json, else its text; return exit code 0."""
-    sys.stdout.write((json.dumps(document) if args.json else terminal.visible(text())) + "\n")
+def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> int:
+    """Print a verb's result, the document with --json, else its lines; return exit code 0."""
+    if args.json:
+        text = json.dumps(document)
+    else:
+        text = terminal.visible("\n".join(lines))
+
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return 0
 

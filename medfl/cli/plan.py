@@ -70,7 +70,7 @@ def _plan(args: Namespace) -> int:
 
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
-    return show(args, {"bundle": str(folder), **planned.record()}, lambda: "\n".join(lines))
+    return show(args, {"bundle": str(folder), **planned.record()}, lines)
 
 
 def _written(files: list[Path]) -> dict[str, Fingerprint]:

@@ -76,7 +76,7 @@ def _report(args: Namespace) -> int:
             written.append(str(curves))
 
     if args.gains is None:
-        return show(args, {"reports": written}, lambda: "\n".join(written))
+        return show(args, {"reports": written}, written)
 
     from medfl.compare.gains import write_gains
 
@@ -87,4 +87,4 @@ def _report(args: Namespace) -> int:
         "notes": gains.notes,
     }  # fmt: skip
 
-    return show(args, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))
+    return show(args, document, [gains.table(), "", *gains.summary(), *written])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import portable
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
@@ -118,7 +119,7 @@ def run(args: Namespace) -> int:
     launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
-        hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
+        hold(args, bundles=[_bundle_of_folds(args.out)], folder=args.out)
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -132,7 +133,7 @@ def run(args: Namespace) -> int:
         check_options(args.method or "fedavg", values)
         find(args.bundle)
 
-    hold(args, _use(args))
+    _hold(args)
     if args.folds is not None:
         return _cross_validate(args, values, config, requested, launch, again=False)
 
@@ -147,7 +148,7 @@ def run(args: Namespace) -> int:
         source=args.source,
         launch=launch,
     )
-    return show(args, document, lambda: result_text(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
 def _without(names: str, requested: Config) -> str:
@@ -166,19 +167,15 @@ def _without(names: str, requested: Config) -> str:
     return "centre:" + ",".join(f"{name}=0/all" for name in arguments.parse_names(names))
 
 
-def _use(args: Namespace) -> Use:
-    """Return what the run opens and writes, for the walls around a foreign bundle."""
-    connects = ""
-    if args.runtime.startswith("flare"):
-        connects = f"--runtime {args.runtime}"
-    elif (args.track or "").partition(":")[2]:
-        connects = f"--track {args.track}"
-
-    return Use(
+def _hold(args: Namespace) -> None:
+    """Put walls around a foreign bundle, by what the run opens and writes."""
+    is_elsewhere = (args.track or "").partition(":")[2]
+    hold(
+        args,
         bundles=[args.bundle] if args.bundle else [],
         runs=[path for path in (args.source, args.out if args.resume else None) if path],
         folder=_run_folder(args),
-        connects=connects,
+        connects=f"--track {args.track}" if is_elsewhere else "",
         compiles=args.compile,
     )
 
@@ -272,19 +269,20 @@ def _cross_validate(
             launch=launch,
         )
 
-    return show(args, document, lambda: _of_folds(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
-def _of_folds(folder: Path) -> str:
+def result_lines(folder: Path) -> Iterator[str]:
+    """Yield what is printed of a finished run, or of a cross-validation."""
+    from medfl.report import result_table
     from medfl.report.folds import Folds
 
-    *table, data = Folds.read(folder).text().splitlines()
-    return "\n".join([*table, f"report: {folder / 'report.html'}", f"folder: {folder}", data])
+    if (folder / FOLDS).is_file():
+        kind = "folder"
+        text = Folds.read(folder).text()
+    else:
+        kind = "run folder"
+        text = result_table(folder)
 
-
-def result_text(folder: Path) -> str:
-    """Return what is printed of a finished run."""
-    from medfl.report import result_table
-
-    *table, data = result_table(folder).splitlines()
-    return "\n".join([*table, f"report: {folder / 'report.html'}", f"run folder: {folder}", data])
+    *table, data = text.splitlines()
+    yield from (*table, f"report: {folder / 'report.html'}", f"{kind}: {folder}", data)

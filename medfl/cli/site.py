@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.cli import arguments
 from medfl.cli.arguments import parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
@@ -199,7 +199,7 @@ def _inspect(args: Namespace) -> int:
                 "give a file outside of it",
             )
 
-    hold(args, Use(bundles=[args.bundle], file="write_policy"))
+    hold(args, bundles=[args.bundle], file="write_policy")
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -233,7 +233,7 @@ def _inspect(args: Namespace) -> int:
         write_atomic(target, inspection.policy(policy).text().encode())
         document["policy_written"] = str(args.shown_file)
 
-    show(args, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
+    show(args, document, _inspection_lines(document))
     inspection.require()
     return 0
 
@@ -250,7 +250,7 @@ def _run_file(job: Path) -> Path:
     return run_files[0]
 
 
-def _inspection_lines(document: Config, width: int) -> list[str]:
+def _inspection_lines(document: Config) -> list[str]:
     from medfl.core.untrusted import printable
 
     if document.get("pinned_anew"):
@@ -269,7 +269,7 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
         [printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]
     ]
     lines += (
-        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(width, 132))
+        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(terminal.width(), 132))
         if rows
         else ["none"]
     )
@@ -293,7 +293,7 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
     ):
         lines += ["", title]
         counts = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
-        lines += terminal.hanging_indent("  ", counts or "nothing", width)
+        lines += terminal.hanging_indent("  ", counts or "nothing")
 
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
     lines += [f"  {line}" for line in document["statements"]] or ["  none"]
@@ -313,12 +313,12 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
     lines += ["", "What would leave"]
 
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
-        lines += terminal.hanging_indent("  ", text, width)
+        lines += terminal.hanging_indent("  ", text)
 
     lines += [
         "",
         "Jobs that would be taken",
-        *terminal.hanging_indent("  ", f"policy: {document['jobs']}", width),
+        *terminal.hanging_indent("  ", f"policy: {document['jobs']}"),
     ]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
@@ -360,7 +360,7 @@ def _check(args: Namespace) -> int:
 
     server = None if args.server is None else address(args.server)
     ports = [] if server is None else [server[1]]
-    hold(args, Use(bundles=[args.bundle], folder=args.folder, ports=ports))
+    hold(args, bundles=[args.bundle], folder=args.folder, ports=ports)
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
@@ -370,7 +370,7 @@ def _check(args: Namespace) -> int:
         _config(args.config), args.folder, args.unlabelled,
     )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
-    show(args, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
+    show(args, report.as_dict(), report.text(terminal.width()))
     report.require()
 
     return 0
@@ -389,7 +389,7 @@ def _stats(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, Use(bundles=[args.bundle], file="out"))
+    hold(args, bundles=[args.bundle], file="out")
     from medfl.partner.statistics import (
         StatisticsOptions,
         bins_of,
@@ -456,7 +456,7 @@ def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.shown_file}"]
 
-    return show(args, document, lambda: "\n".join(lines))
+    return show(args, document, lines)
 
 
 def _fingerprint(args: Namespace) -> int:
@@ -470,7 +470,7 @@ def _fingerprint(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
+    hold(args, bundles=[args.bundle] if args.bundle else [], file="out")
     from medfl.partner import fingerprint
 
     policy, least = _rules(args)
@@ -527,7 +527,7 @@ def _collect(args: Namespace) -> int:
         draw(federation, args.out)
         lines += ["", f"picture: {args.out}"]
 
-    return show(args, federation.as_dict(), lambda: "\n".join(lines))
+    return show(args, federation.as_dict(), lines)
 
 
 def _audit(args: Namespace) -> int:
@@ -535,7 +535,7 @@ def _audit(args: Namespace) -> int:
     from medfl.policy import audit
 
     log = audit.verify(args.file, args.noted)
-    show(args, log.as_dict(), lambda: "\n".join(text(log, terminal.width())))
+    show(args, log.as_dict(), text(log))
     log.require()
 
     return 0

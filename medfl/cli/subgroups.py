@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add(verbs: Any) -> None:
 
 
 def _subgroups(args: Namespace) -> int:
-    hold(args, Use(runs=[args.run]))
+    hold(args, runs=[args.run])
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 
@@ -67,10 +67,10 @@ def _subgroups(args: Namespace) -> int:
     else:
         last = f"real data: {run.run.bundle}"
 
-    return show(args, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
+    return show(args, document, [*text(subgroups), last])
 
 
-def text(subgroups: Subgroups, width: int) -> list[str]:
+def text(subgroups: Subgroups) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title, without_repeats
 
@@ -84,9 +84,9 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
 
     spare = list(map(title, reversed(names[2:])))
-    lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
+    lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, spare=spare)
     for note in subgroups.notes():
-        lines += terminal.hanging_indent("note: ", note, width)
+        lines += terminal.hanging_indent("note: ", note)
 
     return lines
 

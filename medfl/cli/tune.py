@@ -9,8 +9,8 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
+from medfl.cli.walls import hold
+from medfl.core import tables
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
 
@@ -61,7 +61,7 @@ def _tune(args: Namespace) -> int:
 
     check_places(args.bundle, requested)
     check_driver(args.device or "")
-    hold(args, Use(bundles=[args.bundle], folder=args.out))
+    hold(args, bundles=[args.bundle], folder=args.out)
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune
@@ -82,11 +82,11 @@ def _tune(args: Namespace) -> int:
     if comparison is not None:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
 
-    show(args, document, lambda: _text(document, comparison, failed, args.out))
+    show(args, document, _lines(document, comparison, failed, args.out))
     return 1 if failed or comparison is None else 0
 
 
-def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
+def _lines(document: Any, comparison: Any, failed: Any, out: Path) -> list[str]:
     from medfl.report import formatting
 
     rows = []
@@ -95,15 +95,16 @@ def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
         rows.append([trial["trial"], value, f"{trial['validated']} of {len(document['seeds'])}"])
 
     heads = ["trial", f"validation {document['metric']}", "seeds"]
-    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows, terminal.width())]
+    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows)]
     lines += document["undefined"]
     failures = [f"FAILED: {title}: {text}" for title, text in failed.items()]
     if "settings" not in document:
-        return "\n".join([*lines, *failures, "no settings are chosen, and nothing is tested"])
+        return [*lines, *failures, "no settings are chosen, and nothing is tested"]
 
-    settings = [
-        f"{name}={value}" for part in document["settings"].values() for name, value in part.items()
-    ]
+    settings = []
+    for part in document["settings"].values():
+        settings += [f"{name}={value}" for name, value in part.items()]
+
     lines += [f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
@@ -111,4 +112,7 @@ def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
 
     lines += failures
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
-    return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])
+    if comparison is not None:
+        lines.append(comparison.describe())
+
+    return lines

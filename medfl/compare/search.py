@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from medfl.compare.entry import Entry
-from medfl.core.documents import Config, Names
+from medfl.core.documents import Config, Names, Words
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -25,7 +25,7 @@ _FORM: Config = {
 }  # fmt: skip
 
 
-def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def parse_grid(texts: Iterable[str]) -> dict[str, Words]:
     """Return the values of each name in `NAME=A,B,C`.
 
     Raises:

@@ -13,3 +13,5 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
+Shape = tuple[int, ...]
+"""How many numbers along each axis."""

@@ -17,3 +17,9 @@ Metrics = dict[str, float]
 """Metrics while they are computed."""
 Names = Sequence[str]
 """Names, ids or lines in an order that counts."""
+Words = tuple[str, ...]
+"""Names that stay as they are."""
+Cells = dict[str, str]
+"""Such texts while they are collected."""
+Values = Mapping[str, object]
+"""Values of any type by name, which are passed on."""

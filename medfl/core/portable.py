@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from medfl.core.documents import Config, Texts
+from medfl.core.documents import Cells, Config, Texts
 from medfl.core.errors import InputError
 
 ENVIRONMENT: Texts = {
@@ -84,7 +84,7 @@ def enable_if_requested(run: Config) -> None:
         enable()
 
 
-def _at_the_start() -> dict[str, str]:
+def _at_the_start() -> Cells:
     """Return the variables that this process was started with, whatever was set since."""
     try:
         text = Path("/proc/self/environ").read_bytes().decode(errors="replace")

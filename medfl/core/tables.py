@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -15,16 +17,25 @@ _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _MARKDOWN = {"<": "&lt;", "|": "\\|", "](": "]\\("}
 
 
+def screen_width() -> int:
+    """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
+    if sys.stdout.isatty():
+        return max(60, min(WIDTH, shutil.get_terminal_size().columns))
+
+    return WIDTH
+
+
 def text_table(
     head: Names,
     rows: Sequence[Names],
-    width: int = WIDTH,
+    width: int | None = None,
     spare: Names = (),
 ) -> list[str]:
     """Return the lines of a table, columns of numbers aligned to the right.
 
     Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
     """
+    width = width or screen_width()
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
         widths = [max(map(len, column)) for column in columns]
@@ -70,11 +81,11 @@ def _wrapped_row(row: Names, widths: Sequence[int], numeric: Sequence[bool]) -> 
     return lines
 
 
-def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+def wrap(text: str, width: int | None, first: str = "", others: str = "") -> list[str]:
     """Wrap a text between words only; `first` and `others` start its first line and the further ones."""
     return textwrap.wrap(
         text,
-        width,
+        width or screen_width(),
         initial_indent=first,
         subsequent_indent=others,
         break_on_hyphens=False,

@@ -17,7 +17,7 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.documents import Metrics, Names, Numbers
+from medfl.core.documents import Metrics, Names, Numbers, Words
 from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
 from medfl.core.message import Tensors
 from medfl.data.known_labels import AnnotatedClasses
@@ -118,7 +118,7 @@ class MaskEvaluator:
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
-    classes: tuple[str, ...]
+    classes: Words
     inferer: Callable[..., Tensor]
     tolerance: float = 1.0
     background_limit: float | None = None

@@ -6,19 +6,17 @@ Surfaces of all structures are found in one pass over a case; only those that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from medfl.core.arrays import Integers
-from medfl.core.documents import Metrics, Names
+from medfl.core.arrays import Array, Integers
+from medfl.core.documents import Metrics, Names, Numbers, Words
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import slug
 from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
@@ -30,7 +28,7 @@ _Surfaces = tuple[float, float]
 """HD95, in the unit of the spacing, and surface Dice of one class: in the order of `SURFACE_METRICS`."""
 
 
-def surface_metrics_of(text: str, structures: Names | None) -> tuple[str, ...]:
+def surface_metrics_of(text: str, structures: Names | None) -> Words:
     """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
 
     Args:
@@ -202,7 +200,7 @@ def foreground(names: Names, count: int) -> list[str]:
 
 
 def by_structure(
-    summary: Mapping[str, float], measured: Collection[str], names: Names, cases: int
+    summary: Numbers, measured: Collection[str], names: Names, cases: int
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
@@ -270,7 +268,7 @@ def _of_surfaces(
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 
-def _surface_points(labels: NDArray[Any], count: int) -> list[Integers]:
+def _surface_points(labels: Array, count: int) -> list[Integers]:
     """Return each foreground class's surface (N, dimensions): its pixels with a face neighbour of another class.
 
     Outside the image there is none of any class.

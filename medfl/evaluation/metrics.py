@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
 from scipy.stats import rankdata
 
 from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Metrics
+from medfl.core.documents import Document, Metrics, Names, Values, Words
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Tensors
+from medfl.core.message import Tensors, Weights
 from medfl.evaluation import findings, numbers
 
 
@@ -176,8 +176,8 @@ class Cases:
         ValueError: a tensor's first dimension is not the number of ids.
     """
 
-    ids: tuple[str, ...]
-    values: Mapping[str, torch.Tensor]
+    ids: Words
+    values: Weights
 
     def __post_init__(self) -> None:
         for name, tensor in self.values.items():
@@ -208,7 +208,7 @@ class Cases:
             )
         return index
 
-    def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
+    def select(self, which: Names | Sequence[int]) -> Cases:
         """Return these cases, by id or by index, in this order.
 
         Raises:
@@ -257,6 +257,10 @@ class Cases:
                 columns[name].append(column)
 
         return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
+
+
+CasesByName = dict[str, Cases]
+"""Outcomes of sites, or of sections."""
 
 
 def summarise(cases: Cases) -> Metrics:
@@ -363,7 +367,7 @@ def spread(
     return result
 
 
-def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
+def without_repeats(names: Names, rows: Iterable[Values]) -> list[str]:
     """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
     rows = [*rows]
     distinct = []
@@ -375,7 +379,7 @@ def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) 
     return distinct
 
 
-def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:
+def fewer_classes(averaged: Mapping[str, Collection[int]]) -> Document:
     """Return how many classes each site's mean over classes is of, and of how many: {} where that is all at each.
 
     `averaged` are the classes or findings of each site; "of_classes" is how many there are at any.
@@ -402,7 +406,7 @@ def _case_means(values_of: Mapping[str, Array]) -> Metrics:
     return result
 
 
-def _check_labels(ids: tuple[str, ...], label: Array, classes: int) -> None:
+def _check_labels(ids: Words, label: Array, classes: int) -> None:
     outside = (label < 0) | (label >= classes)
     if outside.any():
         first = int(outside.argmax())
@@ -413,7 +417,7 @@ def _check_labels(ids: tuple[str, ...], label: Array, classes: int) -> None:
         )
 
 
-def _check_finite(ids: tuple[str, ...], name: str, outputs: Array) -> None:
+def _check_finite(ids: Words, name: str, outputs: Array) -> None:
     bad = ~np.isfinite(outputs).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"

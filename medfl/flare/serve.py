@@ -74,7 +74,7 @@ def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
     require_flare()
     document = prepare(kit, kind)
     sandbox, document["sandbox"] = _sandbox(kit, kind, args)
-    show(args, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(args, document, [f"{key}: {value}" for key, value in document.items()])
 
     return 0 if args.check else start(kit, sandbox)
 

@@ -23,7 +23,7 @@ from medfl.core.run import examines
 from medfl.core.terminal import Print
 from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes.attendance import FailedReply
@@ -397,7 +397,7 @@ class FlareWorkers(Workers):
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
-    def _tallied(self, name: str, sections: Names, payload: Payload) -> dict[str, Cases]:
+    def _tallied(self, name: str, sections: Names, payload: Payload) -> CasesByName:
         """Keep the tables of a site's outcomes, of which no single case is known."""
         arrived = payload.group("tally")
         for section in sections:
@@ -412,7 +412,7 @@ class FlareWorkers(Workers):
 
         return dict.fromkeys(sections, Cases((), {}))
 
-    def _cases(self, name: str, sections: Names, payload: Payload) -> dict[str, Cases]:
+    def _cases(self, name: str, sections: Names, payload: Payload) -> CasesByName:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
             metrics = reported_metrics(payload, sections)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.core.documents import Names
+from medfl.core.arrays import Integers
+from medfl.core.documents import Document, Names
 from medfl.data.partition.table import shorten
 from medfl.report.picture import (
     ENTRY,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
@@ -94,7 +94,7 @@ def text_similarities(means: Floats, classes: Names) -> Picture:
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        style: dict[str, Any] = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
+        style: Document = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
 
         if size <= 0.2:  # no space for numbers
             return
@@ -115,9 +115,9 @@ def text_similarities(means: Floats, classes: Names) -> Picture:
 
 def feature_scatters(
     real: Floats,
-    labels: Labels,
+    labels: Integers,
     synthetic: Floats,
-    synthetic_labels: Labels,
+    synthetic_labels: Integers,
     classes: Names,
     seed: int,
     round_: int,
@@ -188,7 +188,7 @@ def feature_scatters(
 
 
 def _scatter(
-    axes: Axes, points: Floats, labels: Labels, tones: Sequence[Colour], **style: Any
+    axes: Axes, points: Floats, labels: Integers, tones: Sequence[Colour], **style: Any
 ) -> None:
     for label, colour in enumerate(tones):
         of_class = points[labels == label]
@@ -216,7 +216,7 @@ def imbalance(values: Floats) -> float:
     return float(((values - values.mean()) ** 2).sum() / 128)
 
 
-def spectrum(features: Floats, labels: Labels, classes: Names, round_: int) -> Picture | None:
+def spectrum(features: Floats, labels: Integers, classes: Names, round_: int) -> Picture | None:
     """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
 
     Returns:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.core.documents import Document, Names, Numbers
+from medfl.core.documents import Cells, Config, Document, Names, Numbers
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Array, Plane, planes, unit
@@ -63,7 +63,7 @@ class Example:
     geometry: Geometry | None
 
 
-def ranked(dice: Numbers) -> dict[str, str]:
+def ranked(dice: Numbers) -> Cells:
     """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
@@ -234,7 +234,7 @@ def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Colour]) -> 
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
-def _shade(axes: Axes, mask: Array, colour: Colour, alpha: float, place: Mapping[str, Any]) -> None:
+def _shade(axes: Axes, mask: Array, colour: Colour, alpha: float, place: Config) -> None:
     if mask.any():
         from matplotlib.colors import to_rgba
 

@@ -25,7 +25,7 @@ from medfl.bundle.open import (
 )
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
-from medfl.core.documents import Config, Document, Names
+from medfl.core.documents import Cells, Config, Document, Names, Words
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, PublicRecord, Run
@@ -96,7 +96,7 @@ class Plan:
     run: Run
     bundle: Problem
     method: Method
-    notes: tuple[str, ...]
+    notes: Words
     public: PublicPlan | None = None
 
     @cached_property
@@ -105,7 +105,7 @@ class Plan:
         return _items(self.bundle)
 
     @cached_property
-    def counted(self) -> tuple[str, ...]:
+    def counted(self) -> Words:
         """The classes, if the data list gives each item's label; () if only the images show it."""
         if any("label" in item for item in self.sections["train"]):
             return self.bundle.classes
@@ -276,7 +276,7 @@ def _protocol_settings(request: Request, protocol: Config) -> Document:
 
 def _settled_method(
     name: str, options: Config, rounds: int, sizes: Mapping[str, int]
-) -> tuple[Method, tuple[str, ...]]:
+) -> tuple[Method, Words]:
     """Return a method with options that suit the sites' training images, and a note on each that was changed."""
     schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
     method = methods.load(name, {**schedule, **options})
@@ -417,7 +417,7 @@ def _recorded_data(run: Run) -> str | None:
     return run.data.folder or None
 
 
-def versions() -> dict[str, str]:
+def versions() -> Cells:
     """Return the versions that a result depends on."""
     return versions_of("medfl", "torch", "monai", "numpy")
 

@@ -18,7 +18,7 @@ from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
 from medfl.core import terminal
 from medfl.core.arrays import Bytes
-from medfl.core.documents import Document, Metrics, Names, Texts
+from medfl.core.documents import Document, Metrics, Names, Texts, Words
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -384,7 +384,7 @@ def _batched(idents: Names, size: int) -> Iterator[Names]:
     return (idents[start : start + size] for start in range(0, len(idents), size))
 
 
-def _names(classes: tuple[str, ...], count: int) -> Names:
+def _names(classes: Words, count: int) -> Names:
     """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
     if len(classes) == count:
         return classes
@@ -392,7 +392,7 @@ def _names(classes: tuple[str, ...], count: int) -> Names:
     return [f"class {index}" for index in range(count)]
 
 
-def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> Record:
+def _class_row(ident: str, probabilities: list[float], classes: Words) -> Record:
     names = _names(classes, len(probabilities))
     row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
     for name, probability in zip(names, probabilities, strict=True):
@@ -402,7 +402,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     return row
 
 
-def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]) -> Metrics:
+def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: Words) -> Metrics:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
     # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres

@@ -19,6 +19,7 @@ import torch
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import WithData, open_problem, with_data
+from medfl.core.arrays import Shape
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
@@ -52,7 +53,7 @@ class PublicPlan:
 
     opened: WithData
     section: str
-    indices: tuple[int, ...]
+    indices: Shape
     teachers: tuple[Teacher, ...]
     channels: int
     depth: int
@@ -123,7 +124,7 @@ class PublicPlan:
         return lines
 
 
-def _size_of_first(prepared: Prepared) -> tuple[int, ...]:
+def _size_of_first(prepared: Prepared) -> Shape:
     """Return (H, W[, D]) of the first image."""
     images, *_ = next(prepared.batches(torch.tensor([0]), 1, None))
     return tuple(images.shape[2:])
@@ -216,7 +217,7 @@ def read_public(text: str) -> tuple[str, str | None]:
     return name, folder or None
 
 
-def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
+def chosen_items(items: Sequence[Item], number: int) -> Shape:
     """Return the positions of so many items, the classes as equal as their sizes allow; 0 takes all.
 
     A fixed draw, the same for every seed of a run, so that teachers answer once. Items without a label are one class.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from medfl.core.documents import Names, Texts
+from medfl.core.documents import Cells, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.names import as_number
 from medfl.datasets import own
@@ -21,7 +21,7 @@ from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
 
-def masks_of(path: Path, files: Texts) -> dict[str, str]:
+def masks_of(path: Path, files: Texts) -> Cells:
     """Return id -> URI of its reference mask, of the images that have one.
 
     Args:
@@ -184,7 +184,7 @@ def _in_table(file: Path, files: Texts, classes: Names, columns: Texts) -> dict[
     return {ident: labels[label] for ident, label in label_of.items()}
 
 
-def _forms(name: str) -> tuple[str, ...]:
+def _forms(name: str) -> Words:
     """Return what an image may be called, the most exact first."""
     bare = name.rpartition("/")[2]
     return name, without_ending(name), bare, without_ending(bare)

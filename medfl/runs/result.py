@@ -14,7 +14,7 @@ from torch import nn
 
 from medfl.bundle import case_metadata, new_images
 from medfl.core.arrays import Floats, Integers
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Cells, Document, Names, Words
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.task import OF_VECTORS, SECTIONS
@@ -113,7 +113,7 @@ class Result(ResultTables):
         return str(self._files.record["task"])
 
     @property
-    def classes(self) -> tuple[str, ...]:
+    def classes(self) -> Words:
         """Class names in label order, names of findings or numbers, () where there are none."""
         return tuple(self._files.record.get("classes") or ())
 
@@ -380,7 +380,7 @@ class Result(ResultTables):
             self._held[section] = self.plan.bundle.prepared(section)
         return self._held[section]
 
-    def _owners(self, section: str) -> dict[str, str]:
+    def _owners(self, section: str) -> Cells:
         """Return id -> site of a section's items, "" where no site has it."""
         owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
         for name, sections in self.run.partition.sites.items():

@@ -24,7 +24,7 @@ from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
 from medfl.core.arrays import Array, Flags, Integers
-from medfl.core.documents import Config, Names
+from medfl.core.documents import Config, Names, Words
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
@@ -66,7 +66,7 @@ class Subgroup:
     count: int | None
     metrics: dict[str, Estimate]
     areas: Mapping[str, Area]
-    small_classes: tuple[str, ...] = ()
+    small_classes: Words = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Subgroups:
     groups: tuple[Subgroup, ...]
     total: Subgroup
     min_count: int
-    unread: tuple[str, ...] = ()
+    unread: Words = ()
     findings: bool = False
 
     @property
@@ -307,7 +307,7 @@ class _Measured:
 
         cases = self._cases(index)
         areas: dict[str, Area] = {}
-        silent: tuple[str, ...] = ()
+        silent: Words = ()
         if self.common is not None:
             areas, silent = self._of_findings(cases)
             remaining = torch.from_numpy(~self.common)
@@ -343,7 +343,7 @@ class _Measured:
         truth = cases.values["findings"].numpy()
         return findings.scored(truth, self.min_count)
 
-    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
+    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], Words]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
         truth = cases.values["findings"].numpy()
         probabilities = cases.values["probabilities"].numpy()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from medfl.core.documents import Document, Names, Texts
+from medfl.core.documents import Cells, Document, Names, Texts
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
@@ -99,7 +99,7 @@ class Attendance:
 
     names: Names
     least: int | None
-    left_out: dict[str, str]
+    left_out: Cells
     label: str
     say: Print
 

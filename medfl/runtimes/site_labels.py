@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Config, Names, Texts
+from medfl.core.arrays import Shape
+from medfl.core.documents import Config, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.names import slug
 from medfl.core.run import Run
@@ -23,7 +24,7 @@ from medfl.runtimes.site_settings import positions, require_sites
 _FLAG = "--site-labels"
 
 
-def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
+def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, Shape | None]:
     """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
 
     Raises:
@@ -35,7 +36,7 @@ def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tupl
     site_labels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
 
-    classes: dict[str, tuple[int, ...] | None] = {}
+    classes: dict[str, Shape | None] = {}
     for site, names in site_labels.items():
         if names == (FROM_MASKS,):
             classes[site] = None
@@ -46,7 +47,7 @@ def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tupl
     return classes
 
 
-def names_of(bundle: Problem) -> tuple[str, ...]:
+def names_of(bundle: Problem) -> Words:
     """Return the names of a bundle's structures, or of its findings."""
     return bundle.structures or bundle.classes
 

@@ -19,7 +19,7 @@ from medfl.core.names import readable_file_name
 from medfl.core.seeding import derive
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.evaluation.save_masks import save
 from medfl.problem.described import mask_values
 from medfl.runtimes import profiling
@@ -56,7 +56,7 @@ class StepResult:
     reply: Message
     loss: float
     steps: int
-    cases: dict[str, Cases]
+    cases: CasesByName
     bytes_up: int
     bytes_down: int
 
@@ -133,7 +133,7 @@ def score_site(
     state: State | None,
     down: Message,
     sections: Names,
-) -> dict[str, Cases]:
+) -> CasesByName:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
         return _scores(federation, network, name, sections)
@@ -141,7 +141,7 @@ def score_site(
 
 def score_newcomer(
     federation: SiteContext, round_: int, name: str, down: Message, sections: Names
-) -> dict[str, Cases]:
+) -> CasesByName:
     """Score on its own items what a site is given that has trained nothing: what the server sends, and a first State.
 
     Where the statistics of BatchNorm stay at sites, those of the site's own batches stand for them, without its labels
@@ -277,9 +277,7 @@ def copied_weights(network: nn.Module) -> Tensors:
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 
 
-def _scores(
-    federation: SiteContext, network: nn.Module, site: str, sections: Names
-) -> dict[str, Cases]:
+def _scores(federation: SiteContext, network: nn.Module, site: str, sections: Names) -> CasesByName:
     """Score a network on a site's own sections."""
     cases = {}
     for section in sections:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from medfl.core.documents import Words
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes import profiling
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
@@ -140,7 +141,7 @@ class Train(RoundTask):
     """Train at one site, write its next State, if it has any, and score the trained model on some sections."""
 
     new_state: Path
-    sections: tuple[str, ...] = ()
+    sections: Words = ()
 
     function = site_step
     part = profiling.TRAINING
@@ -165,14 +166,14 @@ class Train(RoundTask):
 class TrainToScore(RoundTask):
     """Train at one site only to score the trained model: nothing is sent or saved."""
 
-    sections: tuple[str, ...]
+    sections: Words
 
     function = site_step
     part = profiling.TRAINING
 
-    def run(self, federation: Federation) -> dict[str, Cases]:
+    def run(self, federation: Federation) -> CasesByName:
         """Return the outcomes by section."""
-        cases: dict[str, Cases] = super().run(federation).cases
+        cases: CasesByName = super().run(federation).cases
         return cases
 
 
@@ -180,7 +181,7 @@ class TrainToScore(RoundTask):
 class ScoreSite(RoundTask):
     """Score the network that a site is judged by on the site's own items: section -> outcomes."""
 
-    sections: tuple[str, ...]
+    sections: Words
 
     function = score_site
 
@@ -246,9 +247,9 @@ class ScoreNewcomer(WorkerTask):
     round: int
     server: State
     site: str
-    sections: tuple[str, ...]
+    sections: Words
 
-    def run(self, federation: Federation) -> dict[str, Cases] | None:
+    def run(self, federation: Federation) -> CasesByName | None:
         """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""
         with profiling.during(profiling.EVALUATION):
             try:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from medfl.core.arrays import Shape
 from medfl.core.errors import InputError
 from medfl.core.names import PRIVATE_CACHE
 from medfl.safety import syscall_filter
@@ -65,8 +66,8 @@ class Allowed:
 
     read: tuple[Path, ...] = ()
     write: tuple[Path, ...] = ()
-    connect: tuple[int, ...] = ()
-    bind: tuple[int, ...] = ()
+    connect: Shape = ()
+    bind: Shape = ()
     programs: tuple[Path, ...] = ()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Texts
+from medfl.core.documents import Cells, Config, Metrics, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.storage.places import CALIBRATION
@@ -63,7 +63,7 @@ class Table:
         """The names of its columns, [] without any row."""
         return list(self.rows[0][1]) if self.rows else []
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def texts(self, name: str) -> Words:
         """Return a column, "" where there is none."""
         return tuple(str(row.get(name, "")) for _, row in self.rows)
 
@@ -167,14 +167,12 @@ class RunReader:
         rows = self._rows(name)
         return None if rows is None else Table(self.path / name, rows)
 
-    def prediction_rows(self) -> list[dict[str, str]] | None:
+    def prediction_rows(self) -> list[Cells] | None:
         """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
-    def _rows(
-        self, name: str, columns: Sequence[str] = ()
-    ) -> list[tuple[int, dict[str, str]]] | None:
+    def _rows(self, name: str, columns: Names = ()) -> list[tuple[int, Cells]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
 
@@ -216,7 +214,7 @@ class RunReader:
         return self.record.get("options") or {}
 
     @property
-    def classes(self) -> tuple[str, ...]:
+    def classes(self) -> Words:
         """The classes of a classification."""
         return tuple(self.record.get("classes") or ())
 
@@ -273,7 +271,7 @@ class RunReader:
         return manifest["record"].get("best") or (self.final_summary or {}).get("best")
 
     @property
-    def undefined(self) -> Sequence[str]:
+    def undefined(self) -> Names:
         """What the run says of its key metric where that is undefined."""
         return (self.summary or {}).get("undefined") or ()
 
@@ -311,7 +309,7 @@ class RunReader:
         return str((self.summary or {}).get("personal_model") or "")
 
     @cached_property
-    def site_names(self) -> tuple[str, ...]:
+    def site_names(self) -> Words:
         """The sites in the order of `sites.csv`, then the partition's further ones."""
         planned = self.record["partition"].get("sites") or ()
         return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))
@@ -321,7 +319,7 @@ class RunReader:
         sites = self.record["partition"].get("sites") or {}
         return len(sites.get(site, {}).get(section, ()))
 
-    def site_values(self, kind: str, metric: str) -> dict[str, float]:
+    def site_values(self, kind: str, metric: str) -> Metrics:
         """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""
         column = f"{kind}_{metric}"
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from medfl.bundle.bundle import Bundle
@@ -16,7 +16,7 @@ from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import write_tables
-from medfl.core.documents import Config, Document, Names, Texts
+from medfl.core.documents import Cells, Config, Document, Names, Texts, Values
 from medfl.core.errors import InputError
 from medfl.core.tables import formatted_table
 from medfl.methods import load, method_class, options_of, values_of
@@ -38,8 +38,8 @@ def run(
     seeds: Sequence[int] | None = None,
     partitions: Names | None = None,
     scale: float = 1.0,
-    options: Mapping[str, object],
-    config: Mapping[str, object],
+    options: Values,
+    config: Values,
     requested: Config,
 ) -> tuple[list[str], int, Document]:
     """Run what is missing of a published table, a folder for each grid, and compare.
@@ -257,7 +257,7 @@ def _spec(grid: Grid, partition: str | None) -> str:
     return partition or str(protocol["partition"])
 
 
-def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
+def _labels(grid: Grid, comparison: Comparison) -> Cells:
     """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
     for row in comparison.rows:

@@ -43,7 +43,7 @@ from medfl.compare.comparison import Comparison, MeanSd, Row
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
-from medfl.core.documents import Config, Metrics, Texts
+from medfl.core.documents import Config, Metrics, Texts, Words
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
@@ -91,7 +91,7 @@ class PaperTable:
     grids: tuple[Grid, ...]
     names: Texts
     figures: tuple[Figure, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: Words = field(default=())
     round: str = "last"
     spread: str = "seeds"
 

@@ -35,11 +35,12 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import methods
+from medfl.core.documents import Values
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
 from medfl.evaluation import tally
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.metrics import CasesByName, summarise
 from medfl.evaluation.tally import Tally
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import JOBS
@@ -123,7 +124,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.jobs = tuple(jobs)
         self.phase = FlPhase.IDLE
         self.states: States = States()
-        self.cases: dict[str, Cases] = {}
+        self.cases: CasesByName = {}
         self.renewed = self._training_begun = False
         self._federation = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
@@ -428,7 +429,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return round_, base, received
 
-    def _as_message(self, arrived: Mapping[str, object]) -> Message:
+    def _as_message(self, arrived: Values) -> Message:
         """Return what came as the message that it is."""
         tensors: Tensors = {}
         for name, value in arrived.items():
@@ -474,7 +475,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._outgoing(view, wire, numbers, activity), state
 
     def _outgoing(
-        self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
+        self, view: SiteEnd, message: Message, numbers: Values, activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = view.training_items
@@ -500,7 +501,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
     return Message({**reply.tensors, "weights": totals}, reply.scalars)
 
 
-def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Values) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))

@@ -13,7 +13,7 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import CasesByName
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -103,9 +103,9 @@ class Exchange(Workers):
         steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
-    def _evaluate(self, task: ScoreSite) -> dict[str, Cases]:
+    def _evaluate(self, task: ScoreSite) -> CasesByName:
         """Have a site evaluate a model, a section at a time."""
-        cases: dict[str, Cases] = {}
+        cases: CasesByName = {}
         data, _ = self._sent(task)
         states = _TaskStates(task, None, self._federation.networks.device)
         with self._at(task.site, states) as site:

@@ -31,7 +31,7 @@ from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
 from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.pipe import Pipe, read_forms
@@ -337,7 +337,7 @@ class HeldSite(SiteEnd):
 
         return self._worker.ask(question, **values)
 
-    def _cases(self, value: State, asked: Sequence[str]) -> dict[str, Cases]:
+    def _cases(self, value: State, asked: Sequence[str]) -> CasesByName:
         """Return outcomes of the sections that were asked for."""
         if not matches_type(value, dict[str, State]) or not value.keys() <= {*asked}:
             raise RunError(f"site {self.name!r}: its worker scores something else")

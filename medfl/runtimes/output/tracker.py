@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from medfl.core.documents import Document, Metrics, Numbers
+from medfl.core.documents import Cells, Document, Metrics, Numbers, Values
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.storage.files import write_atomic
@@ -93,7 +93,7 @@ class Tracker(ABC):
         """Write down where the run is tracked, also before anything is there: a resumed run then tries again."""
         write_atomic(self.folder.path / self.file, json.dumps(place).encode())
 
-    def _known(self) -> dict[str, str]:
+    def _known(self) -> Cells:
         try:
             document = json_values(self.folder.path / self.file, 2**16)
         except Refused:
@@ -123,7 +123,7 @@ class Tracker(ABC):
             )
 
 
-def settings_of(document: Mapping[str, object], above: str = "") -> Document:
+def settings_of(document: Values, above: str = "") -> Document:
     """Return the settings of a record under dotted names."""
     settings: Document = {}
     for key, value in document.items():

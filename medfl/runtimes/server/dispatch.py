@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from medfl.core.documents import Names
+from medfl.core.documents import Cells, Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print, bar
@@ -34,7 +34,7 @@ class Dispatcher:
     # whether scores show a bar on stderr as they come
     progress: bool = False
 
-    def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
+    def introductions(self, missing: Cells) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.
 
         Raises:
@@ -50,7 +50,7 @@ class Dispatcher:
         server: State,
         names: Names,
         sections: Names,
-        left_out: dict[str, str],
+        left_out: Cells,
         on_result: Callable[[], object],
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
         """Start the training of a round; yield the result of each site, and whether it has a new State.
@@ -81,7 +81,7 @@ class Dispatcher:
         self,
         names: Names,
         results: Results,
-        left_out: dict[str, str],
+        left_out: Cells,
         label: str,
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""

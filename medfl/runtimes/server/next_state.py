@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from medfl.core.documents import Names
+from medfl.core.documents import Cells, Config, Metrics, Names, Numbers
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Message, Messages, Weights, is_finite
 from medfl.core.terminal import Print
@@ -47,7 +47,7 @@ class NextState(NamedTuple):
 
     server: State
     replies: Messages
-    observed: Mapping[str, float]
+    observed: Numbers
 
 
 def next_state(
@@ -56,7 +56,7 @@ def next_state(
     server: State,
     replies: Messages,
     tolerance: Tolerance,
-    left_out: dict[str, str],
+    left_out: Cells,
     say: Print,
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
@@ -96,7 +96,7 @@ def first_state(
     federation: Federation,
     introductions: Messages,
     tolerance: Tolerance,
-    absent: dict[str, str],
+    absent: Cells,
     say: Print,
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
@@ -125,7 +125,7 @@ def first_state(
     return _from_usable(introductions, attempt, InputError, attendance)
 
 
-def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[str, Any]) -> State:
+def resumed_state(federation: Federation, folder: RunFolder, manifest: Config) -> State:
     """Return the server's State of a resumed run, after trying what the next round asks of it.
 
     Raises:
@@ -202,7 +202,7 @@ def _checked_state(
 
         weighed = with_effective_counts(replies, federation.run)
         before = server.get("weights")
-        observed: dict[str, float] = {}
+        observed: Metrics = {}
         if before:
             observed |= federation.aggregation.observed(weighed, before)
 
@@ -213,9 +213,7 @@ def _checked_state(
 # Whose fault it is
 
 
-def _at_fault(
-    names: Names, attempt: Callable[[Names], Any], error: Exception, label: str
-) -> dict[str, str]:
+def _at_fault(names: Names, attempt: Callable[[Names], Any], error: Exception, label: str) -> Cells:
     """Return whose replies an attempt failed because of, and why.
 
     Raises:
@@ -289,7 +287,7 @@ def odd_replies(
     replies: Messages,
     broadcast: Mapping[str, Weights],
     checked_groups: Collection[str] = ("weights",),
-) -> dict[str, str]:
+) -> Cells:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
     Where the replies do not decide, the broadcast does; `checked_groups` are those whose forms were checked on arrival.

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from medfl.core import setting_values
-from medfl.core.documents import Metrics, Numbers
+from medfl.core.documents import Metrics, Names, Numbers
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.run import Run
@@ -188,7 +188,7 @@ class Aggregation:
 
         return mean
 
-    def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
+    def _nearest(self, names: Names, parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
         good = len(names) - self.bad - 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.documents import Metrics, Names
+from medfl.core.documents import Cells, Metrics, Names, Words
 from medfl.core.message import Messages, Weights
 from medfl.core.names import slug
 from medfl.core.run import examines
@@ -18,7 +18,14 @@ from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, tally, undefined
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
+from medfl.evaluation.metrics import (
+    OVER_CLASSES,
+    Cases,
+    CasesByName,
+    fewer_classes,
+    higher_is_better,
+    spread,
+)
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
@@ -55,7 +62,7 @@ class Final(NamedTuple):
     """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
 
     summary: Document
-    cases: dict[str, Cases]
+    cases: CasesByName
 
 
 @dataclass
@@ -198,7 +205,7 @@ class Scoring:
         self,
         round_: int,
         server: State,
-        sections: tuple[str, ...],
+        sections: Words,
         names: Names,
     ) -> CasesBySite:
         task = partial(tasks.ScoreSite, sections=sections)
@@ -213,7 +220,7 @@ class Scoring:
 
         return self.kind.decided(cases, validation)
 
-    def _personal_tested(self, round_: int, server: State, names: Names) -> dict[str, Cases]:
+    def _personal_tested(self, round_: int, server: State, names: Names) -> CasesByName:
         """Return the outcomes of each site's test items by its own model."""
         by_site = self._personal(round_, server, self.sections, names)
         return {name: self._decided(cases) for name, cases in by_site.items()}
@@ -226,9 +233,9 @@ class Scoring:
         compared = self.kind.comparable(cases_of)
         return {name: self.summarise(cases) for name, cases in compared.items()}
 
-    def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
+    def _by_site(self, cases: Cases | None, section: str) -> CasesByName:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        by_site: dict[str, Cases] = {}
+        by_site: CasesByName = {}
         if not cases:
             return by_site
 
@@ -415,7 +422,7 @@ class Scoring:
         class_metrics = self.kind.by_name(scores, cases, bundle.structures or bundle.classes)
         return {"classes": class_metrics} if class_metrics else {}
 
-    def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
+    def _units(self, scored: Sequence[Document]) -> dict[str, Cells]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
         metrics: set[str] = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
@@ -462,7 +469,7 @@ class Scoring:
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
-    def _final_personal(self, last: int, server: State) -> dict[str, Cases]:
+    def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.
 
         For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,
@@ -493,7 +500,7 @@ class Scoring:
 
     def _newcomers(
         self, last: int, server: State, global_by_site: Mapping[str, Cases]
-    ) -> tuple[dict[str, Cases], str]:
+    ) -> tuple[CasesByName, str]:
         """Score on test items of sites without training items what a method with a model for each site gives them.
 
         That is the global model where there is one. Returns site -> outcomes, and in words what was scored, "" for no
@@ -519,7 +526,7 @@ class Scoring:
 
         return by_site, _RECEIVED if by_site else _NOTHING
 
-    def _personal_model(self) -> dict[str, str]:
+    def _personal_model(self) -> Cells:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
@@ -615,7 +622,7 @@ class Scoring:
         """Write a table of cases, with the site of each."""
         federation = self.federation
         classes = federation.bundle.classes
-        owner: dict[str, str] = {}
+        owner: Cells = {}
         for site in federation.names:
             owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
 
