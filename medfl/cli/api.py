@@ -12,9 +12,8 @@ import numpy as np
 
 from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid, compare as run_grid
-from medfl.compare.search import parse_grid
+from medfl.compare.search import Entry, parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
 from medfl.core.documents import Config, Document, Names, Words

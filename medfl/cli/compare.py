@@ -108,8 +108,7 @@ def _compare(args: Namespace) -> int:
     check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
     hold(args, bundles=[args.bundle], folder=args.out)
-    from medfl.compare.entry import Entry
-    from medfl.compare.search import tuned_entries
+    from medfl.compare.search import Entry, tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}
     methods = list(dict.fromkeys(arguments.parse_names(args.methods))) or (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from medfl.cli import arguments, run
+from medfl.cli import run
+from medfl.cli.arguments import given_settings, names_of_group, parse_names, parse_pairs
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core.documents import Config
@@ -74,30 +75,30 @@ def add(verbs: Any) -> None:
     sites.add_text(
         "--sites", "A,B,...", "comma-separated names of the sites in the federation", required=True
     )
-    sites.add_settings(*arguments.names_of_group(SITES))
+    sites.add_settings(*names_of_group(SITES))
     export.add_training()
     export.add_robustness()
     export.add_trust()
     machine = export.add_argument_group(
         "machine", "each site trains on the device that it chooses itself"
     )
-    machine.add_settings(*arguments.names_of_group(COMPUTING), "threads")
+    machine.add_settings(*names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
     output.add_path("--out", "DIR", "new folder for the job", required=True)
     output.add_switch("--resume", "continue the run that the server and the sites hold")
 
 
 def _export(args: Namespace) -> int:
-    values = arguments.parse_pairs("--set", args.options)
-    config = arguments.parse_pairs("--config", args.config)
-    sites = arguments.parse_names(args.sites)
+    values = parse_pairs("--set", args.options)
+    config = parse_pairs("--config", args.config)
+    sites = parse_names(args.sites)
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(
             f"--sites {args.sites}", "different names, as north,south", "name each site once"
         )
 
     check_options(args.method or "fedavg", values)
-    requested = arguments.given_settings(args, "method", "presets")
+    requested = given_settings(args, "method", "presets")
     require_unused(args.out)
     from medfl.flare.offer import export
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.cli import arguments
+from medfl.cli.arguments import existing, given_columns, parse_names
 from medfl.cli.parser import add_verb, show
 from medfl.storage.places import require_new_bundle
 
@@ -36,10 +36,8 @@ def add(verbs: Any) -> None:
     text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     new.add_path("bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle")
-    new.add_path("--images", "DIR", "folder of the images", arguments.existing, required=True)
-    new.add_path(
-        "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
-    )
+    new.add_path("--images", "DIR", "folder of the images", existing, required=True)
+    new.add_path("--masks", "DIR", "folder of the masks; may be within --images", existing)
     new.add_text(
         "--classes",
         "A,B,...",
@@ -52,7 +50,7 @@ def add(verbs: Any) -> None:
         "table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
         "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
         "a column of numbers",
-        arguments.existing,
+        existing,
     )
     new.add_text(
         "--task",
@@ -103,12 +101,12 @@ def _new(args: Namespace) -> int:
     from medfl.datasets.readers.label_columns import Wanted
     from medfl.starter import starter
 
-    columns = arguments.parse_names(args.label_column)
-    roles = arguments.given_columns(args)
+    columns = parse_names(args.label_column)
+    roles = given_columns(args)
     roles.pop("label", None)
     requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank, roles)
     survey = starter.survey(
-        args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
+        args.images, args.masks, names=parse_names(args.classes), labels=args.labels,
         group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),
     )  # fmt: skip
     folder = starter.write(args.bundle, survey, network=args.network, size=args.size)

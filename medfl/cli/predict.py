@@ -11,9 +11,9 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import hold
-from medfl.core import tables
 from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError, RunError
+from medfl.core.tables import text_table
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
@@ -111,7 +111,7 @@ def _lines(document: Config) -> list[str]:
     ]
     if document["task"] == "classification":
         counts = Counter(row["prediction"] for row in document["predictions"])
-        lines += tables.text_table(
+        lines += text_table(
             ["prediction", "images"], [[name, str(count)] for name, count in counts.items()]
         )
     elif document["task"] == "segmentation":
@@ -139,7 +139,7 @@ def _lines(document: Config) -> list[str]:
         for name in document["undefined"]:
             rows.append([title(name), "–", "0"])
 
-        lines += tables.text_table(["metric", "value", "cases"], rows)
+        lines += text_table(["metric", "value", "cases"], rows)
         if document["task"] != "segmentation":
             lines += _by_name(document["structures"] or {})
 
@@ -167,7 +167,7 @@ def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
         cells = [number(values.get(metric)) for metric in names]
         rows.append([name, f"{values.get('cases') or 0:.0f}", *cells])
 
-    return ["", *tables.text_table(["", "cases", *map(title, names)], rows)] if rows else []
+    return ["", *text_table(["", "cases", *map(title, names)], rows)] if rows else []
 
 
 def _vectors(rows: Sequence[Config], names: Names) -> list[str]:
@@ -184,7 +184,7 @@ def _vectors(rows: Sequence[Config], names: Names) -> list[str]:
             mean = sum(values) / len(values)
             lines.append([name, f"{mean:.3f}", f"{min(values):.3f} to {max(values):.3f}"])
 
-    return tables.text_table(heads, lines)
+    return text_table(heads, lines)
 
 
 def _structures(rows: Sequence[Config]) -> list[str]:
@@ -199,4 +199,4 @@ def _structures(rows: Sequence[Config]) -> list[str]:
         shown = f"{mean:.1f} ml" if unit == "ml" else f"{mean:.1%} of the pixels"
         lines.append([structure, shown, str(len(values))])
 
-    return tables.text_table(["structure", "mean", "images"], lines)
+    return text_table(["structure", "mean", "images"], lines)

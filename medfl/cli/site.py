@@ -7,14 +7,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.cli import arguments
-from medfl.cli.arguments import parse_pairs
+from medfl.cli.arguments import bundle_folder, existing, parse_names, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
 from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
+from medfl.core.terminal import hanging_indent
 from medfl.flare import serve
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def add(verbs: Any) -> None:
     inspect = add_verb(
         actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
     )
-    inspect.add_bundle(type=arguments.bundle_folder)
+    inspect.add_bundle(type=bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
-    inspect.add_path("--against", "DIR", text, arguments.existing)
+    inspect.add_path("--against", "DIR", text, existing)
     inspect.add_path(
         "--write-policy",
         "FILE",
@@ -91,7 +91,7 @@ def add(verbs: Any) -> None:
         "--job",
         "DIR|run.json",
         "with --write-policy: allow this job's method, rounds, batch size and local epochs",
-        arguments.existing,
+        existing,
     )
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
@@ -101,7 +101,7 @@ def add(verbs: Any) -> None:
         "--kit",
         "DIR",
         "check that this startup kit is valid for the server and the site",
-        arguments.existing,
+        existing,
     )
     check.add_text(
         "--device", "auto|cpu|cuda[:i]", "device for training; default: cpu", default="cpu"
@@ -131,7 +131,7 @@ def add(verbs: Any) -> None:
         "--collect",
         "FILE",
         "plot the statistics that several sites have written",
-        arguments.existing,
+        existing,
         nargs="+",
     )
     text = "what a segmentation is planned from (medfl plan): show what would leave, and write it"
@@ -147,7 +147,7 @@ def add(verbs: Any) -> None:
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
-    audit.add_path("file", "FILE", "the log", arguments.existing)
+    audit.add_path("file", "FILE", "the log", existing)
     audit.add_text(
         "--noted",
         "SHA256",
@@ -171,7 +171,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
 def add_pairs(parser: Any) -> None:
     """Add the flags of a folder of images with masks."""
     for flag, text in (("--images", "folder of the images"), ("--masks", "folder of the masks")):
-        parser.add_path(flag, "DIR", text, arguments.existing)
+        parser.add_path(flag, "DIR", text, existing)
 
     parser.add_text(
         "--classes",
@@ -184,7 +184,7 @@ def add_pairs(parser: Any) -> None:
 def _add_policy(parser: Any) -> None:
     parser.add_walls()
     text = "the site's policy; default: none"
-    parser.add_path("--policy", "FILE", text, arguments.existing)
+    parser.add_path("--policy", "FILE", text, existing)
 
 
 def _inspect(args: Namespace) -> int:
@@ -293,7 +293,7 @@ def _inspection_lines(document: Config) -> list[str]:
     ):
         lines += ["", title]
         counts = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
-        lines += terminal.hanging_indent("  ", counts or "nothing")
+        lines += hanging_indent("  ", counts or "nothing")
 
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
     lines += [f"  {line}" for line in document["statements"]] or ["  none"]
@@ -313,12 +313,12 @@ def _inspection_lines(document: Config) -> list[str]:
     lines += ["", "What would leave"]
 
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
-        lines += terminal.hanging_indent("  ", text)
+        lines += hanging_indent("  ", text)
 
     lines += [
         "",
         "Jobs that would be taken",
-        *terminal.hanging_indent("  ", f"policy: {document['jobs']}"),
+        *hanging_indent("  ", f"policy: {document['jobs']}"),
     ]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
@@ -490,7 +490,7 @@ def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
     from medfl.datasets import own
     from medfl.starter import starter
 
-    names = arguments.parse_names(args.classes)
+    names = parse_names(args.classes)
     survey = starter.survey(args.images, args.masks, names=names, progress=progress)
     if survey.kind == "labelled":
         raise InputError(

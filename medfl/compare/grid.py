@@ -31,7 +31,7 @@ import torch
 from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
-from medfl.compare.entry import Entry
+from medfl.compare.search import Entry
 from medfl.core import terminal
 from medfl.core.documents import Cells, Config, Document, Names, Values
 from medfl.core.errors import InputError, MedflError

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from medfl.compare.comparison import Comparison
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
-from medfl.compare.search import BEST, trials
+from medfl.compare.search import BEST, Entry, trials
 from medfl.core.documents import Cells, Document, Names, Values
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better

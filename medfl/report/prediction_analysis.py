@@ -13,7 +13,7 @@ from medfl.core.arrays import Array, Flags, Floats, Integers
 from medfl.core.documents import Document, Names
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
-from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Interval
 from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
@@ -82,7 +82,7 @@ class PredictionAnalysis:
 
     @property
     def _enough(self) -> bool:
-        return len(self.predictions.ids) >= bootstrap.LEAST
+        return len(self.predictions.ids) >= LEAST
 
     @cached_property
     def each(self) -> dict[str, list[float]]:
@@ -90,7 +90,7 @@ class PredictionAnalysis:
         few = {}
         for name, scores in self._scores.items():
             values = np.sort(scores[~np.isnan(scores)])
-            if 0 < len(values) < bootstrap.LEAST:
+            if 0 < len(values) < LEAST:
                 few[name] = values.tolist()
 
         return few
@@ -159,12 +159,12 @@ class PredictionAnalysis:
             draws += " within each reference class, so that every draw has each"
             sizes = np.bincount(label, minlength=len(self.classes))
             for name, size in zip(self.classes, sizes, strict=True):
-                if 0 < size < bootstrap.LEAST:
+                if 0 < size < LEAST:
                     few.append(name)
 
         text = (
-            f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
-            f"last round: {bootstrap.DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
+            f"Intervals are {100 * LEVEL:g} % percentile bootstrap intervals of the judged model after the "
+            f"last round: {DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
 
@@ -173,7 +173,7 @@ class PredictionAnalysis:
 
         if self.each:
             text += (
-                f" Where fewer than {bootstrap.LEAST} cases have a metric, "
+                f" Where fewer than {LEAST} cases have a metric, "
                 "their values stand in place of an interval."
             )
 
@@ -275,7 +275,7 @@ class PredictionAnalysis:
 
     def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
-        enough = bootstrap.LEAST <= curve.positives <= curve.cases - bootstrap.LEAST
+        enough = LEAST <= curve.positives <= curve.cases - LEAST
         if enough:
             return bootstrap.interval(self._redrawn.by_name["auroc"][:, curve.index])
 
@@ -312,7 +312,7 @@ class PredictionAnalysis:
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws[:, case])
         ends = []
         for draws, value, count in zip(accuracy.T, curve.accuracy, curve.count, strict=True):
-            interval = bootstrap.interval(draws) if count >= bootstrap.LEAST else None
+            interval = bootstrap.interval(draws) if count >= LEAST else None
             ends.append(interval or (value, value))  # a bin of few cases has no interval
 
         title = "Reliability of the predicted class"

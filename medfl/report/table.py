@@ -14,6 +14,7 @@ from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
 from medfl.report import formatting
 from medfl.report.differences import Differences
+from medfl.report.formatting import duration, plain
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage.run_reader import SUMMARY_KINDS
 
@@ -72,7 +73,7 @@ def result_table(run_folder: Path) -> str:
             totals.append(f"{way} {formatting.size(summary[f'bytes_{way}'])}")
 
     if "seconds" in summary:
-        totals.append(f"time {formatting.duration(summary['seconds'])}")
+        totals.append(f"time {duration(summary['seconds'])}")
 
     if totals:
         lines.append("total     " + ", ".join(totals))
@@ -118,7 +119,7 @@ def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Numbers]]) -> l
     for site in shown:
         sizes = [str(run.size(site, section)) for section in ("train", "test")]
         cells = [formatting.number(values.get(site)) for _, _, values in columns]
-        lines.append(label_row([formatting.plain(site), *sizes, *cells], widths))
+        lines.append(label_row([plain(site), *sizes, *cells], widths))
 
     if len(shown) < len(run.site_names):
         remaining = "more" if run.unequal_classes else "better"
@@ -160,7 +161,7 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     for name in names:
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [
-            formatting.plain(f"{name}{unit}"),
+            plain(f"{name}{unit}"),
             *(formatting.number(values.get(name)) for _, _, values in pooled),
         ]
         width = max(map(len, cells)) + 2
@@ -202,7 +203,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     for name, scores in shown.items():
         out = scores.get("scored") == 0
         left_out |= out
-        label = [formatting.plain(name, 23) + "*" * out, f"{scores.get('cases', 0):.0f}"]
+        label = [plain(name, 23) + "*" * out, f"{scores.get('cases', 0):.0f}"]
         if scores.get("cases"):
             cells = [formatting.number(scores.get(kind)) for kind in kinds[:count]]
             lines.append(label_row([*label, *cells], widths))
@@ -224,14 +225,14 @@ def _data_line(run: RunFiles) -> str:
     if run.phantom:
         text = PHANTOM_NOTE
     else:
-        text = f"real data: {formatting.plain(str(run.record['bundle']), 40)}"
+        text = f"real data: {plain(str(run.record['bundle']), 40)}"
         if checksum := run.record["data"].get("checksum"):
             text += f", checksum {str(checksum)[:16]}"
 
     if public := run.public:
         source = "PHANTOM" if public["data"]["source"] == "phantom" else "real"
-        text += f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
+        text += f"; {source} public data: {plain(str(public['bundle']), 40)}"
         if teachers := ", ".join(str(name) for name, _ in public["teachers"]):
-            text += f", teachers: {formatting.plain(teachers, 60)}"
+            text += f", teachers: {plain(teachers, 60)}"
 
     return text

@@ -18,7 +18,6 @@ from medfl.core.documents import Document, Values, Words
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.report.formatting import duration
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
@@ -26,6 +25,15 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
+from medfl.runtimes.profiling import (
+    AGGREGATION,
+    CHECKPOINT,
+    EVALUATION,
+    MESSAGES,
+    OTHER,
+    PartsProfile,
+    during,
+)
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
@@ -71,7 +79,7 @@ class Simulator:
         alone = self.run.device != "cpu" or launch.profile
         self.jobs = 1 if alone else launch.jobs or 1
         self.key = federation.bundle.key_metric
-        self.profile = profiling.PartsProfile(launch.profile)
+        self.profile = PartsProfile(launch.profile)
         self.server: State = {}
         self.done = 0
         self.stopped = ""
@@ -120,7 +128,7 @@ class Simulator:
         self.folder.truncate_rounds(self.done)
         with (
             self.profile,
-            profiling.during(profiling.OTHER),
+            during(OTHER),
             self._make_workers(self.federation, self.jobs) as self.workers,
         ):
             self.workers.set_deadline(self.tolerance.deadline)
@@ -237,7 +245,7 @@ class Simulator:
             return
 
         for round_ in range(first, self.run.rounds + 1):
-            with profiling.during(f"round {round_}"):
+            with during(f"round {round_}"):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = (
@@ -250,10 +258,10 @@ class Simulator:
                 self._show(bar, entry, (time.perf_counter() - began) / (round_ - first + 1))
 
                 if self._is_eval_round(round_):
-                    with profiling.during(profiling.EVALUATION):
+                    with during(EVALUATION):
                         pictures.after(round_, self.server)
 
-                with profiling.during(profiling.CHECKPOINT):
+                with during(CHECKPOINT):
                     events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
 
@@ -311,14 +319,14 @@ class Simulator:
         renewed = []
 
         for name, (result, saved) in training.results:
-            with profiling.during(profiling.MESSAGES):
+            with during(MESSAGES):
                 replies.add(name, result.reply)
             # the replies are kept once, in `replies`, which spills them to disk
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
 
         trained = time.perf_counter()
-        with profiling.during(profiling.AGGREGATION):
+        with during(AGGREGATION):
             outcome = next_state(
                 federation, round_, self.server, replies, self.tolerance, left_out, self.say
             )
@@ -353,7 +361,7 @@ class Simulator:
             **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
         if self.launch.contribution and self._is_eval_round(round_):
-            with profiling.during(profiling.EVALUATION):
+            with during(EVALUATION):
                 entry["contribution"] = self.scoring.contributions(round_, before, outcome.replies)
 
         return entry, results
@@ -368,7 +376,7 @@ class Simulator:
         round_ = entry["round"]
         started = time.perf_counter()
         if self._is_eval_round(round_):
-            with profiling.during(profiling.EVALUATION):
+            with during(EVALUATION):
                 entry |= self.scoring.evaluate(round_, self.server, results)
 
         for name, result in results.items():
@@ -380,7 +388,7 @@ class Simulator:
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
 
-        with profiling.during(profiling.CHECKPOINT):
+        with during(CHECKPOINT):
             self.folder.append_round(entry)
 
     def _show(self, bar: Any, entry: Document, seconds: float) -> None:

@@ -22,7 +22,7 @@ from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.evaluation.save_masks import save
 from medfl.problem.described import mask_values
-from medfl.runtimes import profiling
+from medfl.runtimes.profiling import EVALUATION, during
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
 from medfl.training.site import Site, summed
@@ -293,7 +293,7 @@ def score(federation: SiteContext, network: nn.Module, items: Shard, section: st
     else:
         surface_metrics = ()
 
-    with profiling.during(profiling.EVALUATION):
+    with during(EVALUATION):
         return federation.bundle.evaluator(
             network, items, federation.networks.device, surface_metrics=surface_metrics
         )

@@ -18,9 +18,9 @@ from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, CasesByName
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, TRAINING, during
 from medfl.runtimes.step import (
     StepResult,
     copy_site_weights,
@@ -103,7 +103,7 @@ class RoundTask(SiteTask):
     broadcast: Message
 
     function: ClassVar[Callable[..., Any]]
-    part: ClassVar[str] = profiling.EVALUATION
+    part: ClassVar[str] = EVALUATION
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -114,16 +114,16 @@ class RoundTask(SiteTask):
 
     def run(self, federation: Federation) -> Any:
         """Call the function at the site."""
-        with profiling.during(f"site {self.site}"):
+        with during(f"site {self.site}"):
             return self._call(federation)
 
     def _call(self, federation: Federation) -> Any:
         state: State | None = None
         if self.state is not None:
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 state = to_device(load_state(self.state.path), federation.networks.device)
 
-        with profiling.during(self.part):
+        with during(self.part):
             try:
                 return type(self).function(
                     federation, self.round, self.site, state, self.broadcast, *self.arguments
@@ -144,7 +144,7 @@ class Train(RoundTask):
     sections: Words = ()
 
     function = site_step
-    part = profiling.TRAINING
+    part = TRAINING
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -153,10 +153,10 @@ class Train(RoundTask):
 
     def run(self, federation: Federation) -> tuple[StepResult, bool]:
         """Return what the step gave, without the State, and whether that was written."""
-        with profiling.during(f"site {self.site}"):
+        with during(f"site {self.site}"):
             result = self._call(federation)
             if result.state:
-                with profiling.during(profiling.CHECKPOINT):
+                with during(CHECKPOINT):
                     save_state(self.new_state, result.state, self.round)
         # the State lies in its file; through the server's process it would not fit
         return replace(result, state={}), bool(result.state)
@@ -169,7 +169,7 @@ class TrainToScore(RoundTask):
     sections: Words
 
     function = site_step
-    part = profiling.TRAINING
+    part = TRAINING
 
     def run(self, federation: Federation) -> CasesByName:
         """Return the outcomes by section."""
@@ -230,7 +230,7 @@ class ScoreGlobal(WorkerTask):
 
     def run(self, federation: Federation) -> Cases | None:
         """Return the outcomes, None if there is no such network."""
-        with profiling.during(profiling.EVALUATION), federation.scope():
+        with during(EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return None
@@ -251,7 +251,7 @@ class ScoreNewcomer(WorkerTask):
 
     def run(self, federation: Federation) -> CasesByName | None:
         """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""
-        with profiling.during(profiling.EVALUATION):
+        with during(EVALUATION):
             try:
                 with federation.networks.scope():
                     host = federation.host(self.round)
@@ -274,7 +274,7 @@ class SegmentGlobal(WorkerTask):
 
     def run(self, federation: Federation) -> dict[str, Masks]:
         """Return id -> masks."""
-        with profiling.during(profiling.EVALUATION), federation.scope():
+        with during(EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return {}

@@ -40,9 +40,9 @@ import yaml
 
 from medfl.bundle.protocol import resolved
 from medfl.compare.comparison import Comparison, MeanSd, Row
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
+from medfl.compare.search import Entry
 from medfl.core.documents import Config, Metrics, Texts, Words
 from medfl.core.errors import InputError
 from medfl.report import RunFiles

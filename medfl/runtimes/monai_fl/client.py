@@ -44,13 +44,13 @@ from medfl.evaluation.metrics import CasesByName, summarise
 from medfl.evaluation.tally import Tally
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import JOBS
-from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.held import HeldSite
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
+from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, MESSAGES, TRAINING, during
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
@@ -194,16 +194,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 latest = f"a State of round {base}" if base else "none; rounds count from 1"
                 view.rules.require((base or 0) < round_, f"its round is {round_}, after {latest}")
 
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 before = self._state(round_ - 1, base)
 
-            result = self._call_step(
-                profiling.TRAINING, site_step, round_, before, received, score_on
-            )
-            with profiling.during(profiling.MESSAGES):
+            result = self._call_step(TRAINING, site_step, round_, before, received, score_on)
+            with during(MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
 
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 self.states.keep(round_, state, base)
 
             self._reply = reply
@@ -265,7 +263,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         function: Callable[..., Any],
         data: ExchangeObject,
         *rest: Any,
-        part: str = profiling.EVALUATION,
+        part: str = EVALUATION,
         counted: bool = True,
         tallied: bool = False,
     ) -> Any:
@@ -282,7 +280,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
             round_, base, received = self._decoded(view, data, activity)
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 state = self._state(round_, base)
 
             result = self._call_step(part, function, round_, state, received, *rest)
@@ -365,7 +363,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """Call a function of `step`; what it raises is told in one line."""
         view = self._ready()
         try:
-            with profiling.during(part):
+            with during(part):
                 result = view.call(function, round_, *rest)
         except MedflError:
             raise
@@ -393,7 +391,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self, view: SiteEnd, data: ExchangeObject, activity: Activity
     ) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
-        with profiling.during(profiling.MESSAGES):
+        with during(MESSAGES):
             require = view.rules.require
             with errors_safe_to_send():
                 require(

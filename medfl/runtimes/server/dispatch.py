@@ -11,10 +11,10 @@ from medfl.core.documents import Cells, Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print, bar
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Attendance, FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.profiling import MESSAGES, during
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, Results, RoundTask, Train
@@ -136,7 +136,7 @@ class Dispatcher:
         self, task: Callable[..., RoundTask], round_: int, server: State, name: str
     ) -> RoundTask:
         # in a scope: a method may lease a network to make the message
-        with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
+        with during(MESSAGES), self.federation.networks.scope():
             broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
         return task(
             site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast
