@@ -13,6 +13,7 @@ from medfl.cli.arguments import Flags
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.tables import screen_width
 
 
 class Parser(Flags, argparse.ArgumentParser):
@@ -44,7 +45,7 @@ class Parser(Flags, argparse.ArgumentParser):
 def _formatter(prog: str) -> argparse.HelpFormatter:
     """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
     return argparse.RawDescriptionHelpFormatter(
-        prog, max_help_position=28, width=terminal.width() - 2
+        prog, max_help_position=28, width=screen_width() - 2
     )
 
 

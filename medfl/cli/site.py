@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from medfl.cli.arguments import bundle_folder, existing, parse_names, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
 from medfl.cli.walls import hold
-from medfl.core import tables, terminal
+from medfl.core import tables
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
+from medfl.core.tables import screen_width
 from medfl.core.terminal import hanging_indent
 from medfl.flare import serve
 
@@ -269,7 +270,7 @@ def _inspection_lines(document: Config) -> list[str]:
         [printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]
     ]
     lines += (
-        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(terminal.width(), 132))
+        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(screen_width(), 132))
         if rows
         else ["none"]
     )
@@ -370,7 +371,7 @@ def _check(args: Namespace) -> int:
         _config(args.config), args.folder, args.unlabelled,
     )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
-    show(args, report.as_dict(), report.text(terminal.width()))
+    show(args, report.as_dict(), report.text(screen_width()))
     report.require()
 
     return 0
@@ -414,7 +415,7 @@ def _stats(args: Namespace) -> int:
     for line in unread_ages(opened.bundle, opened.folder):
         log(f"note, for you alone: {line}")
 
-    return _preview(args, document, text(document, terminal.width()))
+    return _preview(args, document, text(document, screen_width()))
 
 
 def _opened(args: Namespace, policy: Policy) -> WithData:
@@ -481,7 +482,7 @@ def _fingerprint(args: Namespace) -> int:
         empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
     released = fingerprint.gather(empty, cases, least, progress=progress)
-    return _preview(args, released.document(), fingerprint.text(released, least, terminal.width()))
+    return _preview(args, released.document(), fingerprint.text(released, least, screen_width()))
 
 
 def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
@@ -522,7 +523,7 @@ def _collect(args: Namespace) -> int:
     from medfl.partner.heterogeneity import draw, read
 
     federation = read(args.collect)
-    lines = federation.table(terminal.width())
+    lines = federation.table(screen_width())
     if args.out is not None:
         draw(federation, args.out)
         lines += ["", f"picture: {args.out}"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import IO, Any
 
-from medfl.core.tables import screen_width as width, wrap
+from medfl.core.tables import screen_width, wrap
 
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
@@ -128,7 +128,7 @@ def wrap_docstring(text: str, columns: int | None = None) -> list[str]:
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         originals = paragraph.split("\n")
         lines.append("")
-        if max(map(len, originals)) <= (columns or width()):
+        if max(map(len, originals)) <= (columns or screen_width()):
             lines += originals
         elif "   " in paragraph:
             for line in originals:

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core import terminal
 from medfl.core.documents import Config, Numbers
-from medfl.core.tables import label_row
+from medfl.core.tables import label_row, screen_width
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
 from medfl.report import formatting
@@ -45,7 +44,7 @@ def result_table(run_folder: Path) -> str:
             if values or (run.finished and (name, kind) == (run.key, run.judged)):
                 columns.append((name, kind, values))
 
-    if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
+    if 45 + 9 * len(columns) > screen_width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
 
     model = "global last" if run.judged == "received" else f"{run.judged} last"
@@ -62,7 +61,7 @@ def result_table(run_folder: Path) -> str:
     }
     for name, text in answers.items():
         if text:
-            lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
+            lines += [*textwrap.wrap(f"{name}: {text}", screen_width()), ""]
 
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
@@ -139,7 +138,7 @@ def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Numbers]]) -> l
         summary["worst"].append(formatting.number(spread.get("worst")))
 
     rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
-    remarks = textwrap.wrap(run.unequal_classes, terminal.width()) if run.unequal_classes else []
+    remarks = textwrap.wrap(run.unequal_classes, screen_width()) if run.unequal_classes else []
     return [*lines, rule, *rows, *remarks]
 
 
@@ -165,7 +164,7 @@ def _pooled_lines(run: RunFiles) -> list[str]:
             *(formatting.number(values.get(name)) for _, _, values in pooled),
         ]
         width = max(map(len, cells)) + 2
-        if len(lines[1]) + width <= terminal.width():
+        if len(lines[1]) + width <= screen_width():
             for row, cell in enumerate(cells, 1):  # line 0 is blank, line 1 the head
                 lines[row] += f"{cell:>{width}}"
 
@@ -195,7 +194,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     noun = run.kind.noun
     titles = [run.title(kind) for kind in kinds]
     width = _WIDE if noun == "structure" else max(map(len, titles)) + 2
-    count = max(1, (terminal.width() - 32) // width)
+    count = max(1, (screen_width() - 32) // width)
     counted = "with it" if noun == "structure" else "cases"
     widths = [24, 8, *[width] * len(kinds[:count])]
     lines = [label_row([f"{noun}, {model}", counted, *titles[:count]], widths)]

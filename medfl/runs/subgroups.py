@@ -295,7 +295,10 @@ class _Measured:
         """Which findings may be told of each group."""
         if self.kind.name != "multilabel" or not self.groups:
             return None
-        return np.logical_and.reduce([self._told(self._cases(index)) for index in self.groups])
+        told: Flags = np.logical_and.reduce(
+            [self._told(self._cases(index)) for index in self.groups]
+        )
+        return told
 
     def group(self, name: str, index: Integers) -> Subgroup:
         """Return what is told of the cases of these indices."""
