@@ -128,7 +128,7 @@ def _compare(args: Namespace) -> int:
         check_options(entry.method, entry.options)
 
     with without_gc():
-        from medfl.compare import contribution, cross_site, left_out
+        from medfl.compare import left_out, sites
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
@@ -168,8 +168,8 @@ def _compare(args: Namespace) -> int:
     lines = [
         written["md"].read_text(),
         left_out.write(comparison, args.out),
-        cross_site.write(comparison, args.out),
-        contribution.write(comparison, args.out),
+        sites.write_cross_site(comparison, args.out),
+        sites.write_contribution(comparison, args.out),
         *(f"written: {path}" for path in written.values()),
     ]
     if args.published:

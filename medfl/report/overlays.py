@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.arrays import Array
 from medfl.core.documents import Cells, Config, Document, Names, Numbers
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
-from medfl.evaluation.slices import Array, Plane, planes, unit
+from medfl.evaluation.slices import Plane, planes, unit
 from medfl.report.formatting import number
 from medfl.report.picture import Colour, Picture, colours, render
 from medfl.report.style import INK, SOFT

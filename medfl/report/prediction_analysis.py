@@ -7,13 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medfl.core.arrays import Array, Flags, Floats, Integers
 from medfl.core.documents import Document, Names
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
-from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Interval
+from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
 from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
@@ -49,7 +48,7 @@ class PredictionAnalysis:
         return None if values is None else values.numpy(force=True)
 
     @cached_property
-    def _draws(self) -> NDArray[np.int32]:
+    def _draws(self) -> Draws:
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
