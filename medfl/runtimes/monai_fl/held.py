@@ -218,9 +218,6 @@ class HeldSite(SiteEnd):
         is_reviewed: the site's policy pins the bundle's files. The bundle is then believed when it says that images of
             a section are none of those that it trains on; of others, scores count as told of the training images.
 
-    Attributes:
-        stop: set by another thread, it stops what is going on.
-
     Raises:
         RunError: the worker fails, or says something else of itself than workers do.
     """
@@ -320,11 +317,6 @@ class HeldSite(SiteEnd):
     def is_held_out(self, section: str) -> bool:
         """Tell whether a bundle that was reviewed says so."""
         return self._is_reviewed and section in self._stated["held_out"]
-
-    def go_on(self) -> None:
-        """Raise `Aborted` if the site has been told to stop."""
-        if self.stop.is_set():
-            raise Aborted("aborted")
 
     def close(self) -> None:
         """End the worker."""
