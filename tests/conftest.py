@@ -37,6 +37,22 @@ MARKS = re.compile("slow|gpu|flare")
 """What is in the text of every file that has a test with one of these marks."""
 
 
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, help="skip each test that has not begun after this many minutes"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"not begun within --minutes {minutes:g}")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Pass over files without marks where no test without one is run: imports and thousands of tests take seconds."""
     marks = config.option.markexpr

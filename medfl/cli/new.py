@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,12 @@ def add(verbs: Any) -> None:
         "PIXELS",
         "side length to which pictures are resized; default: 64, or 128 with masks",
     )
+    new.add_argument(
+        "--no-plan",
+        action="store_true",
+        help="volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
+             "--network has this effect too",
+    )  # fmt: skip
 
 
 def _new(args: Namespace) -> int:
@@ -109,6 +116,9 @@ def _new(args: Namespace) -> int:
         args.images, args.masks, names=parse_names(args.classes), labels=args.labels,
         group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),
     )  # fmt: skip
+    if survey.kind == "volumes" and args.network is None and not args.no_plan:
+        survey = _planned(survey)
+
     folder = starter.write(args.bundle, survey, network=args.network, size=args.size)
     data = Path(survey.folder)
 
@@ -130,6 +140,29 @@ def _new(args: Namespace) -> int:
     }  # fmt: skip
 
     return show(args, document, _lines(folder, survey, command, _offer(args, survey)))
+
+
+def _planned(survey: Survey) -> Survey:
+    """Return the survey with a plan from its training cases; nothing leaves, so nothing is hidden."""
+    from medfl.cli.site import of_survey
+    from medfl.partner.fingerprint import gather
+    from medfl.starter import starter
+    from medfl.starter.plan import plan
+
+    empty, cases = of_survey(survey)
+    planned = plan({"all": gather(empty, cases, 0, progress=sys.stderr.isatty())})
+    patch = " x ".join(map(str, planned.patch))
+    text = (
+        f"planned: a DynUNet, patches of {patch} voxels, {planned.batch_size} in a batch, for a GPU of 8 GB "
+        "(docs/plan.json says why); for a CPU: --no-plan"
+    )
+    notes = list(survey.notes)
+    other = starter.otherwise_normalised(survey.channel_titles)
+    if planned.clip and other in notes:
+        notes.remove(other)
+
+    said = (*survey.said, text)
+    return replace(survey, plan=planned, patch=planned.patch, said=said, notes=tuple(notes))
 
 
 def _offer(args: Namespace, survey: Survey) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from medfl.data.fingerprint import Fingerprint
     from medfl.partner.fingerprint import Cases
     from medfl.policy.policy import Policy
+    from medfl.starter.survey import Survey
 
 _EXAMPLES = """\
 examples
@@ -487,8 +488,6 @@ def _fingerprint(args: Namespace) -> int:
 
 def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
     """Return an empty fingerprint for the folders of `add_pairs`, and their training cases."""
-    from medfl.data.fingerprint import Fingerprint
-    from medfl.datasets import own
     from medfl.starter import starter
 
     names = parse_names(args.classes)
@@ -498,13 +497,21 @@ def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
             f"{args.images} without masks", "a folder of images with masks", "add --masks DIR"
         )
 
+    return of_survey(survey)
+
+
+def of_survey(survey: Survey) -> tuple[Fingerprint, Cases]:
+    """Return an empty fingerprint for what a folder holds, and its training and validation cases."""
+    from medfl.data.fingerprint import Fingerprint
+    from medfl.datasets import own
+
     values = survey.mask_values or range(len(survey.classes))
     classes = dict(zip(values, survey.classes, strict=True))
     del classes[0]
     folder = Path(survey.folder)
     dataset = own.with_masks(folder, survey.images, survey.masks)
     cases = []
-    for record, section in own.sections_of(folder, dataset):
+    for record, section in own.sections_of(folder, dataset, survey.group_by):
         if section != "test":
             cases.append((record.image, record.mask))
 

@@ -412,10 +412,7 @@ def _segmented(
 
     way = conventions.normalised(layout.channels)
     if way != "zscore" and not (way and solid):
-        notes += (
-            f"nnU-Net normalises the channels {listed(layout.channels)} otherwise; here each image is by its own mean "
-            "and standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml",
-        )
+        notes += (otherwise_normalised(layout.channels),)
 
     notes += duplicate_notes(facts, records)
     notes += volumes.changes_told(picture.changes for picture in facts)
@@ -441,6 +438,14 @@ def _segmented(
 
     fields |= {"notes": notes + depth_notes(facts), "own_depth": own_depth(facts)}
     return Survey("pictures", where, titles, counts, *common_facts(facts), **fields)
+
+
+def otherwise_normalised(channels: Sequence[str]) -> str:
+    """Say that nnU-Net normalises images by other means than the small bundle."""
+    return (
+        f"nnU-Net normalises the channels {listed(channels)} otherwise; here each image is by its own mean and "
+        "standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml"
+    )
 
 
 def _names_of_values(

@@ -54,6 +54,7 @@ def test_what_one_model_has_is_said_and_flare_is_refused(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_contributions_and_what_has_none(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def document(out: Path, name: str = "summary.json") -> dict:
     return json.loads((out / name).read_text())
 
 
+@pytest.mark.slow
 def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
     scans: Path, digits: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from medfl.starter import starter
 from tests.datasets.test_volumes import save_dicom
 
 pytestmark = [
-    pytest.mark.xdist_group("exports without medfl"),
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*no allow list.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
@@ -231,12 +231,9 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "volumes": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7)),
     "volumes of two channels": lambda root: of_masks(root, ".nii.gz", 2),
 }
-FAST = ("colour classes", "grey masks")
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_path: Path) -> None:
     run = KINDS[kind](tmp_path)
     images = (
@@ -247,8 +244,20 @@ def test_what_medfl_new_makes_runs_by_monai_alone(kind: str, python: Run, tmp_pa
     check(python, run, images, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", shipped())
+def of_each_kind() -> list[str]:
+    """Return the first of the shipped bundles that read and write images by the same transforms."""
+    kinds: dict[str, str] = {}
+    for name in shipped():
+        inference = read(shipped_folders()[name] / "configs/inference.yaml")
+        training = read(shipped_folders()[name] / "configs/train.yaml")
+        transforms = [step["_target_"] for step in inference["preprocessing"]["transforms"]]
+        parts = [datasets.get(name).task, training["in_channels"], transforms]
+        kinds.setdefault(str([*parts, inference["postprocessing"]]), name)
+
+    return [*kinds.values()]
+
+
+@pytest.mark.parametrize("name", of_each_kind())
 def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) -> None:
     data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=24)
     volumes = sorted(data.rglob("*.nii*"))
@@ -257,7 +266,10 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) 
         config |= {"patch_size": [16, 32, 16]}
     elif volumes:
         config = {"image_size": [24, 32, 24]}
-    settings = {"sites": 2, "rounds": 1, "partition": "iid", "method": "fedavg", "data": str(data)}
+    elif len(datasets.get(name).classes) > 20:
+        config["network"] = "small_cnn"
+    settings = {"sites": 2, "rounds": 1, "local_epochs": 1, "partition": "iid", "method": "fedavg"}
+    settings["data"] = str(data)
     federate(name, config=config, requested=settings, out=tmp_path / "run", jobs=1)
     images = tmp_path / "new"
     images.mkdir()
@@ -270,7 +282,6 @@ def test_what_ships_runs_by_monai_alone(name: str, python: Run, tmp_path: Path) 
     check(python, tmp_path / "run", images, tmp_path, varied=False)
 
 
-@pytest.mark.slow
 def test_a_dicom_series_gets_the_mask_that_medfl_gives_it(python: Run, tmp_path: Path) -> None:
     run = KINDS["volumes"](tmp_path)
     (tmp_path / "new").mkdir()

@@ -80,7 +80,7 @@ def test_a_bundles_commands_run(
     training = read(find(name) / "configs" / "train.yaml")
     if isinstance(training["image_size"], list) and "patch_size" not in training:
         short += ["--config", "image_size=[16,24,16]"]  # volumes, without masks
-    elif datasets.get(name).task == "classification":
+    elif datasets.get(name).task != "segmentation":
         short += ["--config", "network=small_cnn", "--config", "image_size=32"]
     if "patch_size" in training:
         short += ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"]

@@ -167,6 +167,7 @@ def test_law2_neutral_settings_are_fedavg(
     assert prox["weights_sha256"] == ditto["weights_sha256"] == reference["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "neutral"),
     [("feddg", {"probability": 0}), ("feddgga", {"step": 0, "weights": "samples"})],

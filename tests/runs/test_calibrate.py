@@ -325,6 +325,7 @@ def test_a_damaged_file_is_named(run: Path, scans: Path, tmp_path: Path) -> None
         predict(run, scans, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_hospital_without_a_personal_model_has_no_promise(scans: Path, tmp_path: Path) -> None:
     out = trained(tmp_path / "run", scans, method="ditto", partition="counts:60/20,0/all", rounds=1)
     document = calibrate(load_run(out), Options(0.5))

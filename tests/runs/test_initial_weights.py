@@ -49,6 +49,7 @@ def run(scans: Path, out: Path, *more: object, code: int = 0) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text()) if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_a_file_wherever_it_runs(
     scans: Path, tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:

@@ -62,6 +62,7 @@ def run(scans: Path, out: Path, plm: Path, code: int = 0) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text()) if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_a_run_has_its_embeddings_with_it(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

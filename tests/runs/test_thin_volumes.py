@@ -11,6 +11,7 @@ from medfl.runs.launch import federate
 from medfl.starter import starter
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_saved_masks(tmp_path: Path) -> None:
     rng, shape = np.random.default_rng(0), (7, 18, 20)
     grid = np.ogrid[:7, :18, :20]

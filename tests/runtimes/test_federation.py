@@ -411,6 +411,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_sites_have_other_networks(phantom: Path, tmp_path: Path) -> None:
     """Features of one length; each site's weights are its own network's; workers change nothing."""
     options = {"bodies": "small_cnn,resnet8", "feature_size": 16, "predict": "relation"}

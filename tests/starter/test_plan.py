@@ -337,6 +337,40 @@ def test_one_machine_plans_as_its_sites_do(
     assert cli.main(["plan", "--out", str(tmp_path / "x")]) == 2
 
 
+def test_new_plans_for_volumes_unless_it_is_told_not_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CT is clipped then, and the note that it is not is gone."""
+    draw(tmp_path / "Dataset001_CT", 6)
+    root = tmp_path / "Dataset001_CT"
+    for number in range(6):
+        (root / "images" / f"c{number:02}.nii.gz").rename(
+            root / "images" / f"c{number:02}_0000.nii.gz"
+        )
+
+    (root / "images").rename(root / "imagesTr")
+    (root / "masks").rename(root / "labelsTr")
+    content = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "organ": 1, "tumour": 2}}
+    content |= {"numTraining": 6, "file_ending": ".nii.gz"}
+    (root / "dataset.json").write_text(json.dumps(content))
+
+    networks = {}
+    notes = {}
+    for name, more in (("a", []), ("b", ["--no-plan"]), ("c", ["--network", "unet16"])):
+        bundle = tmp_path / name
+        assert cli.main(["new", str(bundle), "--images", str(root), *more, "--json"]) == 0
+        notes[name] = json.loads(capsys.readouterr().out)["notes"]
+        inspect(bundle).require()
+        networks[name] = (bundle / "configs/train.yaml").read_text()
+
+    assert "_target_: DynUNet" in networks["a"]
+    assert "clip: true" in networks["a"]
+    assert "otherwise" not in " ".join(notes["a"])
+    assert "otherwise" in " ".join(notes["b"])
+    assert "network_name: unet8" in networks["b"]
+    assert "network_name: unet16" in networks["c"]
+
+
 def test_pictures_from_a_folder(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     cases = []
