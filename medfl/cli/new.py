@@ -95,12 +95,11 @@ def add(verbs: Any) -> None:
         "PIXELS",
         "side length to which pictures are resized; default: 64, or 128 with masks",
     )
-    new.add_argument(
-        "--no-plan",
-        action="store_true",
-        help="volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
-             "--network has this effect too",
-    )  # fmt: skip
+    text = (
+        "volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
+        "--network has this effect too"
+    )
+    new.add_switch("--no-plan", text)
 
 
 def _new(args: Namespace) -> int:
