@@ -163,6 +163,7 @@ def feature_scatters(
             _scatter(axes, points[: len(real)], labels, tones, **dots)
             _scatter(axes, points[len(real) :], synthetic_labels, tones, **triangles)
             axes.set(xticks=[], yticks=[], xlabel=axis_labels[0], ylabel=axis_labels[1])
+            axes.spines[:].set_visible(True)
             present = np.unique(np.concatenate([labels, synthetic_labels]))
             entries = [(tones[label], classes[label]) for label in present]
             add_legend(figure, entries, bool(len(synthetic)))
