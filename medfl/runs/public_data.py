@@ -53,7 +53,7 @@ class PublicPlan:
 
     opened: WithData
     section: str
-    indices: Shape
+    indices: tuple[int, ...]
     teachers: tuple[Teacher, ...]
     channels: int
     depth: int
@@ -217,7 +217,7 @@ def read_public(text: str) -> tuple[str, str | None]:
     return name, folder or None
 
 
-def chosen_items(items: Sequence[Item], number: int) -> Shape:
+def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
     """Return the positions of so many items, the classes as equal as their sizes allow; 0 takes all.
 
     A fixed draw, the same for every seed of a run, so that teachers answer once. Items without a label are one class.

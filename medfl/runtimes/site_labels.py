@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.arrays import Shape
 from medfl.core.documents import Config, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.names import slug
@@ -24,7 +23,7 @@ from medfl.runtimes.site_settings import positions, require_sites
 _FLAG = "--site-labels"
 
 
-def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, Shape | None]:
+def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
     """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
 
     Raises:
@@ -36,7 +35,7 @@ def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, Shap
     site_labels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
 
-    classes: dict[str, Shape | None] = {}
+    classes: dict[str, tuple[int, ...] | None] = {}
     for site, names in site_labels.items():
         if names == (FROM_MASKS,):
             classes[site] = None

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from medfl.core.arrays import Shape
 from medfl.core.errors import InputError
 from medfl.core.names import PRIVATE_CACHE
 from medfl.safety import syscall_filter
@@ -66,8 +65,8 @@ class Allowed:
 
     read: tuple[Path, ...] = ()
     write: tuple[Path, ...] = ()
-    connect: Shape = ()
-    bind: Shape = ()
+    connect: tuple[int, ...] = ()
+    bind: tuple[int, ...] = ()
     programs: tuple[Path, ...] = ()
 
 

@@ -37,7 +37,7 @@ class Questions:
 
     bundle: Problem
     section: str
-    indices: Shape
+    indices: tuple[int, ...]
     ids: Words
     checksum: str
     public: Public
