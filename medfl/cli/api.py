@@ -12,11 +12,11 @@ import numpy as np
 
 from medfl.bundle.files import shipped
 from medfl.compare.comparison import Comparison
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid, compare as run_grid
-from medfl.compare.search import parse_grid
+from medfl.compare.search import Entry, parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
+from medfl.core.documents import Config, Document, Names, Words
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -37,8 +37,8 @@ def run(
     method: str = "fedavg",
     *,
     out: str | Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
     resume: bool = False,
     with_local: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -89,13 +89,13 @@ def run(
 @check_arguments
 def compare(
     bundle: str | Path | Parts,
-    methods: Sequence[str],
+    methods: Names,
     *,
     out: str | Path,
     seeds: Sequence[int] = (0, 1, 2),
-    partitions: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
+    partitions: Names = (),
+    options: Config | None = None,
+    config: Config | None = None,
     jobs: int | None = None,
     trust: bool = False,
     say: Print = print,
@@ -162,13 +162,13 @@ def tune(
     trials: int | None = None,
     seeds: Sequence[int] = (0,),
     partition: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
+    options: Config | None = None,
+    config: Config | None = None,
     jobs: int | None = None,
     trust: bool = False,
     say: Print = print,
     **settings: Any,
-) -> dict[str, Any]:
+) -> Document:
     """Search for a method's settings, as `medfl tune` does, and return the content of best.json.
 
     Args:
@@ -218,7 +218,7 @@ def tune(
     return best
 
 
-def bundles() -> tuple[str, ...]:
+def bundles() -> Words:
     """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
     return shipped()
 
@@ -231,7 +231,7 @@ def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
     )
 
 
-def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:
+def _known(settings: Config, never: Names = ()) -> Document:
     """Return the settings as a run takes them; refuse what no run has."""
     if "folds" in settings:
         call = "medfl.runs.cross_validate(BUNDLE, K, requested={'method': NAME}, out=DIR)"

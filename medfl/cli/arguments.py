@@ -2,101 +2,230 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document
+from medfl.core.documents import Cells, Document, Names
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
 
 
-def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
-    """Add a flag that takes a number; its range is checked where it is used."""
+# argparse's parsers and groups have no other base in common
+class Flags(argparse._ActionsContainer):
+    """What a verb, or a group of its flags, can be given."""
 
-    def read(text: str) -> int | float:
-        try:
-            value: int | float = kind(text)
-        except ValueError as error:
-            allowed = "a whole number" if kind is int else "a number"
-            raise InputError(
-                f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits"
-            ) from error
+    def add_argument_group(self, *names: Any, **settings: Any) -> Group:
+        """Add a group of flags with a title."""
+        group = Group(self, *names, **settings)
+        self._action_groups.append(group)
+        return group
 
-        return value
+    def add_text(self, name: str, metavar: str, text: str, **more: Any) -> None:
+        """Add a flag or a place that takes a text."""
+        self.add_argument(name, metavar=metavar, help=text, **more)
 
-    group.add_argument(flag, type=read, metavar=metavar, help=text)
+    def add_number(self, flag: str, metavar: str, text: str, kind: type = int) -> None:
+        """Add a flag that takes a number; its range is checked where it is used."""
+
+        def read(text: str) -> int | float:
+            try:
+                value: int | float = kind(text)
+            except ValueError as error:
+                allowed = "a whole number" if kind is int else "a number"
+                raise InputError(
+                    f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits"
+                ) from error
+
+            return value
+
+        self.add_text(flag, metavar, text, type=read)
+
+    def add_path(
+        self,
+        name: str,
+        metavar: str,
+        text: str,
+        kind: Callable[[str], Path] = Path,
+        **more: Any,
+    ) -> None:
+        """Add a flag or a place that takes a path, `existing` where the path must be there."""
+        self.add_text(name, metavar, text, type=kind, **more)
+
+    def add_switch(self, flag: str, text: str) -> None:
+        """Add a flag that is on where it is given."""
+        self.add_argument(flag, action="store_true", help=text)
+
+    def add_examinations(self) -> None:
+        """Add the flags that ask for more scores than a run needs."""
+        text = "score each site's own model at every site too (cross_site.md, a heat map in the report)"
+        self.add_switch("--cross-site", text)
+        text = "estimate what each site contributes to each evaluated round (contribution.csv, a table in the report)"
+        self.add_switch("--contribution", text)
+
+    def add_what(self, option_text: str, *, data: bool = True) -> None:
+        """Add the flags that say what is trained, and with `data` on what, but for the method."""
+        self.add_text(
+            "--set", "OPTION=VALUE", option_text, dest="options", action="append", default=[]
+        )
+        self.add_config(
+            "override a value of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
+        )
+        self.add_preset()
+        text = (
+            "folder of the images, or phantom for synthetic ones; default: the bundle's folder below "
+            "$MEDFL_DATA if there is one, else phantom"
+        )
+
+        if data:
+            self.add_text("--data", "DIR|phantom", text)
+
+    def add_preset(self) -> None:
+        """Add the flag for presets of the bundle's protocol."""
+        text = "apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated"
+        self.add_text("--preset", "NAME", text, dest="presets", action="append")
+
+    def add_config(self, text: str) -> None:
+        """Add the flag for ids of a bundle's configuration."""
+        self.add_text("--config", "ID=VALUE", text, action="append", default=[])
+
+    def add_settings(self, *names: str) -> None:
+        """Add the flags of settings, as `medfl.core.settings` declares them."""
+        for declared in (SETTINGS[name] for name in names):
+            if declared.kind is bool:
+                self.add_argument(
+                    declared.flag, action="store_true", default=None, help=declared.help
+                )
+            elif declared.kind is str:
+                self.add_text(declared.flag, declared.metavar, declared.help)
+            else:
+                self.add_number(declared.flag, declared.metavar, declared.help, declared.kind)
+
+    def add_columns(self, **roles: str) -> None:
+        """Add a flag for each column of a table of labels: role -> what the column has."""
+        for role, content in roles.items():
+            self.add_text(
+                f"--{role}-column",
+                "NAME",
+                f"column of the table that has {content}; default: found by its name",
+            )
+
+    def add_sites(self) -> Any:
+        """Add the flags about the sites, but for their partition; return their group."""
+        group = self.add_argument_group("sites")
+        group.add_number("--sites", "N", "number of sites")
+        group.add_settings(*names_of_group(SITES))
+        return group
+
+    def add_partition(self, action: str = "store") -> None:
+        """Add the flag for a partition, or for several."""
+        self.add_text(
+            "--partition",
+            "SPEC",
+            "how images are split over sites: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (one "
+            "site per centre; centre:NAME=TRAIN/TEST,... limits the images of a centre), "
+            "counts:TRAIN/TEST,... (per site; TRAIN includes validation, 0: a site that only tests; TEST may be "
+            "all), size (quantiles of the image size), stratified (the same shares of classes or findings), "
+            "quantile or range (parts of the predicted number, in ascending order) or file:PATH.csv"
+            + ("; may be repeated" if action == "append" else ""),
+            action=action,
+            type=_partition,
+        )
+
+    def add_training(self, seed: bool = True) -> Any:
+        """Add the flags about training; return their group."""
+        group = self.add_argument_group("training")
+        group.add_settings(*(name for name in names_of_group(TRAINING) if seed or name != "seed"))
+        return group
+
+    def add_machine(self) -> Any:
+        """Add the flags about the machine that can change a result; return their group."""
+        group = self.add_argument_group("machine")
+        group.add_settings("device", *names_of_group(COMPUTING), "threads")
+        return group
+
+    def add_runtime(self) -> None:
+        """Add the flag that says what runs the sites."""
+        self.add_text(
+            "--runtime",
+            "simulator|monai-fl|flare",
+            "what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
+            "process, or a job on NVIDIA FLARE's simulator",
+            default="simulator",
+        )
+
+    def add_robustness(self) -> Any:
+        """Add the flags about sites that fail, or send what is wrong; return their group."""
+        group = self.add_argument_group("robustness")
+        group.add_settings(*names_of_group(ROBUSTNESS))
+        group.add_number(
+            "--min-replies",
+            "N",
+            "continue without failed sites, with a warning, while at least N reply; default: all must reply",
+        )
+        group.add_number(
+            "--deadline",
+            "SECONDS",
+            "time limit for a round, in seconds; with --runtime flare",
+            float,
+        )
+
+        return group
+
+    def add_trust(self) -> None:
+        """Add the flag that lets bundles and run folders run what no inspection accepts."""
+        self.add_switch(
+            "--trust",
+            "run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
+            " or runtime that a file names; it runs with your rights",
+        )
+        self.add_walls()
+
+    def add_walls(self) -> None:
+        """Add the flags that put walls around shipped bundles too, or around none."""
+        self.add_switch(
+            "--sandbox",
+            "run a shipped bundle, too, in a process that writes only the output folder, without network "
+            "and programs; other bundles always are, on Linux with Landlock",
+        )
+        self.add_switch(
+            "--no-sandbox",
+            "run a bundle that is not shipped in a process that may do all that you may",
+        )
+
+    def add_jobs(self, text: str) -> None:
+        """Add the flag for a number of processes, None for as many as fit."""
+        self.add_text("--jobs", "auto|N", f"{text}; default auto", type=_jobs, default="auto")
+
+    def add_machine_and_output(self, content: str) -> Any:
+        """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
+        of_machine = self.add_machine()
+        of_machine.add_trust()
+        of_machine.add_jobs(
+            "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results",
+        )
+        output = self.add_argument_group("output")
+        text = f"folder of {content}; what is there already is not run again"
+        output.add_path("--out", "DIR", text, required=True)
+
+        return output
+
+    def add_quiet(self) -> None:
+        """Add the flag that silences what is told while running."""
+        self.add_switch("--quiet", "print errors only")
+
+    def add_bundle(self, **more: Any) -> None:
+        """Add the argument that names a bundle."""
+        text = "name of a shipped bundle, or the folder of any bundle"
+        self.add_text("bundle", "BUNDLE", text, **{"type": bundle_name, **more})
 
 
-def add_path(
-    group: Any,
-    name: str,
-    metavar: str,
-    text: str,
-    kind: Callable[[str], Path] = Path,
-    **more: Any,
-) -> None:
-    """Add a flag or a place that takes a path, `existing` where the path must be there."""
-    group.add_argument(name, metavar=metavar, help=text, type=kind, **more)
-
-
-def add_switch(group: Any, flag: str, text: str) -> None:
-    """Add a flag that is on where it is given."""
-    group.add_argument(flag, action="store_true", help=text)
-
-
-def add_examinations(group: Any) -> None:
-    """Add the flags that ask for more scores than a run needs."""
-    text = "score each site's own model at every site too (cross_site.md, a heat map in the report)"
-    add_switch(group, "--cross-site", text)
-    text = "estimate what each site contributes to each evaluated round (contribution.csv, a table in the report)"
-    add_switch(group, "--contribution", text)
-
-
-def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
-    """Add the flags that say what is trained, and with `data` on what, but for the method."""
-    group.add_argument(
-        "--set",
-        dest="options",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        help=option_text,
-    )
-    add_config(
-        group,
-        "override a value of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
-    )
-    group.add_argument(
-        "--preset", dest="presets", action="append", metavar="NAME",
-        help="apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated",
-    )  # fmt: skip
-    text = (
-        "folder of the images, or phantom for synthetic ones; default: the bundle's folder below "
-        "$MEDFL_DATA if there is one, else phantom"
-    )
-
-    if data:
-        group.add_argument("--data", metavar="DIR|phantom", help=text)
-
-
-def add_config(group: Any, text: str) -> None:
-    """Add the flag for ids of a bundle's configuration."""
-    group.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help=text)
-
-
-def add_settings(group: Any, *names: str) -> None:
-    """Add the flags of settings, as `medfl.core.settings` declares them."""
-    for declared in (SETTINGS[name] for name in names):
-        if declared.kind is bool:
-            group.add_argument(declared.flag, action="store_true", default=None, help=declared.help)
-        elif declared.kind is str:
-            group.add_argument(declared.flag, metavar=declared.metavar, help=declared.help)
-        else:
-            add_number(group, declared.flag, declared.metavar, declared.help, declared.kind)
+class Group(Flags, argparse._ArgumentGroup):
+    """Flags with a title."""
 
 
 def names_of_group(*groups: str) -> list[str]:
@@ -113,17 +242,7 @@ def given_settings(args: Namespace, *more: str) -> Document:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def add_columns(parser: Any, **roles: str) -> None:
-    """Add a flag for each column of a table of labels: role -> what the column has."""
-    for role, content in roles.items():
-        parser.add_argument(
-            f"--{role}-column",
-            metavar="NAME",
-            help=f"column of the table that has {content}; default: found by its name",
-        )
-
-
-def given_columns(args: Namespace) -> dict[str, str]:
+def given_columns(args: Namespace) -> Cells:
     """Return role -> column of the flags of `add_columns` that were given."""
     roles = {}
     for name, value in vars(args).items():
@@ -131,130 +250,6 @@ def given_columns(args: Namespace) -> dict[str, str]:
             roles[name.removesuffix("_column")] = value
 
     return roles
-
-
-def add_sites(parser: Any) -> Any:
-    """Add the flags about the sites, but for their partition; return their group."""
-    group = parser.add_argument_group("sites")
-    add_number(group, "--sites", "N", "number of sites")
-    add_settings(group, *names_of_group(SITES))
-    return group
-
-
-def add_partition(group: Any, action: str = "store") -> None:
-    """Add the flag for a partition, or for several."""
-    group.add_argument(
-        "--partition", action=action, type=_partition, metavar="SPEC",
-        help="how images are split over sites: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (one "
-             "site per centre; centre:NAME=TRAIN/TEST,... limits the images of a centre), "
-             "counts:TRAIN/TEST,... (per site; TRAIN includes validation, 0: a site that only tests; TEST may be "
-             "all), size (quantiles of the image size), stratified (the same shares of classes or findings), "
-             "quantile or range (parts of the predicted number, in ascending order) or file:PATH.csv"
-        + ("; may be repeated" if action == "append" else ""),
-    )  # fmt: skip
-
-
-def add_training(parser: Any, seed: bool = True) -> Any:
-    """Add the flags about training; return their group."""
-    group = parser.add_argument_group("training")
-    add_settings(group, *(name for name in names_of_group(TRAINING) if seed or name != "seed"))
-    return group
-
-
-def add_machine(parser: Any) -> Any:
-    """Add the flags about the machine that can change a result; return their group."""
-    group = parser.add_argument_group("machine")
-    add_settings(group, "device", *names_of_group(COMPUTING), "threads")
-    return group
-
-
-def add_runtime(group: Any) -> None:
-    """Add the flag that says what runs the sites."""
-    group.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
-        help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
-             "process, or a job on NVIDIA FLARE's simulator",
-    )  # fmt: skip
-
-
-def add_robustness(parser: Any) -> Any:
-    """Add the flags about sites that fail, or send what is wrong; return their group."""
-    group = parser.add_argument_group("robustness")
-    add_settings(group, *names_of_group(ROBUSTNESS))
-    add_number(
-        group,
-        "--min-replies",
-        "N",
-        "continue without failed sites, with a warning, while at least N reply; default: all must reply",
-    )
-    add_number(
-        group,
-        "--deadline",
-        "SECONDS",
-        "time limit for a round, in seconds; with --runtime flare",
-        float,
-    )
-
-    return group
-
-
-def add_trust(group: Any) -> None:
-    """Add the flag that lets bundles and run folders run what no inspection accepts."""
-    add_switch(
-        group,
-        "--trust",
-        "run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
-        " or runtime that a file names; it runs with your rights",
-    )
-    add_walls(group)
-
-
-def add_walls(group: Any) -> None:
-    """Add the flags that put walls around shipped bundles too, or around none."""
-    add_switch(
-        group,
-        "--sandbox",
-        "run a shipped bundle, too, in a process that writes only the output folder, without network "
-        "and programs; other bundles always are, on Linux with Landlock",
-    )
-    add_switch(
-        group,
-        "--no-sandbox",
-        "run a bundle that is not shipped in a process that may do all that you may",
-    )
-
-
-def add_jobs(group: Any, text: str) -> None:
-    """Add the flag for a number of processes, None for as many as fit."""
-    group.add_argument(
-        "--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto"
-    )
-
-
-def add_machine_and_output(verb: Any, content: str) -> Any:
-    """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
-    of_machine = add_machine(verb)
-    add_trust(of_machine)
-    add_jobs(
-        of_machine,
-        "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results",
-    )
-    output = verb.add_argument_group("output")
-    text = f"folder of {content}; what is there already is not run again"
-    add_path(output, "--out", "DIR", text, required=True)
-
-    return output
-
-
-def add_quiet(group: Any) -> None:
-    """Add the flag that silences what is told while running."""
-    add_switch(group, "--quiet", "print errors only")
-
-
-def add_bundle(parser: Any, **more: Any) -> None:
-    """Add the argument that names a bundle."""
-    text = "name of a shipped bundle, or the folder of any bundle"
-    parser.add_argument("bundle", **{"type": bundle_name, **more}, metavar="BUNDLE", help=text)
 
 
 def bundle_name(text: str) -> str:
@@ -313,7 +308,7 @@ def _jobs(text: str) -> int | None:
     return int(text)
 
 
-def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+def parse_pairs(flag: str, texts: Names) -> Cells:
     """Return name -> value of texts NAME=VALUE."""
     values = {}
     for text in texts:

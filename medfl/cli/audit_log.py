@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
+from medfl.core.tables import screen_width
 from medfl.core.untrusted import printable
 from medfl.policy.audit import VerifiedLog
 
 
-def text(log: VerifiedLog, width: int) -> list[str]:
+def text(log: VerifiedLog) -> list[str]:
     """Return a log as a table."""
     head = ["time", "site", "round", "", "what", "bytes", "tensors", "sha256", "content"]
     rows = [
@@ -25,14 +26,14 @@ def text(log: VerifiedLog, width: int) -> list[str]:
     ]
 
     if rows:
-        lines = tables.text_table(head, rows, max(width, 150), spare=["site"])
+        lines = tables.text_table(head, rows, max(screen_width(), 150), spare=["site"])
     else:
         lines = ["no line"]
 
     lines += ["", *(f"note: {note}" for note in log.notes)]
     words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]
     if words:
-        lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width)
+        lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000))
     lines.append(f"last line: sha256 {log.last or '-'}")
     count = len(log.problems)
     lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")

@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -33,11 +33,11 @@ def add(verbs: Any) -> None:
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
     verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
     text = "a run folder; its images must be available"
-    arguments.add_path(verb, "run", "RUN", text, arguments.run_folder)
+    verb.add_path("run", "RUN", text, arguments.run_folder)
     text = "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9"
-    arguments.add_number(verb, "--coverage", "C", text, float)
+    verb.add_number("--coverage", "C", text, float)
     text = "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)"
-    verb.add_argument("--scores", default="", metavar="lac|aps", help=text)
+    verb.add_text("--scores", "lac|aps", text, default="")
     text = (
         "whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
         "(between both); all three are examined"
@@ -46,16 +46,16 @@ def add(verbs: Any) -> None:
     text = (
         "shrunken: number of images that those of all other sites count as, together; default: 100"
     )
-    arguments.add_number(verb, "--strength", "M", text, float)
+    verb.add_number("--strength", "M", text, float)
     text = "examine groups of test images too: centre, site, sex, age (bands of 20 years) or localisation"
-    verb.add_argument("--by", default="", metavar="COLUMN", help=text)
+    verb.add_text("--by", "COLUMN", text, default="")
     text = "tell no sums of a site, and no counts, of fewer images; default: 0, of groups 10"
-    arguments.add_number(verb, "--min-count", "K", text)
+    verb.add_number("--min-count", "K", text)
     text = "model of the last round, or the best by validation; default: last"
-    verb.add_argument("--which", default="last", metavar="last|best", help=text)
-    arguments.add_settings(verb, "device")
-    arguments.add_path(verb, "--out", "DIR", "folder of the result; default: that of the run")
-    arguments.add_trust(verb)
+    verb.add_text("--which", "last|best", text, default="last")
+    verb.add_settings("device")
+    verb.add_path("--out", "DIR", "folder of the result; default: that of the run")
+    verb.add_trust()
 
 
 def _calibrate(args: Namespace) -> int:
@@ -64,7 +64,7 @@ def _calibrate(args: Namespace) -> int:
     if not 0 <= args.strength < math.inf or args.min_count < 0:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 
-    hold(args, Use(runs=[args.run], folder=args.out or args.run))
+    hold(args, runs=[args.run], folder=args.out or args.run)
     from medfl.runs.calibrate import Options, calibrate
     from medfl.runs.plan import device_named
     from medfl.runs.result import load_run
@@ -72,18 +72,18 @@ def _calibrate(args: Namespace) -> int:
     values = {field: getattr(args, field) for field in Options.__dataclass_fields__}
     result = load_run(args.run, device_named(args.device or "cpu"))
     document = calibrate(result, Options(**values), args.out, progress=sys.stderr.isatty())
-    return show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
+    return show(args, document, _lines(document))
 
 
-def _lines(document: Document, width: int) -> list[str]:
+def _lines(document: Document) -> list[str]:
     from medfl.report.coverage import tables_of
 
     lines = [f"coverage {document['coverage']:g} is promised of {document['promise']}"]
     for head, rows in tables_of(document):
-        lines += ["", *tables.text_table(head, rows, width, ["abstained", "from"]), ""]
+        lines += ["", *tables.text_table(head, rows, spare=["abstained", "from"]), ""]
 
     for note in document["notes"]:
-        lines += terminal.hanging_indent("note: ", note, width)
+        lines += terminal.hanging_indent("note: ", note)
 
     if document["data_source"] == "phantom":
         lines.append("PHANTOM data: images drawn by a program")

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from medfl.cli.parser import add_verb, show
-from medfl.core import terminal
+from medfl.core.tables import screen_width
 
 
 def add(verbs: Any) -> None:
@@ -16,20 +16,18 @@ def add(verbs: Any) -> None:
         ("bundles", "list the bundles, or show one with its classes, protocol and data", _bundles),
     ):
         verb = add_verb(verbs, name, text, function)
-        verb.add_argument(
-            "name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out"
-        )
+        verb.add_text("name", "NAME", f"one of the {name}; all of them if left out", nargs="?")
 
 
 def _methods(args: Namespace) -> int:
     from medfl.cli import method_pages
 
     document = method_pages.methods(args.name)
-    return show(args, document, lambda: method_pages.methods_text(document, terminal.width()))
+    return show(args, document, [method_pages.methods_text(document, screen_width())])
 
 
 def _bundles(args: Namespace) -> int:
     from medfl.cli import bundle_pages
 
     document = bundle_pages.bundles(args.name)
-    return show(args, document, lambda: bundle_pages.bundles_text(document, terminal.width()))
+    return show(args, document, [bundle_pages.bundles_text(document, screen_width())])

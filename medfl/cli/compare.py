@@ -8,7 +8,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.compare import papers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -29,59 +29,58 @@ def add(verbs: Any) -> None:
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
     text = "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table"
-    compare.add_argument(
-        "bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text
-    )
+    compare.add_text("bundle", "BUNDLE", text, nargs="?", type=arguments.bundle_name)
     group = compare.add_argument_group("what")
-    group.add_argument(
-        "--methods",
-        default="",
-        metavar="A,B,...",
-        help="comma-separated methods, with their default options",
+    group.add_text(
+        "--methods", "A,B,...", "comma-separated methods, with their default options", default=""
     )
-    group.add_argument(
-        "--paper", metavar="PAPER/TABLE",
-        help=("run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
-             "--methods selects some of its methods"),
-    )  # fmt: skip
+    group.add_text(
+        "--paper",
+        "PAPER/TABLE",
+        "run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
+        "--methods selects some of its methods",
+    )
     text = "with --paper: run only this fraction of the rounds (stated in the tables)"
-    arguments.add_number(group, "--scale", "FACTOR", text, float)
-    group.add_argument(
-        "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
-        help="one more method with its own options; may be repeated, also with the same name",
-    )  # fmt: skip
-    arguments.add_path(
-        group,
+    group.add_number("--scale", "FACTOR", text, float)
+    group.add_text(
+        "--method",
+        "'NAME OPTION=VALUE ...'",
+        "one more method with its own options; may be repeated, also with the same name",
+        dest="entries",
+        action="append",
+        default=[],
+    )
+    group.add_path(
         "--tuned",
         "DIR",
         "folder that medfl tune wrote, or one holding several: use the settings found there; default:"
         " all methods in it, or those of --methods",
     )
     text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
-    group.add_argument("--seeds", metavar="0,1,2", help=text)
-    arguments.add_what(group, "set an option of every method that has it; may be repeated")
-    sites = arguments.add_sites(compare)
-    arguments.add_partition(sites, "append")
-    sites.add_argument(
-        "--leave-out", metavar="NAME,...|each",
-        help="train at all centres, and at all but each of these; the table left_out.md says what is reached at a "
-             "centre that was left out, beside its own model (method local)",
-    )  # fmt: skip
-    arguments.add_training(compare, seed=False)
-    compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
-    output = arguments.add_machine_and_output(compare, "the runs and tables")
-    output.add_argument(
-        "--against", metavar="METHOD", help="method to test the others against; default: the first"
+    group.add_text("--seeds", "0,1,2", text)
+    group.add_what("set an option of every method that has it; may be repeated")
+    sites = compare.add_sites()
+    sites.add_partition("append")
+    sites.add_text(
+        "--leave-out",
+        "NAME,...|each",
+        "train at all centres, and at all but each of these; the table left_out.md says what is reached at a "
+        "centre that was left out, beside its own model (method local)",
     )
-    output.add_argument(
-        "--target", metavar="VALUE|METHOD",
-        help=("report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
-             " default: the best of --against"),
-    )  # fmt: skip
+    compare.add_training(seed=False)
+    compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
+    output = compare.add_machine_and_output("the runs and tables")
+    output.add_text("--against", "METHOD", "method to test the others against; default: the first")
+    output.add_text(
+        "--target",
+        "VALUE|METHOD",
+        "report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
+        " default: the best of --against",
+    )
     text = "also print the published figures of these methods"
-    arguments.add_switch(output, "--published", text)
-    arguments.add_examinations(output)
-    arguments.add_quiet(output)
+    output.add_switch("--published", text)
+    output.add_examinations()
+    output.add_quiet()
 
 
 def _compare(args: Namespace) -> int:
@@ -108,9 +107,8 @@ def _compare(args: Namespace) -> int:
     check_places(args.bundle, shared["requested"])
     check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
-    hold(args, Use(bundles=[args.bundle], folder=args.out))
-    from medfl.compare.entry import Entry
-    from medfl.compare.search import tuned_entries
+    hold(args, bundles=[args.bundle], folder=args.out)
+    from medfl.compare.search import Entry, tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}
     methods = list(dict.fromkeys(arguments.parse_names(args.methods))) or (
@@ -130,7 +128,7 @@ def _compare(args: Namespace) -> int:
         check_options(entry.method, entry.options)
 
     with without_gc():
-        from medfl.compare import contribution, cross_site, left_out
+        from medfl.compare import left_out, sites
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
@@ -159,7 +157,7 @@ def _compare(args: Namespace) -> int:
         document["trials"] = {entry.label: entry.trials or 0 for entry in entries}
 
     if comparison is None:
-        show(args, document, lambda: "no run finished")
+        show(args, document, ["no run finished"])
         return 1
 
     written = write_tables(comparison, args.out, **tests)
@@ -170,8 +168,8 @@ def _compare(args: Namespace) -> int:
     lines = [
         written["md"].read_text(),
         left_out.write(comparison, args.out),
-        cross_site.write(comparison, args.out),
-        contribution.write(comparison, args.out),
+        sites.write_cross_site(comparison, args.out),
+        sites.write_contribution(comparison, args.out),
         *(f"written: {path}" for path in written.values()),
     ]
     if args.published:
@@ -184,7 +182,7 @@ def _compare(args: Namespace) -> int:
     if tuned:
         lines += [f"trials of the settings: {', '.join(counts)}"]
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
-    show(args, document, lambda: "\n".join([*lines, comparison.describe()]))
+    show(args, document, [*lines, comparison.describe()])
 
     return 1 if failed else 0
 
@@ -212,7 +210,7 @@ def _paper(args: Namespace) -> int:
         scale=1.0 if args.scale is None else args.scale,
         **_shared(args),
     )  # fmt: skip
-    show(args, document, lambda: "\n".join(lines))
+    show(args, document, lines)
 
     return code
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core.errors import InputError
 
 
@@ -16,33 +15,28 @@ def add(verbs: Any) -> None:
     concepts = add_verb(
         verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts
     )
-    arguments.add_bundle(concepts)
-    concepts.add_argument(
-        "--plm", required=True, metavar="NAME",
-        help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
-    )  # fmt: skip
-    concepts.add_argument(
+    concepts.add_bundle()
+    concepts.add_text(
+        "--plm",
+        "NAME",
+        "language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
+        required=True,
+    )
+    concepts.add_text(
         "--model",
-        metavar="DIR",
-        help="folder of the language model; default: the Hugging Face cache, or a download",
+        "DIR",
+        "folder of the language model; default: the Hugging Face cache, or a download",
     )
-    arguments.add_trust(concepts)
-    arguments.add_path(
-        concepts, "--out", "FILE", "output file; default: where --set plm=NAME looks for it"
-    )
-    arguments.add_switch(
-        concepts, "--unmasked", "average over padding tokens too, as in the authors' code"
-    )
-    arguments.add_number(
-        concepts,
-        "--dropout",
-        "SEED",
-        "keep the language model's dropout active, as in the authors' code",
+    concepts.add_trust()
+    concepts.add_path("--out", "FILE", "output file; default: where --set plm=NAME looks for it")
+    concepts.add_switch("--unmasked", "average over padding tokens too, as in the authors' code")
+    concepts.add_number(
+        "--dropout", "SEED", "keep the language model's dropout active, as in the authors' code"
     )
 
 
 def _concepts(args: Namespace) -> int:
-    hold(args, Use(bundles=[args.bundle], file="out"))
+    hold(args, bundles=[args.bundle], file="out")
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 
@@ -78,4 +72,4 @@ def _concepts(args: Namespace) -> int:
     model = f"{embeddings.plm} ({embeddings.pooling})"
     text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"
 
-    return show(args, document, lambda: text)
+    return show(args, document, [text])

@@ -7,9 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
@@ -34,21 +33,17 @@ def add(verbs: Any) -> None:
         actions, "check", "verify a data folder: layout, counts, unreadable images", _check
     )
     shipped = "name of a shipped bundle (medfl bundles)"
-    fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    check.add_argument(
-        "bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote"
-    )
-    make.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    arguments.add_path(make, "--out", "DIR", "new folder", required=True)
-    arguments.add_walls(check)
-    arguments.add_number(make, "--per-class", "N", "images per class")
-    arguments.add_number(make, "--size", "PIXELS", "side length of the images, in pixels or voxels")
-    arguments.add_number(make, "--seed", "S", "random seed; default: 0")
+    fetch.add_text("bundle", "BUNDLE", shipped)
+    check.add_text("bundle", "BUNDLE", f"{shipped}, or the folder of one that medfl new wrote")
+    make.add_text("bundle", "BUNDLE", shipped)
+    make.add_path("--out", "DIR", "new folder", required=True)
+    check.add_walls()
+    make.add_number("--per-class", "N", "images per class")
+    make.add_number("--size", "PIXELS", "side length of the images, in pixels or voxels")
+    make.add_number("--seed", "S", "random seed; default: 0")
     text = "folder to download to; an interrupted download is continued"
-    arguments.add_path(fetch, "--out", "DIR", text, required=True)
-    arguments.add_path(
-        check, "--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA"
-    )
+    fetch.add_path("--out", "DIR", text, required=True)
+    check.add_path("--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA")
 
 
 def _make(args: Namespace) -> int:
@@ -67,7 +62,7 @@ def _make(args: Namespace) -> int:
 
     folder = datasets.write_phantom(args.bundle, args.out, **sizes)
     document = {"name": args.bundle, "folder": str(folder), "source": "phantom"}
-    return show(args, document, lambda: f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}")
+    return show(args, document, [f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}"])
 
 
 def _fetch(args: Namespace) -> int:
@@ -75,21 +70,21 @@ def _fetch(args: Namespace) -> int:
     from medfl.datasets.readers.download import fetch
 
     files = list(map(str, fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())))
-    return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
+    return show(args, {"name": args.bundle, "files": files}, files)
 
 
 def _check(args: Namespace) -> int:
     from medfl import datasets
 
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
-        hold(args, Use(bundles=[args.bundle]))
+        hold(args, bundles=[args.bundle])
         from medfl.bundle import check_own
 
         report = check_own.check(args.bundle, args.data, progress=sys.stderr.isatty())
     else:
         report = datasets.check(args.bundle, args.data, progress=sys.stderr.isatty())
 
-    show(args, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
+    show(args, report.as_dict(), _check_lines(report.as_dict()))
     if not report.ok:
         if len(report.problems) > 1:
             more = f" (and {len(report.problems) - 1} more)"
@@ -105,8 +100,8 @@ def _check(args: Namespace) -> int:
     return 0
 
 
-def _check_text(document: Config, width: int) -> str:
-    """Return the text of a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
+def _check_lines(document: Config) -> list[str]:
+    """Return the lines on a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
     source = {"phantom": "PHANTOM: drawn images", "real": "real images"}[document["source"]]
     facts = {
         "data set": f"{document['name']}, {source}",
@@ -116,27 +111,22 @@ def _check_text(document: Config, width: int) -> str:
         "images": str(document["images"]),
     }
     several = any(len(centres) > 1 for centres in document["counts"].values())
-    rows = [
-        [
-            section,
-            *([centre] if several else []),
-            str(sum(row)),
-            *(str(count) if count else "-" for count in row),
-        ]
-        for section, centres in document["counts"].items()
-        for centre, row in centres.items()
-    ]
-    head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
-    lines = [*terminal.definitions(facts, width), "", *tables.text_table(head, rows, width), ""]
+    head = ["section", "centre", "all", *document["classes"]]
+    rows = []
+    for section, centres in document["counts"].items():
+        for centre, row in centres.items():
+            counts = [str(count) if count else "-" for count in row]
+            rows.append([section, centre, str(sum(row)), *counts])
+
+    if not several:
+        for cells in (head, *rows):
+            del cells[1]
+
+    lines = [*terminal.definitions(facts), "", *tables.text_table(head, rows), ""]
 
     for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
-        lines += [
-            line for text in document[kind] for line in terminal.hanging_indent(label, text, width)
-        ]
+        for text in document[kind]:
+            lines += terminal.hanging_indent(label, text)
 
-    return "\n".join(
-        [
-            *lines,
-            "the data can be used" if document["ok"] else "the data cannot be used as they are",
-        ]
-    )
+    verdict = "the data can be used" if document["ok"] else "the data cannot be used as they are"
+    return [*lines, verdict]

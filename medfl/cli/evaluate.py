@@ -8,8 +8,8 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.run import launch_of, result_text
-from medfl.cli.walls import Use, hold
+from medfl.cli.run import launch_of, result_lines
+from medfl.cli.walls import hold
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -34,43 +34,38 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     verb = add_verb(verbs, "evaluate", "examine a finished model, without training", run, EXAMPLES)
-    verb.add_argument(
-        "model", type=arguments.existing, metavar="MODEL",
-        help="folder of a run or of a bundle with weights, or a file of weights "
-             "(.safetensors, .pt, .pth, TorchScript, of which no code is run)",
-    )  # fmt: skip
-    verb.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE",
-        help="name of a shipped bundle, or the folder of any: its network, data and scores; "
-             "default: the model's own",
-    )  # fmt: skip
+    verb.add_path(
+        "model",
+        "MODEL",
+        "folder of a run or of a bundle with weights, or a file of weights "
+        "(.safetensors, .pt, .pth, TorchScript, of which no code is run)",
+        arguments.existing,
+    )
+    verb.add_text(
+        "bundle",
+        "BUNDLE",
+        "name of a shipped bundle, or the folder of any: its network, data and scores; "
+        "default: the model's own",
+        nargs="?",
+    )
     group = verb.add_argument_group("what")
-    arguments.add_config(group, "override a value of the bundle's configuration; may be repeated")
-    arguments.add_number(group, "--seed", "N", "seed of the partition; default 0")
-    group.add_argument(
-        "--preset", dest="presets", action="append", metavar="NAME",
-        help="apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated",
-    )  # fmt: skip
-    group.add_argument(
-        "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
-    )
+    group.add_config("override a value of the bundle's configuration; may be repeated")
+    group.add_number("--seed", "N", "seed of the partition; default 0")
+    group.add_preset()
+    group.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
     sites = verb.add_argument_group("sites")
-    arguments.add_number(sites, "--sites", "N", "number of sites")
-    arguments.add_partition(sites)
-    arguments.add_settings(sites, "site_labels", "site_channels", "metrics")
-    machine = arguments.add_machine(verb)
-    arguments.add_trust(machine)
-    arguments.add_runtime(machine)
-    arguments.add_jobs(machine, "number of worker processes; does not change results")
+    sites.add_number("--sites", "N", "number of sites")
+    sites.add_partition()
+    sites.add_settings("site_labels", "site_channels", "metrics")
+    machine = verb.add_machine()
+    machine.add_trust()
+    machine.add_runtime()
+    machine.add_jobs("number of worker processes; does not change results")
     output = verb.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, metavar="DIR", help="new folder; default: runs/BUNDLE-evaluated-MODEL"
-    )
-    output.add_argument(
-        "--save-predictions", action="store_true",
-        help="segmentation: write the predicted masks of the test images",
-    )  # fmt: skip
-    arguments.add_quiet(output)
+    output.add_path("--out", "DIR", "new folder; default: runs/BUNDLE-evaluated-MODEL")
+    text = "segmentation: write the predicted masks of the test images"
+    output.add_switch("--save-predictions", text)
+    output.add_quiet()
 
 
 def run(args: Namespace) -> int:
@@ -88,19 +83,14 @@ def run(args: Namespace) -> int:
     else:
         runs = []
 
-    if args.runtime.startswith("flare"):
-        connects = f"--runtime {args.runtime}"
-    else:
-        connects = ""
-
-    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out, connects=connects))
+    hold(args, bundles=[bundle], runs=runs, folder=args.out)
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     _check_classes(model, bundle, config)
     requested |= {"method": "fedavg", "rounds": 0, "init": init}
     document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
-    return show(args, document, lambda: result_text(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
 def _check_classes(model: Path, bundle: str, config: Config) -> None:

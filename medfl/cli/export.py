@@ -8,7 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core.documents import Config
 from medfl.storage.places import check_which, require_for_export
 
@@ -30,29 +30,28 @@ def add(verbs: Any) -> None:
     export = add_verb(
         verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES
     )
-    export.add_argument(
-        "run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote"
-    )
-    arguments.add_path(export, "--out", "DIR", "new folder of the bundle", required=True)
+    export.add_path("run", "RUN", "a folder that medfl run wrote", arguments.run_folder)
+    export.add_path("--out", "DIR", "new folder of the bundle", required=True)
     text = "model of the last round, or the best by validation; default: last"
-    export.add_argument("--which", default="last", metavar="last|best", help=text)
-    export.add_argument(
+    export.add_text("--which", "last|best", text, default="last")
+    export.add_text(
         "--site",
-        metavar="NAME",
-        help="export the personal model of this site, or of all, if the method has one for each",
+        "NAME",
+        "export the personal model of this site, or of all, if the method has one for each",
     )
-    export.add_argument(
-        "--formats", metavar="A,B",
-        help="formats beside model.pt and model.safetensors: torchscript, onnx or none; default: what can be written",
-    )  # fmt: skip
-    arguments.add_trust(export)
-    export.add_argument("--data", metavar="DIR", help="the run's images, if they have moved")
+    export.add_text(
+        "--formats",
+        "A,B",
+        "formats beside model.pt and model.safetensors: torchscript, onnx or none; default: what can be written",
+    )
+    export.add_trust()
+    export.add_text("--data", "DIR", "the run's images, if they have moved")
 
 
 def _export(args: Namespace) -> int:
     check_which(args.which)
     require_for_export(args.out)
-    hold(args, Use(runs=[args.run], file="out"))
+    hold(args, runs=[args.run], file="out")
     from medfl.export.formats import parse_formats
 
     formats = parse_formats(args.formats)
@@ -72,7 +71,7 @@ def _export(args: Namespace) -> int:
         below = Path(written["folder"]).relative_to(args.out)
         written["folder"] = str(args.shown_file / below)
 
-    return show(args, document, lambda: "\n".join(_lines(document)))
+    return show(args, document, _lines(document))
 
 
 def _lines(document: Config) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from medfl.cli import arguments, run
+from medfl.cli import run
+from medfl.cli.arguments import given_settings, names_of_group, parse_names, parse_pairs
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core.documents import Config
@@ -57,54 +58,47 @@ def add(verbs: Any) -> None:
 
     text = "write a job for sites that train on their own images"
     export = add_verb(actions, "export", text, _export, _EXPORT)
-    arguments.add_bundle(export)
+    export.add_bundle()
     group = export.add_argument_group("what", "each site permits which ids --config may set")
-    group.add_argument(
-        "--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg"
-    )
-    arguments.add_what(
-        group, "set an option of the method (medfl methods NAME); may be repeated", data=False
-    )
-    group.add_argument(
+    group.add_text("--method", "NAME", "a shipped method (medfl methods); default fedavg")
+    group.add_what("set an option of the method (medfl methods NAME); may be repeated", data=False)
+    group.add_text(
         "--data",
-        metavar="DIR",
-        help="images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
+        "DIR",
+        "images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
     )
-    arguments.add_switch(
-        group, "--evaluate", "only examine the weights of --init at the sites; nothing trains"
+    group.add_switch(
+        "--evaluate", "only examine the weights of --init at the sites; nothing trains"
     )
-    arguments.add_switch(group, "--rehearsal", "use synthetic images at all sites")
+    group.add_switch("--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
-    sites.add_argument(
-        "--sites",
-        required=True,
-        metavar="A,B,...",
-        help="comma-separated names of the sites in the federation",
+    sites.add_text(
+        "--sites", "A,B,...", "comma-separated names of the sites in the federation", required=True
     )
-    arguments.add_settings(sites, *arguments.names_of_group(SITES))
-    arguments.add_training(export)
-    arguments.add_robustness(export)
-    arguments.add_trust(export)
+    sites.add_settings(*names_of_group(SITES))
+    export.add_training()
+    export.add_robustness()
+    export.add_trust()
     machine = export.add_argument_group(
         "machine", "each site trains on the device that it chooses itself"
     )
-    arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
+    machine.add_settings(*names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
-    arguments.add_path(output, "--out", "DIR", "new folder for the job", required=True)
-    arguments.add_switch(output, "--resume", "continue the run that the server and the sites hold")
+    output.add_path("--out", "DIR", "new folder for the job", required=True)
+    output.add_switch("--resume", "continue the run that the server and the sites hold")
 
 
 def _export(args: Namespace) -> int:
-    values = arguments.parse_pairs("--set", args.options)
-    config = arguments.parse_pairs("--config", args.config)
-    sites = arguments.parse_names(args.sites)
+    values = parse_pairs("--set", args.options)
+    config = parse_pairs("--config", args.config)
+    sites = parse_names(args.sites)
     if len(set(sites)) != len(sites) or not sites:
         raise InputError(
             f"--sites {args.sites}", "different names, as north,south", "name each site once"
         )
 
     check_options(args.method or "fedavg", values)
-    requested = arguments.given_settings(args, "method", "presets")
+    requested = given_settings(args, "method", "presets")
     require_unused(args.out)
     from medfl.flare.offer import export
 
@@ -114,17 +108,15 @@ def _export(args: Namespace) -> int:
         min_replies=args.min_replies, deadline=args.deadline,
     )  # fmt: skip
 
-    return show(args, document, lambda: _text(document))
+    return show(args, document, _lines(document))
 
 
-def _text(document: Config) -> str:
-    lines = [
+def _lines(document: Config) -> list[str]:
+    return [
         f"job: {document['job']}",
         f"sites: {', '.join(document['sites'])}",
         f"run: {document['run_hash'][:16]}",
-    ]
-    lines += [
         f"bundle: {document['bundle']} ({document['bundle_sha256'][:16]})",
         "submit it with your own startup kit, of type admin:",
+        f"  nvflare job submit -j {document['job']} --startup-kit ADMIN-KIT",
     ]
-    return "\n".join([*lines, f"  nvflare job submit -j {document['job']} --startup-kit ADMIN-KIT"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.cli import arguments
+from medfl.cli.arguments import existing, given_columns, parse_names
 from medfl.cli.parser import add_verb, show
 from medfl.storage.places import require_new_bundle
 
@@ -36,72 +36,70 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
-    arguments.add_path(
-        new, "bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle"
-    )
-    arguments.add_path(
-        new, "--images", "DIR", "folder of the images", arguments.existing, required=True
-    )
-    arguments.add_path(
-        new, "--masks", "DIR", "folder of the masks; may be within --images", arguments.existing
-    )
-    new.add_argument(
+    new.add_path("bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle")
+    new.add_path("--images", "DIR", "folder of the images", existing, required=True)
+    new.add_path("--masks", "DIR", "folder of the masks; may be within --images", existing)
+    new.add_text(
         "--classes",
+        "A,B,...",
+        "comma-separated class names of the mask values 1, 2, ...",
         default="",
-        metavar="A,B,...",
-        help="comma-separated class names of the mask values 1, 2, ...",
     )
-    new.add_argument(
-        "--labels", type=arguments.existing, metavar="CSV",
-        help="table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
-             "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
-             "a column of numbers",
-    )  # fmt: skip
-    new.add_argument(
+    new.add_path(
+        "--labels",
+        "CSV",
+        "table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
+        "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
+        "a column of numbers",
+        existing,
+    )
+    new.add_text(
         "--task",
+        "classification|multilabel|regression",
+        "what the table has: one class, several findings, or a number per picture; default: as its columns tell",
         choices=("classification", "multilabel", "regression"),
-        metavar="classification|multilabel|regression",
-        help="what the table has: one class, several findings, or a number per picture; default: as its columns tell",
     )
-    new.add_argument(
-        "--label-column", default="", metavar="A,B,...",
-        help="columns of the classes, findings or numbers; default: found by their names and values",
-    )  # fmt: skip
-    arguments.add_columns(
-        new, file="the images' file names", patient="the patient", centre="the centre"
+    new.add_text(
+        "--label-column",
+        "A,B,...",
+        "columns of the classes, findings or numbers; default: found by their names and values",
+        default="",
     )
-    new.add_argument(
-        "--uncertain", choices=("ignore", "zeros", "ones"), default="ignore", metavar="ignore|zeros|ones",
-        help="what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
-             "or present; default: ignore",
-    )  # fmt: skip
-    new.add_argument(
-        "--blank", choices=("ignore", "zeros"), default="ignore", metavar="ignore|zeros",
-        help="what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
-             "what a report does not mention; default: ignore",
-    )  # fmt: skip
-    new.add_argument(
+    new.add_columns(file="the images' file names", patient="the patient", centre="the centre")
+    new.add_text(
+        "--uncertain",
+        "ignore|zeros|ones",
+        "what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
+        "or present; default: ignore",
+        choices=("ignore", "zeros", "ones"),
+        default="ignore",
+    )
+    new.add_text(
+        "--blank",
+        "ignore|zeros",
+        "what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
+        "what a report does not mention; default: ignore",
+        choices=("ignore", "zeros"),
+        default="ignore",
+    )
+    new.add_text(
         "--group-by",
-        metavar="REGEX",
-        help="regular expression whose group in a file's name is the patient; default: read cases.csv",
+        "REGEX",
+        "regular expression whose group in a file's name is the patient; default: read cases.csv",
     )
-    new.add_argument(
-        "--network",
-        metavar="NAME",
-        help="network of the bundle (a run can override it); default: a small one",
+    new.add_text(
+        "--network", "NAME", "network of the bundle (a run can override it); default: a small one"
     )
-    arguments.add_number(
-        new,
+    new.add_number(
         "--size",
         "PIXELS",
         "side length to which pictures are resized; default: 64, or 128 with masks",
     )
-    new.add_argument(
-        "--no-plan",
-        action="store_true",
-        help="volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
-             "--network has this effect too",
-    )  # fmt: skip
+    text = (
+        "volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
+        "--network has this effect too"
+    )
+    new.add_switch("--no-plan", text)
 
 
 def _new(args: Namespace) -> int:
@@ -109,12 +107,12 @@ def _new(args: Namespace) -> int:
     from medfl.datasets.readers.label_columns import Wanted
     from medfl.starter import starter
 
-    columns = arguments.parse_names(args.label_column)
-    roles = arguments.given_columns(args)
+    columns = parse_names(args.label_column)
+    roles = given_columns(args)
     roles.pop("label", None)
     requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank, roles)
     survey = starter.survey(
-        args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
+        args.images, args.masks, names=parse_names(args.classes), labels=args.labels,
         group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),
     )  # fmt: skip
     if survey.kind == "volumes" and args.network is None and not args.no_plan:
@@ -140,7 +138,7 @@ def _new(args: Namespace) -> int:
         "offered_folds": survey.folds or None, "next": command,
     }  # fmt: skip
 
-    return show(args, document, lambda: _text(folder, survey, command, _offer(args, survey)))
+    return show(args, document, _lines(folder, survey, command, _offer(args, survey)))
 
 
 def _planned(survey: Survey) -> Survey:
@@ -187,7 +185,7 @@ def _scale(survey: Survey) -> str:
     return ", ".join(texts)
 
 
-def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
+def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str]:
     counts = ", ".join(
         f"{name} {count}" for name, count in zip(survey.classes, survey.counts, strict=True)
     )
@@ -199,22 +197,22 @@ def _text(folder: Path, survey: Survey, command: str, unknown: str) -> str:
     lines = [
         f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
         *survey.said,
-        f"{survey.patients} patients, each in one section"
-        if survey.patients
-        else f"note: {unknown}",
-        *(f"note: {note}" for note in survey.notes),
-        *(
-            [f"PHANTOM: {survey.phantom} holds drawn images, not real ones; runs on them say so"]
-            if survey.phantom
-            else []
-        ),
-        f"bundle: {folder}",
-        f"next: {command}",
-        *(
-            [f"or, as {survey.tested} test images are few: {command} --folds {survey.folds}"]
-            if survey.folds
-            else []
-        ),
     ]
+    if survey.patients:
+        lines.append(f"{survey.patients} patients, each in one section")
+    else:
+        lines.append(f"note: {unknown}")
 
-    return "\n".join(lines)
+    lines += [f"note: {note}" for note in survey.notes]
+    if survey.phantom:
+        lines.append(
+            f"PHANTOM: {survey.phantom} holds drawn images, not real ones; runs on them say so"
+        )
+
+    lines += [f"bundle: {folder}", f"next: {command}"]
+    if survey.folds:
+        lines.append(
+            f"or, as {survey.tested} test images are few: {command} --folds {survey.folds}"
+        )
+
+    return lines

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from medfl.cli.arguments import Flags
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.tables import screen_width
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(Flags, argparse.ArgumentParser):
     """argparse with medfl's one-line errors."""
 
     def __init__(self, **settings: Any) -> None:
@@ -43,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 def _formatter(prog: str) -> argparse.HelpFormatter:
     """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
     return argparse.RawDescriptionHelpFormatter(
-        prog, max_help_position=28, width=terminal.width() - 2
+        prog, max_help_position=28, width=screen_width() - 2
     )
 
 
@@ -53,10 +55,8 @@ def add_verb(
     """Add a verb, or an action of one, with the flags that all have; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
-    verb.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout, logs on stderr"
-    )
-    verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verb.add_switch("--json", "print one JSON document on stdout, logs on stderr")
+    verb.add_switch("--debug", "show the traceback of an error")
     return verb
 
 
@@ -72,9 +72,14 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
-def show(args: argparse.Namespace, document: Config, text: Callable[[], str]) -> int:
-    """Print a verb's result, the document with --json, else its text; return exit code 0."""
-    sys.stdout.write((json.dumps(document) if args.json else terminal.visible(text())) + "\n")
+def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> int:
+    """Print a verb's result, the document with --json, else its lines; return exit code 0."""
+    if args.json:
+        text = json.dumps(document)
+    else:
+        text = terminal.visible("\n".join(lines))
+
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return 0
 

@@ -29,21 +29,21 @@ def add(verbs: Any) -> None:
     text = "plan a segmentation bundle from the sites' fingerprints, by nnU-Net's published rules"
     plan = add_verb(verbs, "plan", text, _plan, _EXAMPLES)
     text = "fingerprints that the sites have written (medfl site fingerprint)"
-    arguments.add_path(plan, "files", "FILE", text, arguments.existing, nargs="*")
+    plan.add_path("files", "FILE", text, arguments.existing, nargs="*")
     add_pairs(plan)
-    arguments.add_number(
-        plan, "--sites", "N", "with --images: number of sites that share the cases; default: 3"
+    plan.add_number(
+        "--sites", "N", "with --images: number of sites that share the cases; default: 3"
     )
-    arguments.add_number(
-        plan, "--memory", "GB", "memory that a training step may take; default: 8", float
+    plan.add_number("--memory", "GB", "memory that a training step may take; default: 8", float)
+    plan.add_text(
+        "--channels",
+        "A,B,...",
+        "comma-separated names of the images' channels; CT: intensities are Hounsfield units, clipped and scaled "
+        "alike at all sites; default: those of nnU-Net's dataset.json",
+        default="",
     )
-    plan.add_argument(
-        "--channels", default="", metavar="A,B,...",
-        help="comma-separated names of the images' channels; CT: intensities are Hounsfield units, clipped and scaled "
-             "alike at all sites; default: those of nnU-Net's dataset.json",
-    )  # fmt: skip
-    arguments.add_path(
-        plan, "--out", "DIR", "new folder; its name becomes the name of the bundle", required=True
+    plan.add_path(
+        "--out", "DIR", "new folder; its name becomes the name of the bundle", required=True
     )
     plan.set_defaults(sites=3, memory=8.0)
 
@@ -70,7 +70,7 @@ def _plan(args: Namespace) -> int:
 
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
-    return show(args, {"bundle": str(folder), **planned.record()}, lambda: "\n".join(lines))
+    return show(args, {"bundle": str(folder), **planned.record()}, lines)
 
 
 def _written(files: list[Path]) -> dict[str, Fingerprint]:

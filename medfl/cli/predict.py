@@ -10,10 +10,10 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
-from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
-from medfl.core.documents import Config
+from medfl.cli.walls import hold
+from medfl.core.documents import Config, Names
 from medfl.core.errors import InputError, RunError
+from medfl.core.tables import text_table
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
@@ -31,39 +31,35 @@ def add(verbs: Any) -> None:
     text = "apply a trained network to new images: write classes, findings, numbers or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
     text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    arguments.add_path(predict, "model", "RUN|BUNDLE", text)
+    predict.add_path("model", "RUN|BUNDLE", text)
     text = (
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
         "files, DICOM files and series, .zip and .npz archives"
     )
-    arguments.add_path(predict, "images", "PATH", text, nargs="+")
-    arguments.add_path(predict, "--out", "DIR", "new or empty folder", required=True)
+    predict.add_path("images", "PATH", text, nargs="+")
+    predict.add_path("--out", "DIR", "new or empty folder", required=True)
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label, or with id and a column for each finding or number"
     )
-    arguments.add_path(predict, "--reference", "DIR|CSV", text)
-    arguments.add_columns(predict, file="the images' file names", label="the labels")
+    predict.add_path("--reference", "DIR|CSV", text)
+    predict.add_columns(file="the images' file names", label="the labels")
     text = "model of a run: of the last round, or the best by validation; default: last"
-    predict.add_argument("--which", default="last", metavar="last|best", help=text)
-    predict.add_argument(
+    predict.add_text("--which", "last|best", text, default="last")
+    predict.add_text(
         "--site",
-        metavar="NAME",
-        help="the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
+        "NAME",
+        "the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
     )
-    arguments.add_switch(
-        predict,
+    predict.add_switch(
         "--uncalibrated",
         "leave out what medfl calibrate adds: sets, intervals, masks by its threshold",
     )
-    arguments.add_settings(predict, "device")
-    arguments.add_number(
-        predict,
-        "--threads",
-        "T",
-        "CPU threads; default: as in the run, or PyTorch's default for a bundle",
+    predict.add_settings("device")
+    predict.add_number(
+        "--threads", "T", "CPU threads; default: as in the run, or PyTorch's default for a bundle"
     )
-    arguments.add_trust(predict)
+    predict.add_trust()
 
 
 def _predict(args: Namespace) -> int:
@@ -83,12 +79,12 @@ def _predict(args: Namespace) -> int:
 
     model = args.model.expanduser()
     is_of_run = (model / "run.json").is_file()
-    walled = Use(
+    hold(
+        args,
         bundles=[] if is_of_run else [model],
         runs=[model] if is_of_run else [],
         folder=args.out.expanduser(),
     )
-    hold(args, walled)
     from medfl.runs.predict import predict
 
     document = predict(
@@ -100,7 +96,7 @@ def _predict(args: Namespace) -> int:
     for failure in document["failed"]:
         warn(" ".join(f"error: {failure['id']}: {failure['problem']}".split()))
 
-    show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
+    show(args, document, _lines(document))
     if failed := len(document["failed"]):
         raise RunError(
             f"{failed} of {document['images']} images failed, as told above; the others are in {args.out}"
@@ -109,19 +105,19 @@ def _predict(args: Namespace) -> int:
     return 0
 
 
-def _lines(document: Config, width: int) -> list[str]:
+def _lines(document: Config) -> list[str]:
     lines = [
         f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"
     ]
     if document["task"] == "classification":
         counts = Counter(row["prediction"] for row in document["predictions"])
-        lines += tables.text_table(
-            ["prediction", "images"], [[name, str(count)] for name, count in counts.items()], width
+        lines += text_table(
+            ["prediction", "images"], [[name, str(count)] for name, count in counts.items()]
         )
     elif document["task"] == "segmentation":
-        lines += _structures(document["predictions"], width)
+        lines += _structures(document["predictions"])
     else:
-        lines += _vectors(document["predictions"], document["classes"], width)
+        lines += _vectors(document["predictions"], document["classes"])
 
     if "abstain" in document["predictions"][0]:
         abstained = sum(row["abstain"] for row in document["predictions"])
@@ -143,9 +139,9 @@ def _lines(document: Config, width: int) -> list[str]:
         for name in document["undefined"]:
             rows.append([title(name), "–", "0"])
 
-        lines += tables.text_table(["metric", "value", "cases"], rows, width)
+        lines += text_table(["metric", "value", "cases"], rows)
         if document["task"] != "segmentation":
-            lines += _by_name(document["structures"] or {}, width)
+            lines += _by_name(document["structures"] or {})
 
         for name, why in document["undefined"].items():
             lines.append(f"{name} is undefined on these images: {why}")
@@ -159,7 +155,7 @@ def _lines(document: Config, width: int) -> list[str]:
     return [*lines, "for research: not a medical device"]
 
 
-def _by_name(metrics_of: Mapping[str, Config], width: int) -> list[str]:
+def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
     """Return a table of the metrics of each finding or number, [] without any."""
     from medfl.evaluation.metrics import METRICS, title
     from medfl.report.formatting import number
@@ -171,10 +167,10 @@ def _by_name(metrics_of: Mapping[str, Config], width: int) -> list[str]:
         cells = [number(values.get(metric)) for metric in names]
         rows.append([name, f"{values.get('cases') or 0:.0f}", *cells])
 
-    return ["", *tables.text_table(["", "cases", *map(title, names)], rows, width)] if rows else []
+    return ["", *text_table(["", "cases", *map(title, names)], rows)] if rows else []
 
 
-def _vectors(rows: Sequence[Config], names: Sequence[str], width: int) -> list[str]:
+def _vectors(rows: Sequence[Config], names: Names) -> list[str]:
     """Return in how many images each finding is called present, or the range of each number."""
     lines = []
     heads = ["finding", "present", "mean probability"]
@@ -188,10 +184,10 @@ def _vectors(rows: Sequence[Config], names: Sequence[str], width: int) -> list[s
             mean = sum(values) / len(values)
             lines.append([name, f"{mean:.3f}", f"{min(values):.3f} to {max(values):.3f}"])
 
-    return tables.text_table(heads, lines, width)
+    return text_table(heads, lines)
 
 
-def _structures(rows: Sequence[Config], width: int) -> list[str]:
+def _structures(rows: Sequence[Config]) -> list[str]:
     """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
     lines = []
     for name in dict.fromkeys(
@@ -203,4 +199,4 @@ def _structures(rows: Sequence[Config], width: int) -> list[str]:
         shown = f"{mean:.1f} ml" if unit == "ml" else f"{mean:.1%} of the pixels"
         lines.append([structure, shown, str(len(values))])
 
-    return tables.text_table(["structure", "mean", "images"], lines, width)
+    return text_table(["structure", "mean", "images"], lines)

@@ -23,20 +23,18 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "write an HTML report on one or several runs"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
-    arguments.add_path(
-        report, "folders", "DIR", "a folder that medfl run wrote", arguments.existing, nargs="+"
+    report.add_path(
+        "folders", "DIR", "a folder that medfl run wrote", arguments.existing, nargs="+"
     )
-    arguments.add_path(
-        report,
+    report.add_path(
         "--out",
         "FILE.html",
         "write one page that compares the runs, which must share a bundle, instead of one in each folder",
     )
-    arguments.add_path(
-        report, "--curves", "FILE.png", "plot the metric of all runs against bytes sent and seconds"
+    report.add_path(
+        "--curves", "FILE.png", "plot the metric of all runs against bytes sent and seconds"
     )
-    arguments.add_path(
-        report,
+    report.add_path(
         "--gains",
         "FILE.png",
         "plot and list each site's gain over its local training and over FedAvg",
@@ -78,7 +76,7 @@ def _report(args: Namespace) -> int:
             written.append(str(curves))
 
     if args.gains is None:
-        return show(args, {"reports": written}, lambda: "\n".join(written))
+        return show(args, {"reports": written}, written)
 
     from medfl.compare.gains import write_gains
 
@@ -89,4 +87,4 @@ def _report(args: Namespace) -> int:
         "notes": gains.notes,
     }  # fmt: skip
 
-    return show(args, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))
+    return show(args, document, [gains.table(), "", *gains.summary(), *written])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import portable
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
@@ -45,66 +46,60 @@ def add(verbs: Any) -> None:
 
 def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
-    run.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE",
-        help="name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
-             "--from needed only if the run's bundle has moved or changed version",
-    )  # fmt: skip
+    run.add_text(
+        "bundle",
+        "BUNDLE",
+        "name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
+        "--from needed only if the run's bundle has moved or changed version",
+        nargs="?",
+    )
     group = run.add_argument_group("what")
-    group.add_argument(
+    group.add_text(
         "--method",
-        metavar="NAME",
-        help="a method (medfl methods), or the dotted path of your own; default: fedavg",
+        "NAME",
+        "a method (medfl methods), or the dotted path of your own; default: fedavg",
     )
-    arguments.add_what(group, "set an option of the method (medfl methods NAME); may be repeated")
-    sites = arguments.add_sites(run)
-    arguments.add_partition(sites)
-    sites.add_argument(
-        "--leave-out", metavar="NAME,...",
-        help="train at all centres but these, and test there: --partition centre:NAME=0/all,...",
-    )  # fmt: skip
-    arguments.add_training(run)
-    arguments.add_robustness(run)
-    machine = arguments.add_machine(run)
-    arguments.add_trust(machine)
-    arguments.add_jobs(machine, "number of worker processes; does not change results")
-    arguments.add_runtime(machine)
+    group.add_what("set an option of the method (medfl methods NAME); may be repeated")
+    sites = run.add_sites()
+    sites.add_partition()
+    sites.add_text(
+        "--leave-out",
+        "NAME,...",
+        "train at all centres but these, and test there: --partition centre:NAME=0/all,...",
+    )
+    run.add_training()
+    run.add_robustness()
+    machine = run.add_machine()
+    machine.add_trust()
+    machine.add_jobs("number of worker processes; does not change results")
+    machine.add_runtime()
     output = run.add_argument_group("output")
-    arguments.add_path(output, "--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
-    arguments.add_switch(
-        output, "--resume", "continue the run in --out, optionally for more --rounds"
-    )
-    arguments.add_path(output, "--from", "RUN.JSON", "repeat a recorded run", dest="source")
-    arguments.add_number(
-        output,
+    output.add_path("--out", "DIR", "new run folder; default: runs/BUNDLE-METHOD-SEED")
+    output.add_switch("--resume", "continue the run in --out, optionally for more --rounds")
+    output.add_path("--from", "RUN.JSON", "repeat a recorded run", dest="source")
+    output.add_number(
         "--folds",
         "K",
         "K-fold cross-validation, split by patient, and pooled metrics over all folds",
     )
-    arguments.add_switch(
-        output,
-        "--with-local",
-        "first train each site alone for the same number of steps, as a baseline",
+    output.add_switch(
+        "--with-local", "first train each site alone for the same number of steps, as a baseline"
     )
-    arguments.add_examinations(output)
-    arguments.add_switch(
-        output,
+    output.add_examinations()
+    output.add_switch(
         "--save-predictions",
         "segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
         "of the image files",
     )
-    arguments.add_switch(
-        output,
+    output.add_switch(
         "--profile",
         "run all sites in one process, print where the time went, and write profile.json, a trace for "
         "Perfetto or chrome://tracing",
     )
-    output.add_argument(
-        "--track",
-        metavar="mlflow[:URI]|wandb[:PROJECT]",
-        help="log metrics to MLflow or Weights & Biases",
+    output.add_text(
+        "--track", "mlflow[:URI]|wandb[:PROJECT]", "log metrics to MLflow or Weights & Biases"
     )
-    arguments.add_quiet(output)
+    output.add_quiet()
 
 
 def run(args: Namespace) -> int:
@@ -124,7 +119,7 @@ def run(args: Namespace) -> int:
     launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
-        hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
+        hold(args, bundles=[_bundle_of_folds(args.out)], folder=args.out)
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -138,7 +133,7 @@ def run(args: Namespace) -> int:
         check_options(args.method or "fedavg", values)
         find(args.bundle)
 
-    hold(args, _use(args))
+    _hold(args)
     if args.folds is not None:
         return _cross_validate(args, values, config, requested, launch, again=False)
 
@@ -153,7 +148,7 @@ def run(args: Namespace) -> int:
         source=args.source,
         launch=launch,
     )
-    return show(args, document, lambda: result_text(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
 def _without(names: str, requested: Config) -> str:
@@ -172,19 +167,15 @@ def _without(names: str, requested: Config) -> str:
     return "centre:" + ",".join(f"{name}=0/all" for name in arguments.parse_names(names))
 
 
-def _use(args: Namespace) -> Use:
-    """Return what the run opens and writes, for the walls around a foreign bundle."""
-    connects = ""
-    if args.runtime.startswith("flare"):
-        connects = f"--runtime {args.runtime}"
-    elif (args.track or "").partition(":")[2]:
-        connects = f"--track {args.track}"
-
-    return Use(
+def _hold(args: Namespace) -> None:
+    """Put walls around a foreign bundle, by what the run opens and writes."""
+    is_elsewhere = (args.track or "").partition(":")[2]
+    hold(
+        args,
         bundles=[args.bundle] if args.bundle else [],
         runs=[path for path in (args.source, args.out if args.resume else None) if path],
         folder=_run_folder(args),
-        connects=connects,
+        connects=f"--track {args.track}" if is_elsewhere else "",
         compiles=args.compile,
     )
 
@@ -278,19 +269,20 @@ def _cross_validate(
             launch=launch,
         )
 
-    return show(args, document, lambda: _of_folds(Path(document["folder"])))
+    return show(args, document, result_lines(Path(document["folder"])))
 
 
-def _of_folds(folder: Path) -> str:
+def result_lines(folder: Path) -> Iterator[str]:
+    """Yield what is printed of a finished run, or of a cross-validation."""
+    from medfl.report import result_table
     from medfl.report.folds import Folds
 
-    *table, data = Folds.read(folder).text().splitlines()
-    return "\n".join([*table, f"report: {folder / 'report.html'}", f"folder: {folder}", data])
+    if (folder / FOLDS).is_file():
+        kind = "folder"
+        text = Folds.read(folder).text()
+    else:
+        kind = "run folder"
+        text = result_table(folder)
 
-
-def result_text(folder: Path) -> str:
-    """Return what is printed of a finished run."""
-    from medfl.report import result_table
-
-    *table, data = result_table(folder).splitlines()
-    return "\n".join([*table, f"report: {folder / 'report.html'}", f"run folder: {folder}", data])
+    *table, data = text.splitlines()
+    yield from (*table, f"report: {folder / 'report.html'}", f"{kind}: {folder}", data)

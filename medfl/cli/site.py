@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medfl.cli import arguments
-from medfl.cli.arguments import add_bundle, add_number, parse_pairs
+from medfl.cli.arguments import bundle_folder, existing, parse_names, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
-from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
+from medfl.cli.walls import hold
+from medfl.core import tables
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
+from medfl.core.tables import screen_width
+from medfl.core.terminal import hanging_indent
 from medfl.flare import serve
 
 if TYPE_CHECKING:
@@ -78,128 +79,114 @@ def add(verbs: Any) -> None:
     inspect = add_verb(
         actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
     )
-    add_bundle(inspect, type=arguments.bundle_folder)
+    inspect.add_bundle(type=bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
-    arguments.add_path(inspect, "--against", "DIR", text, arguments.existing)
-    arguments.add_path(
-        inspect,
+    inspect.add_path("--against", "DIR", text, existing)
+    inspect.add_path(
         "--write-policy",
         "FILE",
         "if the bundle is accepted, write a policy that pins every file and keeps the other entries "
         "of --policy; files that differ from their pins are listed and pinned again",
     )
-    arguments.add_path(
-        inspect,
+    inspect.add_path(
         "--job",
         "DIR|run.json",
         "with --write-policy: allow this job's method, rounds, batch size and local epochs",
-        arguments.existing,
+        existing,
     )
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
-    check.add_argument(
-        "--server", metavar="HOST:PORT", help="check that this server can be reached"
-    )
-    arguments.add_path(
-        check,
+    check.add_text("--server", "HOST:PORT", "check that this server can be reached")
+    check.add_path(
         "--kit",
         "DIR",
         "check that this startup kit is valid for the server and the site",
-        arguments.existing,
+        existing,
     )
-    check.add_argument(
-        "--device",
-        default="cpu",
-        metavar="auto|cpu|cuda[:i]",
-        help="device for training; default: cpu",
+    check.add_text(
+        "--device", "auto|cpu|cuda[:i]", "device for training; default: cpu", default="cpu"
     )
-    add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
-    arguments.add_path(check, "--folder", "DIR", "folder for the site's state", default=Path("."))
+    check.add_number("--batch-size", "B", "images per optimiser step; default: the bundle's")
+    check.add_path("--folder", "DIR", "folder for the site's state", default=Path("."))
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
-    add_number(stats, "--bins", "N", "number of bins of the intensity histograms; default: 32")
-    stats.add_argument(
+    stats.add_number("--bins", "N", "number of bins of the intensity histograms; default: 32")
+    stats.add_text(
         "--range",
-        metavar="LOW,HIGH",
-        help="value range of the histograms; default: value_range of metadata.json",
+        "LOW,HIGH",
+        "value range of the histograms; default: value_range of metadata.json",
     )
-    add_number(
-        stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
+    stats.add_number(
+        "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
     )
-    add_number(
-        stats,
+    stats.add_number(
         "--noise",
         "EPSILON",
         "differential privacy: add noise to each count and histogram; a smaller epsilon adds more",
         float,
     )
-    arguments.add_path(
-        stats, "--out", "FILE", "write the statistics to this file; with --collect: the plot"
-    )
-    arguments.add_path(
-        stats,
+    stats.add_path("--out", "FILE", "write the statistics to this file; with --collect: the plot")
+    stats.add_path(
         "--collect",
         "FILE",
         "plot the statistics that several sites have written",
-        arguments.existing,
+        existing,
         nargs="+",
     )
     text = "what a segmentation is planned from (medfl plan): show what would leave, and write it"
     fingerprint = add_verb(actions, "fingerprint", text, _fingerprint, _FINGERPRINT_EXAMPLES)
     _add_data(fingerprint, "?")
     add_pairs(fingerprint)
-    add_number(
-        fingerprint, "--min-count", "K",
+    fingerprint.add_number(
+        "--min-count",
+        "K",
         "suppress counts of fewer than K cases; default: 10; never below the policy's",
-    )  # fmt: skip
-    arguments.add_path(fingerprint, "--out", "FILE", "write the fingerprint to this file")
+    )
+    fingerprint.add_path("--out", "FILE", "write the fingerprint to this file")
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
     )
-    arguments.add_path(audit, "file", "FILE", "the log", arguments.existing)
-    audit.add_argument(
+    audit.add_path("file", "FILE", "the log", existing)
+    audit.add_text(
         "--noted",
-        metavar="SHA256",
-        help="hash of a log line that was noted elsewhere; fail if the log does not have it",
+        "SHA256",
+        "hash of a log line that was noted elsewhere; fail if the log does not have it",
     )
     serve.add(actions, add_verb, show)
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
-    add_bundle(parser, nargs=many)
-    parser.add_argument(
-        "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
-    )
+    parser.add_bundle(nargs=many)
+    parser.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
     text = "the site has no labels: use unlabelled images for training"
-    arguments.add_switch(parser, "--unlabelled", text)
+    parser.add_switch("--unlabelled", text)
     _add_policy(parser)
-    arguments.add_config(
-        parser,
+    parser.add_config(
         "override a value of the bundle's configuration, e.g. image_size=64; may be repeated",
     )
 
 
-def add_pairs(parser: ArgumentParser) -> None:
+def add_pairs(parser: Any) -> None:
     """Add the flags of a folder of images with masks."""
     for flag, text in (("--images", "folder of the images"), ("--masks", "folder of the masks")):
-        arguments.add_path(parser, flag, "DIR", text, arguments.existing)
+        parser.add_path(flag, "DIR", text, existing)
 
-    parser.add_argument(
+    parser.add_text(
         "--classes",
+        "A,B,...",
+        "comma-separated class names of the mask values 1, 2, ...; the same at each site",
         default="",
-        metavar="A,B,...",
-        help="comma-separated class names of the mask values 1, 2, ...; the same at each site",
     )
 
 
 def _add_policy(parser: Any) -> None:
-    arguments.add_walls(parser)
+    parser.add_walls()
     text = "the site's policy; default: none"
-    arguments.add_path(parser, "--policy", "FILE", text, arguments.existing)
+    parser.add_path("--policy", "FILE", text, existing)
 
 
 def _inspect(args: Namespace) -> int:
@@ -214,7 +201,7 @@ def _inspect(args: Namespace) -> int:
                 "give a file outside of it",
             )
 
-    hold(args, Use(bundles=[args.bundle], file="write_policy"))
+    hold(args, bundles=[args.bundle], file="write_policy")
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -248,7 +235,7 @@ def _inspect(args: Namespace) -> int:
         write_atomic(target, inspection.policy(policy).text().encode())
         document["policy_written"] = str(args.shown_file)
 
-    show(args, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
+    show(args, document, _inspection_lines(document))
     inspection.require()
     return 0
 
@@ -265,7 +252,7 @@ def _run_file(job: Path) -> Path:
     return run_files[0]
 
 
-def _inspection_lines(document: Config, width: int) -> list[str]:
+def _inspection_lines(document: Config) -> list[str]:
     from medfl.core.untrusted import printable
 
     if document.get("pinned_anew"):
@@ -284,7 +271,7 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
         [printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]
     ]
     lines += (
-        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(width, 132))
+        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(screen_width(), 132))
         if rows
         else ["none"]
     )
@@ -308,7 +295,7 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
     ):
         lines += ["", title]
         counts = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
-        lines += terminal.hanging_indent("  ", counts or "nothing", width)
+        lines += hanging_indent("  ", counts or "nothing")
 
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
     lines += [f"  {line}" for line in document["statements"]] or ["  none"]
@@ -328,12 +315,12 @@ def _inspection_lines(document: Config, width: int) -> list[str]:
     lines += ["", "What would leave"]
 
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
-        lines += terminal.hanging_indent("  ", text, width)
+        lines += hanging_indent("  ", text)
 
     lines += [
         "",
         "Jobs that would be taken",
-        *terminal.hanging_indent("  ", f"policy: {document['jobs']}", width),
+        *hanging_indent("  ", f"policy: {document['jobs']}"),
     ]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
@@ -375,7 +362,7 @@ def _check(args: Namespace) -> int:
 
     server = None if args.server is None else address(args.server)
     ports = [] if server is None else [server[1]]
-    hold(args, Use(bundles=[args.bundle], folder=args.folder, ports=ports))
+    hold(args, bundles=[args.bundle], folder=args.folder, ports=ports)
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
@@ -385,7 +372,7 @@ def _check(args: Namespace) -> int:
         _config(args.config), args.folder, args.unlabelled,
     )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
-    show(args, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
+    show(args, report.as_dict(), report.text(screen_width()))
     report.require()
 
     return 0
@@ -404,7 +391,7 @@ def _stats(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, Use(bundles=[args.bundle], file="out"))
+    hold(args, bundles=[args.bundle], file="out")
     from medfl.partner.statistics import (
         StatisticsOptions,
         bins_of,
@@ -429,7 +416,7 @@ def _stats(args: Namespace) -> int:
     for line in unread_ages(opened.bundle, opened.folder):
         log(f"note, for you alone: {line}")
 
-    return _preview(args, document, text(document, terminal.width()))
+    return _preview(args, document, text(document, screen_width()))
 
 
 def _opened(args: Namespace, policy: Policy) -> WithData:
@@ -471,7 +458,7 @@ def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.shown_file}"]
 
-    return show(args, document, lambda: "\n".join(lines))
+    return show(args, document, lines)
 
 
 def _fingerprint(args: Namespace) -> int:
@@ -485,7 +472,7 @@ def _fingerprint(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
+    hold(args, bundles=[args.bundle] if args.bundle else [], file="out")
     from medfl.partner import fingerprint
 
     policy, least = _rules(args)
@@ -496,14 +483,14 @@ def _fingerprint(args: Namespace) -> int:
         empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
     released = fingerprint.gather(empty, cases, least, progress=progress)
-    return _preview(args, released.document(), fingerprint.text(released, least, terminal.width()))
+    return _preview(args, released.document(), fingerprint.text(released, least, screen_width()))
 
 
 def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
     """Return an empty fingerprint for the folders of `add_pairs`, and their training cases."""
     from medfl.starter import starter
 
-    names = arguments.parse_names(args.classes)
+    names = parse_names(args.classes)
     survey = starter.survey(args.images, args.masks, names=names, progress=progress)
     if survey.kind == "labelled":
         raise InputError(
@@ -543,12 +530,12 @@ def _collect(args: Namespace) -> int:
     from medfl.partner.heterogeneity import draw, read
 
     federation = read(args.collect)
-    lines = federation.table(terminal.width())
+    lines = federation.table(screen_width())
     if args.out is not None:
         draw(federation, args.out)
         lines += ["", f"picture: {args.out}"]
 
-    return show(args, federation.as_dict(), lambda: "\n".join(lines))
+    return show(args, federation.as_dict(), lines)
 
 
 def _audit(args: Namespace) -> int:
@@ -556,7 +543,7 @@ def _audit(args: Namespace) -> int:
     from medfl.policy import audit
 
     log = audit.verify(args.file, args.noted)
-    show(args, log.as_dict(), lambda: "\n".join(text(log, terminal.width())))
+    show(args, log.as_dict(), text(log))
     log.require()
 
     return 0

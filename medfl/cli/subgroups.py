@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import Use, hold
+from medfl.cli.walls import hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
@@ -27,24 +27,23 @@ def add(verbs: Any) -> None:
         "test metrics of a run by centre, site, sex, age or lesion site, with confidence intervals"
     )
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
-    subgroups.add_argument(
-        "run",
-        type=arguments.run_folder,
-        metavar="RUN",
-        help="a run folder; its images must be available",
+    subgroups.add_path(
+        "run", "RUN", "a run folder; its images must be available", arguments.run_folder
     )
-    arguments.add_trust(subgroups)
-    subgroups.add_argument(
-        "--by", default="centre", metavar="COLUMN",
-        help=("centre (default), site, sex, age (bands of 20 years) or localisation (of a lesion), if "
-             "recorded in the data"),
-    )  # fmt: skip
+    subgroups.add_trust()
+    subgroups.add_text(
+        "--by",
+        "COLUMN",
+        "centre (default), site, sex, age (bands of 20 years) or localisation (of a lesion), if "
+        "recorded in the data",
+        default="centre",
+    )
     text = "hide groups with fewer cases, and metrics based on fewer cases of a class; default: 10"
-    arguments.add_number(subgroups, "--min-count", "K", text)
+    subgroups.add_number("--min-count", "K", text)
 
 
 def _subgroups(args: Namespace) -> int:
-    hold(args, Use(runs=[args.run]))
+    hold(args, runs=[args.run])
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 
@@ -68,10 +67,10 @@ def _subgroups(args: Namespace) -> int:
     else:
         last = f"real data: {run.run.bundle}"
 
-    return show(args, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
+    return show(args, document, [*text(subgroups), last])
 
 
-def text(subgroups: Subgroups, width: int) -> list[str]:
+def text(subgroups: Subgroups) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title, without_repeats
 
@@ -85,9 +84,9 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
 
     spare = list(map(title, reversed(names[2:])))
-    lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
+    lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, spare=spare)
     for note in subgroups.notes():
-        lines += terminal.hanging_indent("note: ", note, width)
+        lines += terminal.hanging_indent("note: ", note)
 
     return lines
 

@@ -9,8 +9,8 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
+from medfl.cli.walls import hold
+from medfl.core import tables
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
 
@@ -27,25 +27,24 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     tune = add_verb(verbs, "tune", "search for the best settings of a method", _tune, _EXAMPLES)
-    arguments.add_bundle(tune)
+    tune.add_bundle()
     group = tune.add_argument_group("what")
-    group.add_argument(
-        "--method", required=True, metavar="NAME", help="a method, or the dotted path of your own"
+    group.add_text("--method", "NAME", "a method, or the dotted path of your own", required=True)
+    group.add_text(
+        "--grid",
+        "OPTION=A,B,C",
+        "values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
+        "rounds or cohort; may be repeated to try all combinations",
+        action="append",
+        default=[],
     )
-    group.add_argument(
-        "--grid", action="append", default=[], metavar="OPTION=A,B,C",
-        help="values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
-             "rounds or cohort; may be repeated to try all combinations",
-    )  # fmt: skip
-    arguments.add_number(
-        group, "--trials", "N", "try this many randomly drawn combinations; default: all"
-    )
+    group.add_number("--trials", "N", "try this many randomly drawn combinations; default: all")
     text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
-    group.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
-    arguments.add_what(group, "set an option of the method in all trials; may be repeated")
-    arguments.add_partition(arguments.add_sites(tune))
-    arguments.add_training(tune, seed=False)
-    arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))
+    group.add_text("--seeds", "0,1,2", text, default="0")
+    group.add_what("set an option of the method in all trials; may be repeated")
+    tune.add_sites().add_partition()
+    tune.add_training(seed=False)
+    tune.add_machine_and_output("the trials and best.json").add_quiet()
 
 
 def _tune(args: Namespace) -> int:
@@ -62,7 +61,7 @@ def _tune(args: Namespace) -> int:
 
     check_places(args.bundle, requested)
     check_driver(args.device or "")
-    hold(args, Use(bundles=[args.bundle], folder=args.out))
+    hold(args, bundles=[args.bundle], folder=args.out)
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune
@@ -83,11 +82,11 @@ def _tune(args: Namespace) -> int:
     if comparison is not None:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
 
-    show(args, document, lambda: _text(document, comparison, failed, args.out))
+    show(args, document, _lines(document, comparison, failed, args.out))
     return 1 if failed or comparison is None else 0
 
 
-def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
+def _lines(document: Any, comparison: Any, failed: Any, out: Path) -> list[str]:
     from medfl.report import formatting
 
     rows = []
@@ -96,15 +95,16 @@ def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
         rows.append([trial["trial"], value, f"{trial['validated']} of {len(document['seeds'])}"])
 
     heads = ["trial", f"validation {document['metric']}", "seeds"]
-    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows, terminal.width())]
+    lines = [f"trials: {document['trials']}", *tables.text_table(heads, rows)]
     lines += document["undefined"]
     failures = [f"FAILED: {title}: {text}" for title, text in failed.items()]
     if "settings" not in document:
-        return "\n".join([*lines, *failures, "no settings are chosen, and nothing is tested"])
+        return [*lines, *failures, "no settings are chosen, and nothing is tested"]
 
-    settings = [
-        f"{name}={value}" for part in document["settings"].values() for name, value in part.items()
-    ]
+    settings = []
+    for part in document["settings"].values():
+        settings += [f"{name}={value}" for name, value in part.items()]
+
     lines += [f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
@@ -112,4 +112,7 @@ def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
 
     lines += failures
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
-    return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])
+    if comparison is not None:
+        lines.append(comparison.describe())
+
+    return lines

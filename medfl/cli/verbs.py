@@ -142,7 +142,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
     )
     top.add_argument("--version", action="version", version=f"medfl {VERSION}")
-    top.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    top.add_switch("--debug", "show the traceback of an error")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
 
     for module in VERBS:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
@@ -58,8 +59,10 @@ class Use:
     ports: Sequence[int] = ()
 
 
-def hold(args: Namespace, use: Use) -> None:
+def hold(args: Namespace, **opened: Any) -> None:
     """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
+
+    What is opened has the names of `Use`.
 
     Only the program `medfl` divides itself: a process of somebody else's, which calls `main`, works as it is.
 
@@ -67,6 +70,7 @@ def hold(args: Namespace, use: Use) -> None:
         InputError: there are no walls on this machine and no `--trust`, the verb needs what they refuse, or
             `--sandbox` is asked of a process of somebody else's.
     """
+    use = Use(**opened)
     if use.file:
         args.shown_file = getattr(args, use.file)
 
@@ -94,13 +98,15 @@ def hold(args: Namespace, use: Use) -> None:
         return
 
     about = "--sandbox" if is_asked_for else reasons[0]
-    if use.connects:
+    runtime = getattr(args, "runtime", "")
+    connects = f"--runtime {runtime}" if runtime.startswith("flare") else use.connects
+    if connects:
         if is_asked_for:
             remedy = "leave it out"
         else:
             remedy = "leave it out, or add --no-sandbox"
 
-        raise InputError(f"{about} with {use.connects}", "work without connections", remedy)
+        raise InputError(f"{about} with {connects}", "work without connections", remedy)
 
     if lacking := walls.lacking():
         if is_asked_for or not getattr(args, "trust", False):

@@ -27,9 +27,6 @@ from medfl.report.differences import BETTER, UNCLEAR, Difference, between_models
 
 _ROUNDING = 1e-9  # share of the largest value below which differences count as equal
 
-Values = Mapping[int, float]
-"""Seed -> value."""
-
 
 @dataclass(frozen=True)
 class MeanSd:

@@ -14,7 +14,7 @@ from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
 from medfl.report.picture import Picture, colours, render, require_png, write_png
-from medfl.report.style import INK, SOFT
+from medfl.report.style import SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,9 +141,7 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
                 left.plot([], [], color=SOFT, label=f"seed {seed}", **style)
 
         columns = 3 if max(map(len, names)) > 16 else 4
-        figure.legend(
-            loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK
-        )
+        figure.legend(loc="outside lower center", ncols=columns)
 
     caption = (
         f"{key} on the pooled validation set after a round, over the megabytes of the encoded "
@@ -174,6 +172,4 @@ def _logarithmic(axes: Axes, unit: str) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(color="#e5e7eb", linewidth=0.6)
-    axes.tick_params(labelcolor=INK, color=SOFT)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid()

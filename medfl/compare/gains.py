@@ -13,14 +13,15 @@ from medfl.compare.checks import require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core import tables
+from medfl.core.documents import Words
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
-from medfl.report.picture import Picture, colours, plain_axes, render, require_png, slant, write_png
-from medfl.report.style import INK, SOFT
+from medfl.report.picture import Picture, colours, render, require_png, slant, write_png
+from medfl.report.style import INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,14 +51,14 @@ class Gains:
     """
 
     key: str
-    sites: tuple[str, ...]
+    sites: Words
     train: Mapping[str, int]
     small: frozenset[str]
     values: Mapping[str, Mapping[str, list[float]]]
     gains: Mapping[str, Mapping[str, Mapping[str, list[float]]]]
     words: Mapping[str, Mapping[str, Mapping[str, str]]]
     phantom: bool = False
-    notes: tuple[str, ...] = ()
+    notes: Words = ()
 
     @property
     def methods(self) -> list[str]:
@@ -360,8 +361,8 @@ def draw(result: Gains) -> Picture:
             axes.set(
                 ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5)
             )
-            axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-            plain_axes(axes)
+            axes.tick_params(length=0)
+            axes.grid(axis="y")
             axes.spines["bottom"].set_visible(False)
 
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
@@ -372,9 +373,7 @@ def draw(result: Gains) -> Picture:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
 
         if result.methods:
-            figure.legend(
-                loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK
-            )
+            figure.legend(loc="outside lower center", ncols=3)
 
     caption = (
         f"Difference in {metrics.title(result.key).lower()} on each site's own test items; bars are means over "

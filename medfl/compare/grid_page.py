@@ -11,8 +11,8 @@ from markupsafe import Markup
 from medfl.compare.checks import GRID
 from medfl.compare.comparison import Comparison
 from medfl.compare.cost_curves import embedded
-from medfl.compare.cross_site import matrices
 from medfl.compare.side_by_side import over_rounds
+from medfl.compare.sites import matrices
 from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
 from medfl.evaluation import metrics

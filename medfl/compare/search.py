@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 
-from medfl.compare.entry import Entry
-from medfl.core.documents import Config
+from medfl.core.documents import Config, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -25,7 +25,7 @@ _FORM: Config = {
 }  # fmt: skip
 
 
-def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def parse_grid(texts: Iterable[str]) -> dict[str, Words]:
     """Return the values of each name in `NAME=A,B,C`.
 
     Raises:
@@ -53,7 +53,7 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def trials(
-    method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int
+    method: str, values: Mapping[str, Names], count: int | None, seed: int
 ) -> tuple[Entry, ...]:
     """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
 
@@ -170,3 +170,42 @@ def _wrong(document: object) -> str:
         return f"has {odd[0]!r} under settings.requested, where {', '.join(_RUN)} belong"
 
     return ""
+
+
+# A method of a grid, as it is typed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method of the grid, as `label` has it; `trials` are those of the search that has chosen its options."""
+
+    label: str
+    method: str
+    options: Texts
+    settings: Config = field(default_factory=dict)
+    trials: int | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Entry:
+        """Read `fedcb classifier=random_frozen`.
+
+        Raises:
+            InputError: no such method, or a word that is no OPTION=VALUE.
+        """
+        try:
+            name, *words = shlex.split(text)
+        except ValueError as error:
+            raise InputError(
+                f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes"
+            ) from error
+
+        wrong = [word for word in words if "=" not in word]
+        if wrong:
+            raise InputError(
+                f"{wrong[0]!r} in method {text!r}",
+                "NAME OPTION=VALUE ...",
+                f"write {wrong[0]}=VALUE",
+            )
+
+        check_method_name(name)
+        return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))

@@ -12,3 +12,6 @@ Array = NDArray[Any]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
+Shape = tuple[int, ...]
+"""How many numbers along each axis."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+
+from medfl.core.documents import Names
 
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
@@ -13,16 +17,25 @@ _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _MARKDOWN = {"<": "&lt;", "|": "\\|", "](": "]\\("}
 
 
+def screen_width() -> int:
+    """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
+    if sys.stdout.isatty():
+        return max(60, min(WIDTH, shutil.get_terminal_size().columns))
+
+    return WIDTH
+
+
 def text_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    width: int = WIDTH,
-    spare: Sequence[str] = (),
+    head: Names,
+    rows: Sequence[Names],
+    width: int | None = None,
+    spare: Names = (),
 ) -> list[str]:
     """Return the lines of a table, columns of numbers aligned to the right.
 
     Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
     """
+    width = width or screen_width()
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
         widths = [max(map(len, column)) for column in columns]
@@ -51,11 +64,11 @@ def text_table(
     return lines
 
 
-def _longest_word(column: Sequence[str]) -> int:
+def _longest_word(column: Names) -> int:
     return max(max(map(len, cell.split()), default=0) for cell in column)
 
 
-def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+def _wrapped_row(row: Names, widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
     wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
@@ -68,11 +81,11 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
     return lines
 
 
-def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+def wrap(text: str, width: int | None, first: str = "", others: str = "") -> list[str]:
     """Wrap a text between words only; `first` and `others` start its first line and the further ones."""
     return textwrap.wrap(
         text,
-        width,
+        width or screen_width(),
         initial_indent=first,
         subsequent_indent=others,
         break_on_hyphens=False,
@@ -80,23 +93,23 @@ def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     )
 
 
-def label_row(cells: Sequence[str], widths: Sequence[int]) -> str:
+def label_row(cells: Names, widths: Sequence[int]) -> str:
     """Return a line of a label and numbers: the first cell aligned to the left, the others to the right."""
     label, *numbers = cells
     first, *sizes = widths
     return label.ljust(first) + "".join(map(str.rjust, numbers, sizes))
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Names, rows: Sequence[Names]) -> str:
     """Return a Markdown table, its columns not padded."""
     return "\n".join([_markdown_row(head), "|" + "---|" * len(head), *map(_markdown_row, rows)])
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def _markdown_row(cells: Names) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], format_: str) -> str:
+def formatted_table(head: Names, rows: Sequence[Sequence[object]], format_: str) -> str:
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # here: only comparisons print in these formats
 

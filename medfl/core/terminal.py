@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import IO, Any
 
-from medfl.core.tables import WIDTH, wrap
+from medfl.core.tables import screen_width, wrap
 
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
@@ -78,14 +78,6 @@ def flush(stream: IO[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def width() -> int:
-    """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
-    if sys.stdout.isatty():
-        return max(60, min(WIDTH, shutil.get_terminal_size().columns))
-
-    return WIDTH
-
-
 def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings: Any) -> Any:
     """Return tqdm's progress bar on stderr, 80 columns wide where the terminal does not know its own width.
 
@@ -111,12 +103,12 @@ def beside_bars() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
+def definitions(named: Mapping[str, str], columns: int | None = None) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
     lines = []
     for name, text in named.items():
-        lines += hanging_indent(name.ljust(indent), text, width)
+        lines += hanging_indent(name.ljust(indent), text, columns)
     return lines
 
 
@@ -125,23 +117,23 @@ def wrap_to_terminal(text: str) -> list[str]:
     return wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
 
 
-def hanging_indent(label: str, text: str, width: int = WIDTH) -> list[str]:
+def hanging_indent(label: str, text: str, columns: int | None = None) -> list[str]:
     """Wrap a text after a label, further lines indented by the label's length."""
-    return wrap(text, width, label, " " * len(label))
+    return wrap(text, columns, label, " " * len(label))
 
 
-def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
+def wrap_docstring(text: str, columns: int | None = None) -> list[str]:
     """Return a docstring's lines; wide paragraphs are wrapped, aligned ones (equations) line by line."""
     lines = []
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         originals = paragraph.split("\n")
         lines.append("")
-        if max(map(len, originals)) <= width:
+        if max(map(len, originals)) <= (columns or screen_width()):
             lines += originals
         elif "   " in paragraph:
             for line in originals:
-                lines += hanging_indent("", line, width)
+                lines += hanging_indent("", line, columns)
         else:
-            lines += wrap(paragraph, width)
+            lines += wrap(paragraph, columns)
 
     return lines[1:]

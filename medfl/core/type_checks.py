@@ -24,6 +24,7 @@ from typing import (
     is_typeddict,
 )
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 
 P = ParamSpec("P")
@@ -82,9 +83,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def type_errors(
-    document: Mapping[str, Any], form: Mapping[str, Any], within: str = ""
-) -> Iterator[str]:
+def type_errors(document: Config, form: Config, within: str = "") -> Iterator[str]:
     """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs".
 
     Entries that the form (name -> type, or an object's form) does not name are passed over, missing ones are no error.
@@ -121,7 +120,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def type_mismatches(
-    declared: type | Callable[..., Any], values: Mapping[str, Any]
+    declared: type | Callable[..., Any], values: Config
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, allowed type in words) for each value that is not of its field's or argument's type.
 

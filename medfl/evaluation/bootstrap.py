@@ -11,10 +11,12 @@ ten cases give no interval: their draws have too few different values to say any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from medfl.core.arrays import Array, Flags, Floats, Integers
 
 DRAWS = 1000
 LEVEL = 0.95
@@ -24,10 +26,6 @@ _DRAWN_AT_ONCE = 1 << 22  # numbers: 32 MiB of int64
 _BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
 
 Interval = tuple[float, float]
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Array = NDArray[Any]
-"""Numbers of any type, where the caller's type does not matter."""
 Draws = NDArray[np.int32]
 """(draws, N): how often each draw takes each of N cases."""
 
@@ -120,14 +118,14 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     return by_class
 
 
-def area(positive: NDArray[np.bool_], score: Floats, draws: Draws) -> Floats:
+def area(positive: Flags, score: Floats, draws: Draws) -> Floats:
     """Return the area under the ROC curve (draws,) of N cases with a yes or no and a score."""
     ranked = _Ranked.of(positive, score)
     starts = range(0, len(draws), _BLOCK)
     return np.concatenate([ranked.areas(draws[i : i + _BLOCK]) for i in starts])
 
 
-def average_precision(positive: NDArray[np.bool_], score: Floats, draws: Draws) -> Floats:
+def average_precision(positive: Flags, score: Floats, draws: Draws) -> Floats:
     """Return the average precision (draws,): over the positives, the precision at each one's score."""
     order = np.argsort(-score, kind="stable")
     positives = order[positive[order]]
@@ -164,7 +162,7 @@ class _Ranked(NamedTuple):
     up_to: Integers
 
     @classmethod
-    def of(cls, positive: NDArray[np.bool_], score: Floats) -> _Ranked:
+    def of(cls, positive: Flags, score: Floats) -> _Ranked:
         order = np.argsort(score, kind="stable")
         positives = order[positive[order]]
         negatives = order[~positive[order]]

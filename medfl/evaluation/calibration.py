@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from medfl.evaluation.bootstrap import Array, Draws, Floats
+from medfl.core.arrays import Array, Floats, Integers
+from medfl.evaluation.bootstrap import Draws
 
 BINS = 15
 
@@ -37,8 +37,8 @@ class Reliability:
 
     confidence: Floats
     accuracy: Floats
-    count: NDArray[np.int64]
-    member: NDArray[np.int64]
+    count: Integers
+    member: Integers
     ece: float
     bins: int
 

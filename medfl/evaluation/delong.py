@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import norm, rankdata
 
+from medfl.core.arrays import Array, Floats
 from medfl.core.errors import InputError
-from medfl.evaluation.bootstrap import LEVEL, Array, Floats
+from medfl.evaluation.bootstrap import LEVEL
 
 
 @dataclass(frozen=True)

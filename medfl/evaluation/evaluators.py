@@ -17,7 +17,9 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
+from medfl.core.documents import Metrics, Names, Numbers, Words
 from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
+from medfl.core.message import Tensors
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
@@ -26,7 +28,6 @@ from medfl.evaluation.metrics import Cases
 _BATCH = 16  # items of a batch of masks at most
 _PIXELS = 16 * 256 * 256  # and their pixels
 
-Names = Sequence[str]
 Foreign = Any
 """What code of a bundle takes and returns: mostly tensors, but nothing says so."""
 
@@ -117,7 +118,7 @@ class MaskEvaluator:
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
-    classes: tuple[str, ...]
+    classes: Words
     inferer: Callable[..., Tensor]
     tolerance: float = 1.0
     background_limit: float | None = None
@@ -281,7 +282,7 @@ class CaseEvaluator:
         inferer: Callable[..., Foreign],
         postprocessing: Callable[[Foreign], Foreign] | None = None,
         tolerance: float | None = None,
-        structures: Sequence[str] = (),
+        structures: Names = (),
     ) -> None:
         """Attach the metric to an engine of its own, as MONAI's metrics require."""
         self.name = name
@@ -316,7 +317,7 @@ class CaseEvaluator:
                     y = annotated.renumbered(y)
                     prediction = annotated.marginal_logits(prediction)
 
-                row: dict[str, float] = {}
+                row: Metrics = {}
                 if self.tolerance is not None:
                     if annotated is None:
                         names = self.structures
@@ -383,9 +384,9 @@ class CaseEvaluator:
         cases: Sequence[Foreign],
         prepared: Prepared,
         index: int,
-        surface_metrics: Sequence[str],
+        surface_metrics: Names,
         names: Names,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
             return dict.fromkeys(("dice", "pixel_accuracy", *surface_metrics), math.nan)
@@ -431,12 +432,12 @@ def _naming_item(ident: str) -> Iterator[None]:
         ) from error
 
 
-def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
+def _cases(shard: Shard, rows: Sequence[Numbers]) -> Cases:
     names: dict[str, None] = {}  # in order; cases of different forms have different metrics
     for row in rows:
         names.update(dict.fromkeys(row))
 
-    values: dict[str, Tensor] = {}
+    values: Tensors = {}
     for name in names:
         values[name] = torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64)
 
@@ -486,7 +487,7 @@ def _shown(case: Foreign, annotated: AnnotatedClasses) -> Foreign:
     """Return a processed case whose binary channels are those that its reference shows."""
     if not isinstance(case, Mapping):
         return case
-    shown: dict[str, Tensor] = {}
+    shown: Tensors = {}
     for key in ("pred", "label"):
         channels = case.get(key)
         if not isinstance(channels, Tensor) or len(channels) != annotated.count:

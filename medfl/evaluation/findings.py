@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from medfl.core.arrays import Array
+from medfl.core.arrays import Array, Flags, Floats
+from medfl.core.documents import Metrics
 from medfl.evaluation import bootstrap
-from medfl.evaluation.bootstrap import Draws, Floats
+from medfl.evaluation.bootstrap import Draws
 
 LEAST = 10
 """Cases with a finding, and cases without it, from which it is among those of a macro mean."""
-
-Flags = NDArray[np.bool_]
 
 
 def scored(findings: Array, least: int = LEAST) -> Flags:
@@ -47,7 +45,7 @@ def area(truth: Array, score: Array) -> float:
     return float((rank_sum - count * (count + 1) / 2) / (count * (len(truth) - count)))
 
 
-def of_one(truth: Array, score: Array, decision: Array | None = None) -> dict[str, float]:
+def of_one(truth: Array, score: Array, decision: Array | None = None) -> Metrics:
     """Return the metrics of one finding, of its known cases: those that they define.
 
     Args:
@@ -61,7 +59,7 @@ def of_one(truth: Array, score: Array, decision: Array | None = None) -> dict[st
     truth = truth[is_known]
     score = score[is_known]
     positives = int(truth.sum())
-    metrics: dict[str, float] = {"positives": positives, "cases": len(truth)}
+    metrics: Metrics = {"positives": positives, "cases": len(truth)}
     if 0 < positives < len(truth):
         metrics["auroc"] = area(truth, score)
         metrics["average_precision"] = float(average_precision_score(truth, score))
@@ -86,7 +84,7 @@ def summary(
     findings: Array,
     decisions: Array | None = None,
     columns: Flags | None = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Return macro means over findings, {} where there is none to average over.
 
     Of validation images (without `decisions`) only the AUROC, over all findings that have both outcomes; of test
@@ -160,7 +158,7 @@ def redrawn(
     return values
 
 
-def thresholds(probabilities: Array, findings: Array) -> NDArray[np.float64]:
+def thresholds(probabilities: Array, findings: Array) -> Floats:
     """Return for each finding the threshold (K,) with the largest Youden index on these cases, (N, K) as above.
 
     0.5 for a finding of which an outcome is missing. A probability of at least the threshold calls a finding present.

@@ -6,17 +6,17 @@ Surfaces of all structures are found in one pass over a case; only those that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial import KDTree
 from torch import Tensor
 
+from medfl.core.arrays import Array, Integers
+from medfl.core.documents import Metrics, Names, Numbers, Words
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import slug
 from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
@@ -28,7 +28,7 @@ _Surfaces = tuple[float, float]
 """HD95, in the unit of the spacing, and surface Dice of one class: in the order of `SURFACE_METRICS`."""
 
 
-def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
+def surface_metrics_of(text: str, structures: Names | None) -> Words:
     """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
 
     Args:
@@ -68,12 +68,12 @@ def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str
 def scores(
     prediction: Tensor,
     reference: Tensor,
-    classes: Sequence[str],
+    classes: Names,
     spacing: Sequence[float],
     tolerance: float,
     *,
-    surface_metrics: Sequence[str] = (),
-) -> dict[str, float]:
+    surface_metrics: Names = (),
+) -> Metrics:
     """Return the metrics of one case.
 
     Means over the foreground classes 1 to K-1 are `dice`, 2|A∩B| / (|A|+|B|); `hd95`, the 95th percentile of the
@@ -139,9 +139,9 @@ def channel_scores(
     spacing: Sequence[float],
     tolerance: float,
     *,
-    surface_metrics: Sequence[str] = (),
-    names: Sequence[str] = (),
-) -> dict[str, float]:
+    surface_metrics: Names = (),
+    names: Names = (),
+) -> Metrics:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
     Each channel is a foreground class; where the reference's channels add up to 1 everywhere, the first is the
@@ -165,7 +165,7 @@ def channel_scores(
         measure_surfaces = partial(
             _surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:]
         )
-        maps: list[list[NDArray[np.int64]]] = []
+        maps: list[list[Integers]] = []
         if first and _exclusive(prediction):  # one pass over the image, not one a channel
             for mask in (prediction, reference):
                 maps.append(_surface_points(mask.argmax(0).numpy(), len(mask)))
@@ -186,7 +186,7 @@ def channel_scores(
     return result
 
 
-def foreground(names: Sequence[str], count: int) -> list[str]:
+def foreground(names: Names, count: int) -> list[str]:
     """Return names for this many structures: these, without the background's, or class 1, class 2, ...
 
     They are numbered where there are not as many names, or the names of metrics could not tell them apart.
@@ -200,7 +200,7 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 
 
 def by_structure(
-    summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
+    summary: Numbers, measured: Collection[str], names: Names, cases: int
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
@@ -236,12 +236,12 @@ def _exclusive(channels: Tensor) -> bool:
 
 
 def _of_surfaces(
-    surface_metrics: Sequence[str],
-    names: Sequence[str],
+    surface_metrics: Names,
+    names: Names,
     present: Sequence[bool],
     measured: Callable[[int], _Surfaces],
     mean: Callable[[list[_Surfaces]], Iterable[float]],
-) -> dict[str, float]:
+) -> Metrics:
     """Return the chosen surface metrics: means over the foreground classes, and those of single classes.
 
     A metric is NaN for a structure that is not a class of the case, or that the reference lacks.
@@ -256,7 +256,7 @@ def _of_surfaces(
         if any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS):
             values[c] = measured(c)
 
-    results: dict[str, float] = {}
+    results: Metrics = {}
     for c, pair in values.items():
         for kind, value in zip(SURFACE_METRICS, pair, strict=True):
             if present[c]:
@@ -268,7 +268,7 @@ def _of_surfaces(
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 
-def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]:
+def _surface_points(labels: Array, count: int) -> list[Integers]:
     """Return each foreground class's surface (N, dimensions): its pixels with a face neighbour of another class.
 
     Outside the image there is none of any class.
@@ -291,8 +291,8 @@ def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]
 
 
 def _surfaces(
-    predicted: NDArray[np.int64],
-    true: NDArray[np.int64],
+    predicted: Integers,
+    true: Integers,
     spacing: Sequence[float],
     tolerance: float,
     shape: Sequence[int],

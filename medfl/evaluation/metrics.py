@@ -11,14 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from medfl.core.arrays import Array, Integers
+from medfl.core.documents import Document, Metrics, Names, Values, Words
 from medfl.core.errors import InputError, RunError
+from medfl.core.message import Tensors, Weights
 from medfl.evaluation import findings, numbers
 
 
@@ -174,8 +176,8 @@ class Cases:
         ValueError: a tensor's first dimension is not the number of ids.
     """
 
-    ids: tuple[str, ...]
-    values: Mapping[str, torch.Tensor]
+    ids: Words
+    values: Weights
 
     def __post_init__(self) -> None:
         for name, tensor in self.values.items():
@@ -206,7 +208,7 @@ class Cases:
             )
         return index
 
-    def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
+    def select(self, which: Names | Sequence[int]) -> Cases:
         """Return these cases, by id or by index, in this order.
 
         Raises:
@@ -214,7 +216,7 @@ class Cases:
         """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
-        values: dict[str, torch.Tensor] = {}
+        values: Tensors = {}
         for name, tensor in self.values.items():
             values[name] = tensor.index_select(0, index.to(tensor.device))
 
@@ -231,9 +233,7 @@ class Cases:
         if not filled:
             return next(iter(parts), Cases((), {}))
 
-        examples: dict[
-            str, torch.Tensor
-        ] = {}  # the first tensor of each name, in order of appearance
+        examples: Tensors = {}  # the first tensor of each name, in order of appearance
         for part in filled:
             for name, tensor in part.values.items():
                 examples.setdefault(name, tensor)
@@ -259,7 +259,11 @@ class Cases:
         return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
 
 
-def summarise(cases: Cases) -> dict[str, float]:
+CasesByName = dict[str, Cases]
+"""Outcomes of sites, or of sections."""
+
+
+def summarise(cases: Cases) -> Metrics:
     """Return the metrics of a set of cases as plain floats; the empty set has none.
 
     Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, as `METRICS` defines them. The mean of `auroc`
@@ -276,7 +280,7 @@ def summarise(cases: Cases) -> dict[str, float]:
     if not len(cases):
         return {}
 
-    result: dict[str, float] = {}
+    result: Metrics = {}
     arrays = {name: values.numpy(force=True) for name, values in cases.values.items()}
     for name in ("probabilities", "prediction"):
         if name in arrays:
@@ -301,13 +305,13 @@ def summarise(cases: Cases) -> dict[str, float]:
     return {**result, **_case_means(further)}
 
 
-def confusion(label: NDArray[Any], predicted: NDArray[Any], classes: int) -> NDArray[np.int64]:
+def confusion(label: Array, predicted: Array, classes: int) -> Integers:
     """Return the (K, K) counts with the reference in rows; `label` and `predicted` are (N,) integers in 0..K-1."""
     counts = np.bincount(label.astype(np.int64) * classes + predicted, minlength=classes * classes)
     return counts.reshape(classes, classes)
 
 
-def from_confusion(counts: NDArray[np.int64]) -> dict[str, float]:
+def from_confusion(counts: Integers) -> Metrics:
     """Return accuracy, balanced accuracy and macro F1 of (K, K) counts that are not all zero, reference in rows."""
     hits = np.diag(counts)
     reference = counts.sum(1)
@@ -343,7 +347,7 @@ def spread(
     A site without the metric has no entry, None or NaN. No site at all gives an empty result. The worst is one of
     `ranked`, None for all; without any there is none.
     """
-    by_site: dict[str, float] = {}
+    by_site: Metrics = {}
     for site, value in values.items():
         if value is not None and not math.isnan(value):
             by_site[site] = float(value)
@@ -363,7 +367,7 @@ def spread(
     return result
 
 
-def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
+def without_repeats(names: Names, rows: Iterable[Values]) -> list[str]:
     """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
     rows = [*rows]
     distinct = []
@@ -375,7 +379,7 @@ def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) 
     return distinct
 
 
-def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:
+def fewer_classes(averaged: Mapping[str, Collection[int]]) -> Document:
     """Return how many classes each site's mean over classes is of, and of how many: {} where that is all at each.
 
     `averaged` are the classes or findings of each site; "of_classes" is how many there are at any.
@@ -388,8 +392,8 @@ def fewer_classes(averaged: Mapping[str, Collection[int]]) -> dict[str, Any]:
     return {"of_classes": len(everywhere), "classes_at": counts}
 
 
-def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-    result: dict[str, float] = {}
+def _case_means(values_of: Mapping[str, Array]) -> Metrics:
+    result: Metrics = {}
     for name, array in values_of.items():
         scored = array[~np.isnan(array)]
         if scored.size:
@@ -402,7 +406,7 @@ def _case_means(values_of: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     return result
 
 
-def _check_labels(ids: tuple[str, ...], label: NDArray[Any], classes: int) -> None:
+def _check_labels(ids: Words, label: Array, classes: int) -> None:
     outside = (label < 0) | (label >= classes)
     if outside.any():
         first = int(outside.argmax())
@@ -413,7 +417,7 @@ def _check_labels(ids: tuple[str, ...], label: NDArray[Any], classes: int) -> No
         )
 
 
-def _check_finite(ids: tuple[str, ...], name: str, outputs: NDArray[Any]) -> None:
+def _check_finite(ids: Words, name: str, outputs: Array) -> None:
     bad = ~np.isfinite(outputs).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
@@ -422,7 +426,7 @@ def _check_finite(ids: tuple[str, ...], name: str, outputs: NDArray[Any]) -> Non
         )
 
 
-def _auroc(label: NDArray[Any], probabilities: NDArray[Any]) -> float | None:
+def _auroc(label: Array, probabilities: Array) -> float | None:
     """Return the macro one-versus-rest area by Mann-Whitney: (rank sum of n positives - n(n+1)/2) / (n · negatives)."""
     cases, classes = probabilities.shape
     columns = np.array([1]) if classes == 2 else np.arange(classes)

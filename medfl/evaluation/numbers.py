@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from medfl.core.arrays import Array
-from medfl.evaluation.bootstrap import Draws, Floats
+from medfl.core.arrays import Array, Floats
+from medfl.core.documents import Metrics
+from medfl.evaluation.bootstrap import Draws
 
 
-def of_one(target: Array, prediction: Array) -> dict[str, float]:
+def of_one(target: Array, prediction: Array) -> Metrics:
     """Return MAE, RMSE, R² and Pearson's r of (N,) numbers, as scikit-learn and SciPy define them.
 
     Of cases whose target is not NaN; R² and r are left out where all targets, or all predictions, are equal.
@@ -35,7 +36,7 @@ def of_one(target: Array, prediction: Array) -> dict[str, float]:
     return metrics
 
 
-def summary(prediction: Array, target: Array) -> dict[str, float]:
+def summary(prediction: Array, target: Array) -> Metrics:
     """Return the metrics of (N, D) predictions; of several numbers a case, the mean of each number's metric.
 
     A metric that one of the numbers lacks is left out.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from medfl.evaluation.bootstrap import Floats, Integers
+from medfl.core.arrays import Flags, Floats, Integers
 
 _POINTS = 201  # of a curve at most, which is more than a chart shows
 
@@ -45,7 +44,7 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
     return matches
 
 
-def curve(index: int, positive: NDArray[np.bool_], score: Floats) -> list[Curve]:
+def curve(index: int, positive: Flags, score: Floats) -> list[Curve]:
     """Return the curve of one class or finding of cases (N,), [] where all have it or none."""
     # Here, because it takes a second to import.
     from sklearn.metrics import roc_auc_score, roc_curve

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
+from medfl.core.arrays import Bytes
 from medfl.data.prepared import Geometry
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import picture_values, stored
@@ -20,7 +20,7 @@ from medfl.datasets.readers.volumes import as_nifti, is_volume
 from medfl.storage.files import write_atomic
 
 
-def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
+def to_original(labels: Tensor, geometry: Geometry) -> Bytes:
     """Return a mask of class indices (H, W[, D]) on the grid of the image's file instead of the network's.
 
     Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
@@ -29,7 +29,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
     # File's pixel -> millimetres -> mask's pixel
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
-    mask: NDArray[np.uint8] = ndimage.affine_transform(
+    mask: Bytes = ndimage.affine_transform(
         labels.cpu().numpy().astype(np.uint8),
         from_file[:axes, :axes],
         from_file[:axes, -1],
@@ -49,7 +49,7 @@ def save(
 
 
 def write(
-    mask: NDArray[np.uint8],
+    mask: Bytes,
     classes: int,
     geometry: Geometry,
     path: Path,

@@ -13,12 +13,11 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Array
 from medfl.data.prepared import Geometry
 from medfl.evaluation.save_masks import is_picture
 
-Array = NDArray[Any]
 _WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
 _ROUNDING = 1e-3  # beyond 0..1 that colours may be, from interpolation
 _CUTS = (("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))

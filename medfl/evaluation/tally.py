@@ -24,14 +24,14 @@ import torch
 from scipy.special import expit, ndtri
 
 from medfl.core.arrays import Array
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.names import listed
 from medfl.core.seeding import derive
 from medfl.core.untrusted import printable
 from medfl.evaluation import bootstrap, findings
-from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.bootstrap import LEAST, Interval
 from medfl.evaluation.metrics import OF_CASES, WHOLE, Cases, confusion, from_confusion
 from medfl.policy.suppression import suppress_counts
 
@@ -182,12 +182,12 @@ class Outcome:
     """What tables tell: of how many cases, metrics as `metrics.summarise` has them, intervals, the AUROC's error."""
 
     cases: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     intervals: dict[str, Interval] = field(default_factory=dict)
     error: float = 0.0
 
     @property
-    def row(self) -> dict[str, float]:
+    def row(self) -> Metrics:
         """The metrics with the ends of their intervals."""
         row = dict(self.metrics)
         for name, (low, high) in self.intervals.items():
@@ -232,7 +232,7 @@ def _add_classified(tally: Tally, seed: int, result: Outcome) -> None:
     ends = bootstrap.intervals(drawn)
     for name in names:
         result.metrics[name] = from_confusion(table)[name]
-        if len(label) >= bootstrap.LEAST:
+        if len(label) >= LEAST:
             result.intervals[name] = ends[name]
 
 
@@ -261,7 +261,7 @@ def _add_areas(tally: Tally, cuts: Mapping[int, float] | None, seed: int, result
     for name in rows[0].keys() - {"positives", "cases"}:
         result.metrics[name] = float(np.mean([row[name] for row in rows]))
 
-    if len(scores) == 1 and len(truth) >= bootstrap.LEAST:
+    if len(scores) == 1 and len(truth) >= LEAST:
         drawn = bootstrap.area(truth == 1, score, bootstrap.draw(truth, seed))
         result.intervals |= bootstrap.intervals({"auroc": drawn})
 
@@ -278,7 +278,7 @@ def _add_sums(tally: Tally, result: Outcome) -> None:
         result.metrics[metric] = mean
         if count < result.cases:
             result.metrics[f"{metric}_cases"] = count
-        if squares >= 0 and count >= bootstrap.LEAST:
+        if squares >= 0 and count >= LEAST:
             variance = max(0.0, squares / count - mean**2)
             half = float(ndtri(0.975)) * math.sqrt(variance / count)
             result.intervals[metric] = (mean - half, mean + half)

@@ -14,14 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Names
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
 from medfl.flare.files import read_kit_file, read_resources
@@ -45,33 +45,24 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     """Add the action to `medfl site`."""
     about = "join a NVIDIA FLARE federation with the operator's startup kit"
     served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
-    served.add_argument(
-        "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
+    served.add_text("bundle", "BUNDLE", "name of a shipped bundle, or the folder of any", nargs="?")
+    served.add_path("--kit", "DIR", "the startup kit, unpacked", required=True)
+    served.add_path("--data", "DIR", "the site's images; a server may do without")
+    served.add_path("--folder", "DIR", "where States are kept; at the server, runs")
+    served.add_path("--policy", "FILE", "the site's policy; default: nothing extra")
+    served.add_text("--device", "cpu|cuda[:i]", "where it trains; default cpu")
+    served.add_path("--audit", "FILE", "log of what came and left")
+    served.add_text(
+        "--permit",
+        "ID",
+        "id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
+        dest="permits",
+        action="append",
     )
-    served.add_argument(
-        "--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked"
+    served.add_switch(
+        "--no-sandbox", "let FLARE's process do what this user may; default: Linux's Landlock"
     )
-    served.add_argument(
-        "--data", type=Path, metavar="DIR", help="the site's images; a server may do without"
-    )
-    served.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where States are kept; at the server, runs"
-    )
-    served.add_argument(
-        "--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra"
-    )
-    served.add_argument("--device", metavar="cpu|cuda[:i]", help="where it trains; default cpu")
-    served.add_argument("--audit", type=Path, metavar="FILE", help="log of what came and left")
-    served.add_argument(
-        "--permit", dest="permits", action="append", metavar="ID",
-        help="id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
-    )  # fmt: skip
-    served.add_argument(
-        "--no-sandbox",
-        action="store_true",
-        help="let FLARE's process do what this user may; default: Linux's Landlock",
-    )
-    served.add_argument("--check", action="store_true", help="only see whether it would start")
+    served.add_switch("--check", "only see whether it would start")
 
 
 def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
@@ -83,7 +74,7 @@ def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
     require_flare()
     document = prepare(kit, kind)
     sandbox, document["sandbox"] = _sandbox(kit, kind, args)
-    show(args, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
+    show(args, document, [f"{key}: {value}" for key, value in document.items()])
 
     return 0 if args.check else start(kit, sandbox)
 
@@ -292,7 +283,7 @@ _OPERATION = ("operate", "shell_commands")
 _WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_log", "call", *_CODE)
 
 
-def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
+def secure(kit: Path, kind: str, classes: Names) -> None:
     """Write and check the permissions of a kit of a "site" or "server", whose jobs may name these classes.
 
     Raises:
@@ -348,7 +339,7 @@ def _permissions(path: Path, kind: str) -> Document:
     return {"format_version": "1.0", "permissions": roles}
 
 
-def _granted(document: Document, never: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _granted(document: Document, never: Names) -> Iterator[tuple[str, str]]:
     """Yield the (role, right) pairs of `never` that a policy grants, as FLARE reads it."""
     from nvflare.fuel.sec.authz import parse_policy_config
     from nvflare.security.security import COMMAND_CATEGORIES
@@ -380,7 +371,7 @@ def _nobody(expression: Any) -> bool:
     return bool(allowed) and all(word in (["none"], ["no"]) for word in allowed)
 
 
-def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
+def _resources(path: Path, kind: str, classes: Names) -> None:
     from medfl.storage.files import write_atomic
 
     document = read_resources(path)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics, Names, Numbers
 from medfl.core.errors import MedflError, RunError
-from medfl.core.message import Message
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.run import examines
 from medfl.core.terminal import Print
 from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes.attendance import FailedReply
@@ -75,7 +75,7 @@ class Link(Protocol):
     def ask(
         self,
         task_name: str,
-        sites: Sequence[str],
+        sites: Names,
         payload: Payload,
         answers: queue.SimpleQueue[Answer],
     ) -> int:
@@ -93,7 +93,7 @@ class Link(Protocol):
 
 @dataclass
 class _Question:
-    """A question to one site, whose answer `read` takes; `message` is that of the method, None at the introduction.
+    """A question to one site, whose answer `read` takes; `message` is that of the method.
 
     `state_round` is that of the State that the site continues from, 0 for none.
     """
@@ -101,10 +101,10 @@ class _Question:
     index: int
     site: str
     task_name: str
-    numbers: Mapping[str, float]
-    message: Message | None
+    numbers: Numbers
+    message: Message
     read: Callable[[Payload], Any]
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    extra: Weights = field(default_factory=dict)
     state_round: int = 0
 
     def same_as(self, question: _Question) -> bool:
@@ -114,16 +114,8 @@ class _Question:
         if self.numbers != question.numbers:
             return False
 
-        if self.message:
-            first = self.message.flat()
-        else:
-            first = {}
-
-        if question.message:
-            second = question.message.flat()
-        else:
-            second = {}
-
+        first = self.message.flat()
+        second = question.message.flat()
         return first.keys() == second.keys() and all(
             _same(tensor, second[name]) for name, tensor in first.items()
         )
@@ -167,7 +159,7 @@ class FlareWorkers(Workers):
         self._say = say
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
-        self.reported: dict[str, dict[str, float]] = {}
+        self.reported: dict[str, Metrics] = {}
         self._started = False
 
     def run(
@@ -198,11 +190,12 @@ class FlareWorkers(Workers):
         read: Callable[[Payload], Any]
         if isinstance(task, Introduce):
             read = partial(self._introduction, name)
-            return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, read)
+            numbers = wire.question_numbers(0)
+            return _Question(index, name, wire.INTRODUCE, numbers, Message(), read)
 
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
-        sections: Sequence[str] = ()
+        sections: Names = ()
         save = {}
         extra = {}
         match task:
@@ -255,7 +248,7 @@ class FlareWorkers(Workers):
             sites = {question.site: question for question in group}
             rounds = {site: question.state_round for site, question in sites.items()}
             extra = {**first.extra, **wire.state_rounds(rounds)}
-            payload = wire.message_payload(first.message or Message(), first.numbers, extra)
+            payload = wire.message_payload(first.message, first.numbers, extra)
             number = self._link.ask(first.task_name, list(sites), payload, answers)
             for site, question in sites.items():
                 waiting[number, site] = question
@@ -404,7 +397,7 @@ class FlareWorkers(Workers):
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
-    def _tallied(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+    def _tallied(self, name: str, sections: Names, payload: Payload) -> CasesByName:
         """Keep the tables of a site's outcomes, of which no single case is known."""
         arrived = payload.group("tally")
         for section in sections:
@@ -419,7 +412,7 @@ class FlareWorkers(Workers):
 
         return dict.fromkeys(sections, Cases((), {}))
 
-    def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+    def _cases(self, name: str, sections: Names, payload: Payload) -> CasesByName:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
             metrics = reported_metrics(payload, sections)
@@ -434,12 +427,12 @@ class FlareWorkers(Workers):
         return wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
 
 
-def _weights(payload: Payload) -> dict[str, torch.Tensor]:
+def _weights(payload: Payload) -> Tensors:
     return payload.group("own")
 
 
-def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
-    parts: dict[int, dict[str, torch.Tensor]] = {}
+def _masks(ids: Names, payload: Payload) -> dict[str, Masks]:
+    parts: dict[int, Tensors] = {}
     for key, tensor in payload.group("masks").items():
         position, _, part = key.partition("/")
         parts.setdefault(int(position), {})[part] = tensor
@@ -455,7 +448,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left is right or (left.dtype == right.dtype and torch.equal(left, right))
 
 
-def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
+def reported_metrics(payload: Payload, sections: Names) -> Metrics:
     """Return the metrics that a site reported of these sections, ignoring others.
 
     Raises:

@@ -11,12 +11,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
 from medfl.core.message import Message, Tensors
 from medfl.core.untrusted import printable
@@ -41,6 +42,7 @@ from medfl.storage.run_folder import RunFolder
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass
 class FlareSite:
     """One site.
 
@@ -52,20 +54,12 @@ class FlareSite:
         examines: the job only examines a model: no other question is answered than those to do so.
     """
 
-    def __init__(
-        self,
-        algo: MedflClientAlgo,
-        name: str,
-        shows: RunFolder | None = None,
-        *,
-        examines: bool = False,
-    ) -> None:
-        """Store the arguments; the first question prepares the site."""
-        self.algo = algo
-        self.name = name
-        self._simulation = shows
-        self._examines = examines
-        self._ready = False
+    algo: MedflClientAlgo
+    name: str
+    shows: RunFolder | None = None
+    examines: bool = False
+    # the first question prepares the site
+    _ready: bool = False
 
     def answer(
         self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None
@@ -81,7 +75,7 @@ class FlareSite:
             wire.SEGMENT: self._segment,
         }
 
-        if self._examines:
+        if self.examines:
             answers = {wire.INTRODUCE: self._introduce, wire.EXAMINE: self._examine}
 
         try:
@@ -97,7 +91,7 @@ class FlareSite:
 
                 return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
-            if self._simulation is not None:
+            if self.shows is not None:
                 if isinstance(error, MedflError):
                     return wire.failure(error)
 
@@ -127,10 +121,10 @@ class FlareSite:
         data = self._exchange_object(payload)
         sections = payload.sections
         metrics = {}
-        if sections and not self._simulation:  # of what was received, before it is trained on
+        if sections and not self.shows:  # of what was received, before it is trained on
             metrics = _metrics_of(self.algo.visit(score_site, data, sections))
 
-        self.algo.train(data, {SCORED_SECTIONS: sections if self._simulation else ()})
+        self.algo.train(data, {SCORED_SECTIONS: sections if self.shows else ()})
         reply = self.algo.get_weights()
         numbers = {
             wire.STEPS: reply.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS],
@@ -142,7 +136,7 @@ class FlareSite:
             numbers[wire.LOSS] = loss
 
         answer = Payload(self._outgoing_tensors(reply), numbers, metrics=metrics)
-        if self._simulation:
+        if self.shows:
             return wire.with_cases(answer, self.algo.cases)
 
         return answer
@@ -195,7 +189,7 @@ class FlareSite:
     def _outgoing_tensors(self, reply: ExchangeObject) -> Document:
         """Return a message's tensors, with the site's facts about its data where they are not in a simulation's job."""
         tensors = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
-        if self._simulation:
+        if self.shows:
             return tensors
 
         return {**tensors, **site_facts.tensors(reply.statistics)}
@@ -211,21 +205,21 @@ class FlareSite:
         )
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:
-        if self._simulation:
+        if self.shows:
             return wire.with_cases(Payload(), cases)
 
         return Payload(metrics=_metrics_of(cases))
 
     def _in_simulation(self, task_name: str) -> RunFolder:
         with errors_safe_to_send():
-            if self._simulation is None:
+            if self.shows is None:
                 raise InputError(
                     f"site {self.name!r} is asked for {task_name}",
                     "sites of a simulation alone answer it",
                     "do not ask",
                 )
 
-        return self._simulation
+        return self.shows
 
 
 def hidden_failure(name: str, error: BaseException) -> Payload:
@@ -241,9 +235,9 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
     )
 
 
-def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
+def _metrics_of(cases: Mapping[str, Cases]) -> Metrics:
     """Return metrics and number of cases of each section that has any: all that a site reports of its items."""
-    report: dict[str, float] = {}
+    report: Metrics = {}
     for section, outcomes in cases.items():
         if not len(outcomes):
             continue

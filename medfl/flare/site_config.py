@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, 
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Names, Words
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run, examines
@@ -87,18 +87,18 @@ class SiteConfig:
     folder: str
     data: str = ""
     policy: str = ""
-    permits: tuple[str, ...] = ()
+    permits: Words = ()
     device: str = "cpu"
     audit: str = ""
     threads: int = 8
-    classes: tuple[str, ...] = ()
+    classes: Words = ()
     track: str = ""
     roster: Mapping[str, int] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
-    channels: tuple[str, ...] = ()
+    labels: Words = ()
+    channels: Words = ()
 
     @property
-    def declared_data(self) -> dict[str, tuple[str, ...]]:
+    def declared_data(self) -> dict[str, Words]:
         """What the site says of its data, by setting of a run; () where it says nothing."""
         return {"site_labels": self.labels, "site_channels": self.channels}
 
@@ -382,7 +382,7 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
         )
 
 
-def _check_config(run: Run, protocol: Config, permits: Sequence[str], refuse: Refuse) -> None:
+def _check_config(run: Run, protocol: Config, permits: Names, refuse: Refuse) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:

@@ -9,19 +9,20 @@ that fails says why in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Cells, Document, Metrics, Names, Numbers, Words
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.names import is_name
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 
 INTRODUCE, EXAMINE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
     "introduce", "evaluate", "train", "try", "judge", "abroad", "weights", "masks",
@@ -59,9 +60,9 @@ class Payload:
     """
 
     tensors: Weights = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
     failure_reason: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Numbers = field(default_factory=dict)
 
     def group(self, group: str) -> Tensors:
         """Return the tensors named `group/...`, without that prefix."""
@@ -87,12 +88,12 @@ class Payload:
         return int(value)
 
     @property
-    def sections(self) -> tuple[str, ...]:
+    def sections(self) -> Words:
         """The sections that are asked for."""
         return tuple(section for section in SECTIONS if self.numbers.get(section))
 
 
-def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
+def message_payload(message: Message, numbers: Numbers, extra: Weights) -> Payload:
     """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
     tensors = {f"message/{name}": tensor for name, tensor in message.flat().items()}
     return Payload(cpu_copies({**tensors, **extra}), dict(numbers))
@@ -105,9 +106,7 @@ def cpu_copies(weights: Weights) -> Tensors:
     }
 
 
-def question_numbers(
-    round_: int, sections: Iterable[str] = (), **numbers: float
-) -> dict[str, float]:
+def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float) -> Metrics:
     """Return the numbers of a question."""
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
 
@@ -147,7 +146,7 @@ def to_model(payload: Payload) -> Any:
     """Return a payload as an FLModel."""
     from nvflare.app_common.abstract.fl_model import FLModel
 
-    meta: dict[str, Any] = dict(payload.numbers)
+    meta: Document = dict(payload.numbers)
     if payload.failure_reason:
         meta[FAILED] = payload.failure_reason
     return FLModel(params=dict(payload.tensors), metrics=dict(payload.metrics) or None, meta=meta)
@@ -222,7 +221,7 @@ def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     return replace(payload, tensors={**payload.tensors, **cpu_copies(tensors)}, numbers=numbers)
 
 
-def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
+def read_cases(payload: Payload, ids: Mapping[str, Names], sender: str) -> CasesByName:
     """Return the outcomes in a payload that `with_cases` made, section -> cases.
 
     `ids` are section that was asked for -> ids of its cases, in their order.
@@ -250,7 +249,7 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
 # Names
 
 
-def wire_names(participants: Sequence[str]) -> dict[str, str]:
+def wire_names(participants: Names) -> Cells:
     """Return participant -> its name in FLARE: the same, unless FLARE does not allow one of them."""
     if all(map(is_flare_name, participants)):
         return {name: name for name in participants}

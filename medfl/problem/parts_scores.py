@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.data.prepared import Shard
-from medfl.evaluation.evaluators import CaseEvaluator, Evaluator, MaskEvaluator, Names
+from medfl.evaluation.evaluators import CaseEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import Cases
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from medfl.data.partition.table import shorten
-from medfl.report.picture import Floats, Picture, plain_axes, render, slant
-from medfl.report.style import INK, SOFT, TINTS
+from medfl.report.picture import Floats, Picture, render, slant
+from medfl.report.style import INK, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,8 +80,8 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
         names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]
         axes.set_xticks(range(len(names)), names, **(slant(40) if slanted else {}))
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
-        axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-        plain_axes(axes)
+        axes.tick_params(length=0)
+        axes.grid(axis="y")
 
     return render(
         f"dice{ending}",

@@ -17,10 +17,10 @@ from statistics import fmean
 
 import numpy as np
 
-from medfl.core.arrays import Integers
+from medfl.core.arrays import Floats, Integers
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
+from medfl.evaluation.bootstrap import LEAST, Draws, Interval
 from medfl.evaluation.metrics import Cases
 from medfl.report import cross_site
 from medfl.report.formatting import number, signed

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from medfl.core import tables, terminal
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics, Numbers, Words
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -130,14 +130,14 @@ class Folds:
         return ids
 
     @cached_property
-    def rows(self) -> dict[int, dict[str, float]]:
+    def rows(self) -> dict[int, Metrics]:
         """Fold -> the metrics of its test cases, whose means are over the same findings in all."""
         cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
         compared = self.first.kind.comparable(cases_of)
         return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
 
     @cached_property
-    def pooled(self) -> dict[str, float]:
+    def pooled(self) -> Metrics:
         """The metrics of all test cases."""
         return metrics.summarise(self.cases)
 
@@ -190,7 +190,7 @@ class Folds:
         }  # fmt: skip
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> Words:
         """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
         notes = (NOTE, *told_by(undefined))
@@ -215,7 +215,7 @@ class Folds:
         names = self.names[:_COLUMNS]
         spreads = list(map(self.spread, names))
 
-        def numbers(values: Mapping[str, float]) -> list[str]:
+        def numbers(values: Numbers) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
 
         rows = []
@@ -248,10 +248,10 @@ class Folds:
     def text(self) -> str:
         """Return the table for the terminal; the last line says whether the data are real or phantom."""
         head, rows = self.cells()
-        lines = [self.title(), "", *tables.text_table(head, rows, terminal.width()), ""]
+        lines = [self.title(), "", *tables.text_table(head, rows), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
         for note in self.notes:
-            lines += terminal.hanging_indent("", note, terminal.width())
+            lines += terminal.hanging_indent("", note)
 
         if self.first.phantom:
             lines.append(PHANTOM_NOTE)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.arrays import Integers
+from medfl.core.documents import Document, Names
 from medfl.data.partition.table import shorten
 from medfl.report.picture import (
     ENTRY,
@@ -20,7 +22,6 @@ from medfl.report.picture import (
     Picture,
     add_legend,
     colours,
-    plain_axes,
     plot,
     slant,
 )
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
@@ -40,7 +40,7 @@ _MIN_ITEMS = 30
 _MIN_ITEMS_OF_CLASS = 10
 
 
-def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
+def generated_grid(images: Floats, classes: Names, round_: int, mark: str = "") -> Picture:
     """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
     rows = len(classes)
     count, channels, height, width = images.shape
@@ -78,7 +78,7 @@ def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: st
     )
 
 
-def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
+def text_similarities(means: Floats, classes: Names) -> Picture:
     """Draw the cosines between the classes' mean text embeddings (K, D) as a heat map."""
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     cosine = unit @ unit.T
@@ -94,7 +94,7 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        style: dict[str, Any] = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
+        style: Document = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
 
         if size <= 0.2:  # no space for numbers
             return
@@ -115,10 +115,10 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
 
 def feature_scatters(
     real: Floats,
-    labels: Labels,
+    labels: Integers,
     synthetic: Floats,
-    synthetic_labels: Labels,
-    classes: Sequence[str],
+    synthetic_labels: Integers,
+    classes: Names,
     seed: int,
     round_: int,
 ) -> list[Picture]:
@@ -163,6 +163,7 @@ def feature_scatters(
             _scatter(axes, points[: len(real)], labels, tones, **dots)
             _scatter(axes, points[len(real) :], synthetic_labels, tones, **triangles)
             axes.set(xticks=[], yticks=[], xlabel=axis_labels[0], ylabel=axis_labels[1])
+            axes.spines[:].set_visible(True)
             present = np.unique(np.concatenate([labels, synthetic_labels]))
             entries = [(tones[label], classes[label]) for label in present]
             add_legend(figure, entries, bool(len(synthetic)))
@@ -188,7 +189,7 @@ def feature_scatters(
 
 
 def _scatter(
-    axes: Axes, points: Floats, labels: Labels, tones: Sequence[Colour], **style: Any
+    axes: Axes, points: Floats, labels: Integers, tones: Sequence[Colour], **style: Any
 ) -> None:
     for label, colour in enumerate(tones):
         of_class = points[labels == label]
@@ -216,9 +217,7 @@ def imbalance(values: Floats) -> float:
     return float(((values - values.mean()) ** 2).sum() / 128)
 
 
-def spectrum(
-    features: Floats, labels: Labels, classes: Sequence[str], round_: int
-) -> Picture | None:
+def spectrum(features: Floats, labels: Integers, classes: Names, round_: int) -> Picture | None:
     """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
 
     Returns:
@@ -265,7 +264,7 @@ def spectrum(
         axes.yaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.minorticks_off()
-        plain_axes(axes)
+        axes.grid(axis="y")
         entries = []
         for c, values in by_class.items():
             text = f": {imbalance(values):.3g} ({counts[c]})"
@@ -307,7 +306,7 @@ def prototype_distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Pi
 
         axes.set(xlabel="round", ylabel="distance", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        plain_axes(axes)
+        axes.grid(axis="y")
         add_legend(figure, list(zip(tones, curves, strict=True)))
 
     return plot(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.arrays import Array
+from medfl.core.documents import Cells, Config, Document, Names, Numbers
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
-from medfl.evaluation.slices import Array, Plane, planes, unit
+from medfl.evaluation.slices import Plane, planes, unit
 from medfl.report.formatting import number
 from medfl.report.picture import Colour, Picture, colours, render
 from medfl.report.style import INK, SOFT
@@ -55,14 +57,14 @@ class Example:
 
     rank: str
     ident: str
-    scores: Mapping[str, float]
+    scores: Numbers
     image: Array
     reference: Array
     prediction: Array
     geometry: Geometry | None
 
 
-def ranked(dice: Mapping[str, float]) -> dict[str, str]:
+def ranked(dice: Numbers) -> Cells:
     """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
@@ -80,7 +82,7 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 
 
 def mask_overlays(
-    name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float
+    name: str, site: str, examples: Sequence[Example], structures: Names, median: float
 ) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 
@@ -147,7 +149,7 @@ def _case(
     figure: Figure,
     example: Example,
     cut: Sequence[Plane],
-    structures: Sequence[str],
+    structures: Names,
     panel: float,
     scale: float,
     top: float,
@@ -185,7 +187,7 @@ def _case(
         top -= height + _GAP
 
 
-def _score_line(example: Example, structures: Sequence[str]) -> str:
+def _score_line(example: Example, structures: Names) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
     dice = [value for name, value in example.scores.items() if name.startswith("dice_")]
     if 1 < len(dice) == len(structures) <= 3:  # more do not fit in the line
@@ -201,7 +203,7 @@ def _score_line(example: Example, structures: Sequence[str]) -> str:
 
 def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Colour]) -> None:
     height, width = plane.reference.shape
-    place: dict[str, Any] = {"extent": (0, width, height, 0), "aspect": "auto"}
+    place: Document = {"extent": (0, width, height, 0), "aspect": "auto"}
     if column != "error":
         axes.imshow(plane.image, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
 
@@ -233,7 +235,7 @@ def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Colour]) -> 
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
-def _shade(axes: Axes, mask: Array, colour: Colour, alpha: float, place: Mapping[str, Any]) -> None:
+def _shade(axes: Axes, mask: Array, colour: Colour, alpha: float, place: Config) -> None:
     if mask.any():
         from matplotlib.colors import to_rgba
 
@@ -261,9 +263,7 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
     """Write the letter of the side on the left, and draw a scale bar in millimetres."""
     from matplotlib import patheffects
 
-    halo: dict[str, Any] = {
-        "path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]
-    }
+    halo: Document = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
     if plane.left:
         axes.text(
             0.03,
@@ -288,7 +288,7 @@ def _marks(axes: Axes, plane: Plane, length: str) -> None:
             linewidth=1.6,
             **halo,
         )
-        place: dict[str, Any] = {
+        place: Document = {
             "xycoords": "axes fraction",
             "textcoords": "offset points",
             "ha": "right",
@@ -305,7 +305,7 @@ def _palette(count: int) -> list[Colour]:
     return colours(count)
 
 
-def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
+def _legend(figure: Figure, structures: Names, confused: bool) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -322,6 +322,6 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
         shapes.append(Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text))
 
     figure.legend(
-        handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
+        handles=shapes, loc="lower center", ncols=min(len(shapes), 6),
         handlelength=1.2, columnspacing=1.5,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config, Document, Metrics
 from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
@@ -17,7 +17,7 @@ from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.picture import Picture
-from medfl.report.prediction_analysis import analyse_predictions, numbers_of
+from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
@@ -146,7 +146,7 @@ def _differences(run: RunFiles) -> Document:
     }
 
 
-def contribution_of(run: RunFiles) -> list[tuple[str, dict[str, float]]]:
+def contribution_of(run: RunFiles) -> list[tuple[str, Metrics]]:
     """Return each site with what it contributed, [] where that was not estimated."""
     path = run.path / CONTRIBUTION
     if not path.is_file():
@@ -210,7 +210,7 @@ def _predicted(run: RunFiles) -> Document:
         "roc": analysis.roc(),
         "calibration": analysis.calibration(),
         "worst": analysis.worst(),
-        "numbers": numbers_of(analysis),
+        "numbers": analysis.numbers(),
         **_structures(run, analysis.intervals),
         "each": analysis.each,
         "few_cases": analysis.cases(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from medfl.core.documents import Document, Names, Words
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, LETTER, SOFT, TINTS
 
@@ -29,9 +30,9 @@ SMALLEST = 2.0  # points; the least diameter of a disc that can be seen
 class _Layout:
     """Sizes and positions of the chart's parts in inches; sites in rows, classes in columns."""
 
-    sites: tuple[str, ...]
-    classes: tuple[str, ...]
-    shown: tuple[str, ...]
+    sites: Words
+    classes: Words
+    shown: Words
 
     @property
     def step_x(self) -> float:
@@ -100,9 +101,7 @@ class _Layout:
         return axes
 
 
-def plot(
-    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path
-) -> None:
+def plot(partition: Partition, sections: Sections, classes: Names | None, path: str | Path) -> None:
     """Draw a disc for each site and class, its area in proportion to the training images, and totals at the margins.
 
     The ending of `path` (png, svg, pdf) decides the file format. Without classes one column holds all images.
@@ -170,7 +169,7 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     axes.xaxis.tick_top()
     positions = range(len(layout.classes))
     if layout.slanted:
-        style: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
+        style: Document = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
         axes.set_xticks(positions, layout.classes, size=9.5, **style)
     else:
         axes.set_xticks(positions, layout.wrapped, size=9.5)
@@ -228,7 +227,7 @@ def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> 
 def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
     """Write the section sizes of each site below the section's colour, name and total."""
     axes.set(xlim=(0, len(layout.shown)), ylim=(len(sizes) - 0.5, -0.5))
-    style: dict[str, Any] = {
+    style: Document = {
         "xycoords": ("data", "axes fraction"),
         "textcoords": "offset points",
         "ha": "right",

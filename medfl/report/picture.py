@@ -42,6 +42,18 @@ _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.labelcolor": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
 }
 
 
@@ -127,7 +139,6 @@ def plot(
 
     def fill(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.tick_params(labelcolor=INK, color=SOFT)
         draw(figure, axes)
 
     return render(name, title, caption, (WIDTH, height), fill, mark=mark, layout="compressed")
@@ -179,13 +190,6 @@ def write_png(picture: Picture, file: Path) -> Path:
     return file
 
 
-def plain_axes(axes: Axes) -> None:
-    """Style axes with a grey grid across and without a frame at the top and right."""
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def slant(degrees: float) -> dict[str, Any]:
     """Return the style of labels below an axis that are turned by so much."""
     return {"rotation": degrees, "ha": "right", "rotation_mode": "anchor"}
@@ -217,6 +221,6 @@ def add_legend(
     # else a long legend would take the axes' room
     figure.set_figheight(figure.get_figheight() + 0.2 * extra_rows)
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=_COLUMNS, frameon=False, fontsize=9, labelcolor=INK,
+        handles=handles, loc="outside lower center", ncols=_COLUMNS,
         title=title or None, title_fontproperties={"size": 9}, columnspacing=1.2, handletextpad=0.2,
     )  # fmt: skip

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from medfl.core.arrays import Array, Floats, Integers
-from medfl.core.documents import Document
+from medfl.core.arrays import Array, Flags, Floats, Integers
+from medfl.core.documents import Document, Names
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
-from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
+from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
-from medfl.report import charts, formatting, number_plots
+from medfl.report import charts, formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
 
@@ -48,7 +48,7 @@ class PredictionAnalysis:
         return None if values is None else values.numpy(force=True)
 
     @cached_property
-    def _draws(self) -> NDArray[np.int32]:
+    def _draws(self) -> Draws:
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
@@ -81,7 +81,7 @@ class PredictionAnalysis:
 
     @property
     def _enough(self) -> bool:
-        return len(self.predictions.ids) >= bootstrap.LEAST
+        return len(self.predictions.ids) >= LEAST
 
     @cached_property
     def each(self) -> dict[str, list[float]]:
@@ -89,7 +89,7 @@ class PredictionAnalysis:
         few = {}
         for name, scores in self._scores.items():
             values = np.sort(scores[~np.isnan(scores)])
-            if 0 < len(values) < bootstrap.LEAST:
+            if 0 < len(values) < LEAST:
                 few[name] = values.tolist()
 
         return few
@@ -158,12 +158,12 @@ class PredictionAnalysis:
             draws += " within each reference class, so that every draw has each"
             sizes = np.bincount(label, minlength=len(self.classes))
             for name, size in zip(self.classes, sizes, strict=True):
-                if 0 < size < bootstrap.LEAST:
+                if 0 < size < LEAST:
                     few.append(name)
 
         text = (
-            f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
-            f"last round: {bootstrap.DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
+            f"Intervals are {100 * LEVEL:g} % percentile bootstrap intervals of the judged model after the "
+            f"last round: {DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
 
@@ -172,7 +172,7 @@ class PredictionAnalysis:
 
         if self.each:
             text += (
-                f" Where fewer than {bootstrap.LEAST} cases have a metric, "
+                f" Where fewer than {LEAST} cases have a metric, "
                 "their values stand in place of an interval."
             )
 
@@ -198,7 +198,7 @@ class PredictionAnalysis:
         site_of = np.array(self.predictions.sites)
         return [(site, self._matrix(site_of == site)) for site in sites]
 
-    def _matrix(self, members: NDArray[np.bool_]) -> Document:
+    def _matrix(self, members: Flags) -> Document:
         label = self._values("label")
         assert label is not None
         counts = metrics.confusion(label[members], self._predicted[members], len(self.classes))
@@ -274,7 +274,7 @@ class PredictionAnalysis:
 
     def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
-        enough = bootstrap.LEAST <= curve.positives <= curve.cases - bootstrap.LEAST
+        enough = LEAST <= curve.positives <= curve.cases - LEAST
         if enough:
             return bootstrap.interval(self._redrawn.by_name["auroc"][:, curve.index])
 
@@ -283,7 +283,7 @@ class PredictionAnalysis:
     @cached_property
     def _confidence(
         self,
-    ) -> tuple[Floats, NDArray[np.bool_], Integers] | None:
+    ) -> tuple[Floats, Flags, Integers] | None:
         """Confidence of each prediction, whether it is right, and of which case it is.
 
         Of findings the probability of each one that is known, and whether the case has it.
@@ -311,7 +311,7 @@ class PredictionAnalysis:
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws[:, case])
         ends = []
         for draws, value, count in zip(accuracy.T, curve.accuracy, curve.count, strict=True):
-            interval = bootstrap.interval(draws) if count >= bootstrap.LEAST else None
+            interval = bootstrap.interval(draws) if count >= LEAST else None
             ends.append(interval or (value, value))  # a bin of few cases has no interval
 
         title = "Reliability of the predicted class"
@@ -359,14 +359,14 @@ class PredictionAnalysis:
 
     def _of_reference(
         self,
-    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
+    ) -> tuple[list[str], Floats, Integers, list[Names]] | None:
         """Return heads, badness, case, and cells of each candidate for the worst cases."""
         probabilities = self._values("probabilities")
         label = self._values("label")
         if label is not None and probabilities is not None:
             of_reference = probabilities[np.arange(len(label)), label]
             predicted = probabilities[np.arange(len(label)), self._predicted]
-            cells: list[Sequence[str]] = [
+            cells: list[Names] = [
                 [self.classes[index] for index in label.tolist()],
                 [self.classes[index] for index in self._predicted.tolist()],
                 _numbers(predicted),
@@ -386,7 +386,62 @@ class PredictionAnalysis:
             badness = np.where(has, 1 - probability, probability)
             return ["Finding", "Reference", "Probability"], badness, case, cells
 
-        return number_plots.errors(self.predictions, self.names)
+        target = self._values("target")
+        prediction = self._values("prediction")
+        if target is None or prediction is None:
+            return None
+
+        case, number = np.nonzero(~np.isnan(target))
+        true = target[case, number]
+        predicted = prediction[case, number]
+        cells = [
+            [self.names[d] for d in number.tolist()],
+            _numbers(true),
+            _numbers(predicted),
+            list(map(formatting.signed, predicted - true)),
+        ]
+        return ["Number", "True", "Predicted", "Error"], np.abs(predicted - true), case, cells
+
+    def numbers(self) -> list[Document]:
+        """Return for each number of a case its name, its charts and its limits of agreement, [] for other tasks.
+
+        Of a number that no case has there is none.
+        """
+        targets = self._values("target")
+        predictions = self._values("prediction")
+        if targets is None or predictions is None:
+            return []
+
+        shown = []
+        for d, name in enumerate(self.names):
+            is_known = ~np.isnan(targets[:, d])
+            if not is_known.any():
+                continue
+
+            target = targets[is_known, d]
+            prediction = predictions[is_known, d]
+            levels = agreement(prediction, target)
+            scatter = charts.agreement(
+                f"{name}, predicted and true", target, prediction, (f"true {name}", f"predicted {name}"), (),
+            )  # fmt: skip
+            differences = charts.agreement(
+                f"{name}, predicted - true", (prediction + target) / 2, prediction - target,
+                (f"mean of true and predicted {name}", "predicted - true"), levels,
+            )  # fmt: skip
+            shown.append(
+                {
+                    "name": name,
+                    "cases": len(target),
+                    "levels": levels,
+                    "limits": bool(np.isfinite(levels).all()),
+                    "scatter_title": f"{name}: predicted against true",
+                    "scatter": scatter,
+                    "agreement_title": f"{name}: agreement (Bland-Altman)",
+                    "agreement": differences,
+                }
+            )
+
+        return shown
 
 
 def _numbers(values: Iterable[float | None]) -> list[str]:
@@ -396,11 +451,6 @@ def _numbers(values: Iterable[float | None]) -> list[str]:
 def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
     return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
-
-
-def numbers_of(analysis: PredictionAnalysis) -> list[Document]:
-    """Return the charts and figures of each number of a case, [] for other tasks."""
-    return number_plots.numbers(analysis.predictions, analysis.names)
 
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from medfl.core.arrays import Integers
 from medfl.core.names import slug
 from medfl.evaluation import metrics
-from medfl.evaluation.bootstrap import Draws, Integers
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import METRICS, OVER_CLASSES, Cases, higher_is_better
 from medfl.evaluation.undefined import listed
 from medfl.storage.run_reader import RunReader, Table
 
@@ -98,10 +99,10 @@ class RunFiles(RunReader):
         values = self.site_values(model, metric)
         count, classes = self.classes_at
         ranked = None
-        if count and metric in metrics.OVER_CLASSES:
+        if count and metric in OVER_CLASSES:
             ranked = [site for site in values if classes.get(site) == count]
 
-        return metrics.spread(values, metrics.higher_is_better(metric), ranked)
+        return metrics.spread(values, higher_is_better(metric), ranked)
 
     def classes_of(self, site: str) -> str:
         """Return over how many classes a site's means are, "" where it is all, or not known."""
@@ -151,7 +152,7 @@ class RunFiles(RunReader):
         if part < 1 or not finite or (self.summary or {}).get("status") == "stopped":
             return None
 
-        higher = metrics.higher_is_better(self.key)
+        higher = higher_is_better(self.key)
         best_of = max if higher else min
         before = best_of(scores[:-part])
         last = best_of(scores[-part:])
@@ -175,10 +176,10 @@ class RunFiles(RunReader):
     def structure_metrics(self) -> list[str]:
         """The metrics that any structure, finding or number has."""
         kinds = set[str]().union(*self.structures.values())
-        return [kind for kind in metrics.METRICS if kind in kinds]
+        return [kind for kind in METRICS if kind in kinds]
 
     def metric_names(self) -> list[str]:
-        """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`.
+        """Return the names of all pooled metrics, the key metric first, then in the order of `METRICS`.
 
         Those of single structures are in `structures`.
         """
@@ -186,7 +187,7 @@ class RunFiles(RunReader):
         if not names:
             names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
 
-        listed = [name for name in metrics.METRICS if name in names and name != self.key]
+        listed = [name for name in METRICS if name in names and name != self.key]
         names -= {self.key, *listed, "round", "classes"}
         for structure in self.structures:
             for kind in OF_STRUCTURES:

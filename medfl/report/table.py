@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core import terminal
-from medfl.core.documents import Config
-from medfl.core.tables import label_row
+from medfl.core.documents import Config, Numbers
+from medfl.core.tables import label_row, screen_width
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
 from medfl.report import formatting
 from medfl.report.differences import Differences
+from medfl.report.formatting import duration, plain
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage.run_reader import SUMMARY_KINDS
 
@@ -44,7 +44,7 @@ def result_table(run_folder: Path) -> str:
             if values or (run.finished and (name, kind) == (run.key, run.judged)):
                 columns.append((name, kind, values))
 
-    if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
+    if 45 + 9 * len(columns) > screen_width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]
 
     model = "global last" if run.judged == "received" else f"{run.judged} last"
@@ -61,7 +61,7 @@ def result_table(run_folder: Path) -> str:
     }
     for name, text in answers.items():
         if text:
-            lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""]
+            lines += [*textwrap.wrap(f"{name}: {text}", screen_width()), ""]
 
     if not run.finished:
         lines.append(f"unfinished: {len(run.rounds)} of {run.record['rounds']} rounds")
@@ -72,7 +72,7 @@ def result_table(run_folder: Path) -> str:
             totals.append(f"{way} {formatting.size(summary[f'bytes_{way}'])}")
 
     if "seconds" in summary:
-        totals.append(f"time {formatting.duration(summary['seconds'])}")
+        totals.append(f"time {duration(summary['seconds'])}")
 
     if totals:
         lines.append("total     " + ", ".join(totals))
@@ -88,9 +88,7 @@ def _has_one(run: RunFiles) -> bool:
     return run.kind.noun == "structure" and cases == [tested]
 
 
-def _site_lines(
-    run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, float]]]
-) -> list[str]:
+def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Numbers]]) -> list[str]:
     """Return two heading lines, the sites, then mean, sd and worst of each column."""
     shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:
@@ -120,7 +118,7 @@ def _site_lines(
     for site in shown:
         sizes = [str(run.size(site, section)) for section in ("train", "test")]
         cells = [formatting.number(values.get(site)) for _, _, values in columns]
-        lines.append(label_row([formatting.plain(site), *sizes, *cells], widths))
+        lines.append(label_row([plain(site), *sizes, *cells], widths))
 
     if len(shown) < len(run.site_names):
         remaining = "more" if run.unequal_classes else "better"
@@ -140,7 +138,7 @@ def _site_lines(
         summary["worst"].append(formatting.number(spread.get("worst")))
 
     rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
-    remarks = textwrap.wrap(run.unequal_classes, terminal.width()) if run.unequal_classes else []
+    remarks = textwrap.wrap(run.unequal_classes, screen_width()) if run.unequal_classes else []
     return [*lines, rule, *rows, *remarks]
 
 
@@ -162,11 +160,11 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     for name in names:
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [
-            formatting.plain(f"{name}{unit}"),
+            plain(f"{name}{unit}"),
             *(formatting.number(values.get(name)) for _, _, values in pooled),
         ]
         width = max(map(len, cells)) + 2
-        if len(lines[1]) + width <= terminal.width():
+        if len(lines[1]) + width <= screen_width():
             for row, cell in enumerate(cells, 1):  # line 0 is blank, line 1 the head
                 lines[row] += f"{cell:>{width}}"
 
@@ -196,7 +194,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     noun = run.kind.noun
     titles = [run.title(kind) for kind in kinds]
     width = _WIDE if noun == "structure" else max(map(len, titles)) + 2
-    count = max(1, (terminal.width() - 32) // width)
+    count = max(1, (screen_width() - 32) // width)
     counted = "with it" if noun == "structure" else "cases"
     widths = [24, 8, *[width] * len(kinds[:count])]
     lines = [label_row([f"{noun}, {model}", counted, *titles[:count]], widths)]
@@ -204,7 +202,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     for name, scores in shown.items():
         out = scores.get("scored") == 0
         left_out |= out
-        label = [formatting.plain(name, 23) + "*" * out, f"{scores.get('cases', 0):.0f}"]
+        label = [plain(name, 23) + "*" * out, f"{scores.get('cases', 0):.0f}"]
         if scores.get("cases"):
             cells = [formatting.number(scores.get(kind)) for kind in kinds[:count]]
             lines.append(label_row([*label, *cells], widths))
@@ -226,14 +224,14 @@ def _data_line(run: RunFiles) -> str:
     if run.phantom:
         text = PHANTOM_NOTE
     else:
-        text = f"real data: {formatting.plain(str(run.record['bundle']), 40)}"
+        text = f"real data: {plain(str(run.record['bundle']), 40)}"
         if checksum := run.record["data"].get("checksum"):
             text += f", checksum {str(checksum)[:16]}"
 
     if public := run.public:
         source = "PHANTOM" if public["data"]["source"] == "phantom" else "real"
-        text += f"; {source} public data: {formatting.plain(str(public['bundle']), 40)}"
+        text += f"; {source} public data: {plain(str(public['bundle']), 40)}"
         if teachers := ", ".join(str(name) for name, _ in public["teachers"]):
-            text += f", teachers: {formatting.plain(teachers, 60)}"
+            text += f", teachers: {plain(teachers, 60)}"
 
     return text

@@ -148,7 +148,7 @@ def _as_backbone(text: str, drawn: Weights, weights: Weights, say: Print) -> Ten
     return {name: fitting.get(name, tensor) for name, tensor in drawn.items()}
 
 
-def _in_types_of(drawn: Mapping[str, Tensor], weights: Mapping[str, Tensor], say: Print) -> Tensors:
+def _in_types_of(drawn: Weights, weights: Weights, say: Print) -> Tensors:
     """Return weights in the number types of a network, where both are floating point: a file may have halves."""
     changed = {}
     for name, tensor in weights.items():

@@ -48,6 +48,7 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
+from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server import contribution
 from medfl.storage.places import (
     CROSS_SITE,
@@ -219,7 +220,7 @@ def federate(
     return {**summary, "folder": str(path)}
 
 
-def _checked_tolerance(launch: Launch, runtime: registry.Runtime) -> Tolerance:
+def _checked_tolerance(launch: Launch, runtime: Runtime) -> Tolerance:
     """Return which missing replies a run tolerates; InputError if the launch's settings contradict each other."""
     runtime.check(launch)
     if launch.untested and (launch.with_local or runtime.remote):
@@ -297,7 +298,7 @@ def _execute(
     federation: Federation,
     path: Path,
     launch: Launch,
-    runtime: registry.Runtime,
+    runtime: Runtime,
     record: Config,
 ) -> Document:
     """Execute a run in its folder, after its Local reference where it has one; return its summary.
@@ -345,10 +346,10 @@ def _execute_in(
     resumed: bool,
     federation: Federation,
     launch: Launch,
-    runtime: registry.Runtime,
+    runtime: Runtime,
 ) -> Document:
     """Run a federation in its folder, or continue the run that is there."""
-    execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
+    execution = Execution(federation, folder, replace(launch, resume=resumed))
     # The server may still refuse the sites' introductions, before anything was trained
     with discarding(folder, resumed):
         return runtime.execute(execution)
@@ -455,7 +456,7 @@ def _require_same_runtime(path: Path, runtime: str) -> None:
         )
 
 
-def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
+def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: Runtime) -> None:
     """Raise an InputError if Python objects would have to leave this process, or early stopping has no scores."""
     objects = ""
     if launch.callbacks:

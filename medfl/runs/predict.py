@@ -6,8 +6,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -17,7 +18,7 @@ from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
 from medfl.core import terminal
 from medfl.core.arrays import Bytes
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Metrics, Names, Texts, Words
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -74,7 +75,7 @@ def predict(
     out: str | Path,
     *,
     reference: str | Path | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Texts | None = None,
     which: str = "last",
     site: str | None = None,
     device: str = "cpu",
@@ -145,7 +146,7 @@ def predict(
 
 
 def _references(
-    path: Path, predictor: Predictor, files: Mapping[str, str], columns: Mapping[str, str]
+    path: Path, predictor: Predictor, files: Texts, columns: Texts
 ) -> Mapping[str, Reference]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
@@ -167,22 +168,20 @@ def _references(
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        files: Mapping[str, str],
-        targets: Mapping[str, Reference],
-        folder: Path,
-    ) -> None:
-        self.predictor = predictor
-        self.files = files
-        self.targets = targets
-        self.folder = folder
-        self.mask_paths = _mask_paths(files)
-        self.predictions = Predictions()
+    predictor: Predictor
+    files: Texts
+    targets: Mapping[str, Reference]
+    folder: Path
+    predictions: Predictions = field(default_factory=Predictions)
+
+    @cached_property
+    def mask_paths(self) -> dict[str, Path]:
+        """Id -> path of its mask below the folder, without the ending."""
+        return _mask_paths(self.files)
 
     def write(self, progress: bool) -> Predictions:
         """Predict every image; the errors of those that fail are among the predictions."""
@@ -201,7 +200,7 @@ class _Writer:
         self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
         return self.predictions
 
-    def _groups(self) -> Iterator[Sequence[str]]:
+    def _groups(self) -> Iterator[Names]:
         """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
         if isinstance(evaluator, VectorEvaluator):
@@ -219,9 +218,7 @@ class _Writer:
 
         yield from _batched(pictures, _PICTURES)
 
-    def _outcomes(
-        self, files: Mapping[str, str], targets: Mapping[str, Reference]
-    ) -> Iterator[_Outcome]:
+    def _outcomes(self, files: Texts, targets: Mapping[str, Reference]) -> Iterator[_Outcome]:
         """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
@@ -233,7 +230,7 @@ class _Writer:
         yield outcome
 
     def _apart(
-        self, files: Mapping[str, str], labels: Mapping[str, Reference], error: Exception
+        self, files: Texts, labels: Mapping[str, Reference], error: Exception
     ) -> Iterator[_Outcome]:
         """Retry a failed batch: the readable images together, the rest one by one."""
         if len(files) > 1:
@@ -282,13 +279,13 @@ class _Writer:
             return False
         return True
 
-    def _read(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> Prepared:
+    def _read(self, files: Texts, labels: Mapping[str, Reference]) -> Prepared:
         predictor = self.predictor
         return new_images.of_files(
             predictor.transforms, predictor.task, files, labels, len(predictor.classes)
         )
 
-    def _judged(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> _Outcome:
+    def _judged(self, files: Texts, labels: Mapping[str, Reference]) -> _Outcome:
         predictor = self.predictor
         prepared = self._read(files, labels)
         shard = Shard.of(prepared, range(len(prepared)))
@@ -383,11 +380,11 @@ class _Writer:
         return row
 
 
-def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def _batched(idents: Names, size: int) -> Iterator[Names]:
     return (idents[start : start + size] for start in range(0, len(idents), size))
 
 
-def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
+def _names(classes: Words, count: int) -> Names:
     """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
     if len(classes) == count:
         return classes
@@ -395,7 +392,7 @@ def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
     return [f"class {index}" for index in range(count)]
 
 
-def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> Record:
+def _class_row(ident: str, probabilities: list[float], classes: Words) -> Record:
     names = _names(classes, len(probabilities))
     row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
     for name, probability in zip(names, probabilities, strict=True):
@@ -405,9 +402,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     return row
 
 
-def _amounts(
-    mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]
-) -> dict[str, float]:
+def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: Words) -> Metrics:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
     # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres
@@ -425,7 +420,7 @@ def _amounts(
     return amounts
 
 
-def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
+def _mask_paths(files: Texts) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
     taken = set()
@@ -494,7 +489,7 @@ def _problem(error: Exception) -> str:
 
 def _document(
     predictor: Predictor,
-    files: Mapping[str, str],
+    files: Texts,
     predictions: Predictions,
     folder: Path,
     targets: Mapping[str, Reference],

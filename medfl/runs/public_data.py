@@ -19,6 +19,7 @@ import torch
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import WithData, open_problem, with_data
+from medfl.core.arrays import Shape
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
@@ -123,7 +124,7 @@ class PublicPlan:
         return lines
 
 
-def _size_of_first(prepared: Prepared) -> tuple[int, ...]:
+def _size_of_first(prepared: Prepared) -> Shape:
     """Return (H, W[, D]) of the first image."""
     images, *_ = next(prepared.batches(torch.tensor([0]), 1, None))
     return tuple(images.shape[2:])

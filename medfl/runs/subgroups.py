@@ -15,17 +15,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
-from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Config
+from medfl.core.arrays import Array, Flags, Integers
+from medfl.core.documents import Config, Names, Words
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
@@ -67,7 +66,7 @@ class Subgroup:
     count: int | None
     metrics: dict[str, Estimate]
     areas: Mapping[str, Area]
-    small_classes: tuple[str, ...] = ()
+    small_classes: Words = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Subgroups:
     groups: tuple[Subgroup, ...]
     total: Subgroup
     min_count: int
-    unread: tuple[str, ...] = ()
+    unread: Words = ()
     findings: bool = False
 
     @property
@@ -159,7 +158,7 @@ class Subgroups:
 def of(
     rows: Sequence[Config],
     by: str,
-    classes: Sequence[str] = (),
+    classes: Names = (),
     *,
     task: str = "",
     min_count: int = MIN_COUNT,
@@ -244,7 +243,7 @@ def group_order(name: str) -> tuple[bool, float, str]:
 
 
 def _classified(
-    name: str, rows: Sequence[Config], classes: Sequence[str], min_count: int, seed: int
+    name: str, rows: Sequence[Config], classes: Names, min_count: int, seed: int
 ) -> Subgroup:
     label = np.array([int(row["label"]) for row in rows])
     hit = np.array([int(row["predicted"]) for row in rows]) == label
@@ -280,27 +279,26 @@ def _classified(
     return Subgroup(name, len(rows), estimates, area_of, tuple(silent))
 
 
+@dataclass(frozen=True)
 class _Measured:
     """The metrics of groups of cases; means over findings are of those that may be told of each group."""
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        kind: Kind,
-        classes: Sequence[str],
-        min_count: int,
-        seed: int,
-        groups: Sequence[Integers],
-    ) -> None:
-        self.rows = rows
-        self.kind = kind
-        self.classes = classes
-        self.min_count = min_count
-        self.seed = seed
-        self.common: NDArray[np.bool_] | None = None
-        if kind.name == "multilabel":
-            flags = [self._told(self._cases(index)) for index in groups]
-            self.common = np.logical_and.reduce(flags) if flags else None
+    rows: Sequence[Config]
+    kind: Kind
+    classes: Names
+    min_count: int
+    seed: int
+    groups: Sequence[Integers]
+
+    @cached_property
+    def common(self) -> Flags | None:
+        """Which findings may be told of each group."""
+        if self.kind.name != "multilabel" or not self.groups:
+            return None
+        told: Flags = np.logical_and.reduce(
+            [self._told(self._cases(index)) for index in self.groups]
+        )
+        return told
 
     def group(self, name: str, index: Integers) -> Subgroup:
         """Return what is told of the cases of these indices."""
@@ -312,7 +310,7 @@ class _Measured:
 
         cases = self._cases(index)
         areas: dict[str, Area] = {}
-        silent: tuple[str, ...] = ()
+        silent: Words = ()
         if self.common is not None:
             areas, silent = self._of_findings(cases)
             remaining = torch.from_numpy(~self.common)
@@ -344,11 +342,11 @@ class _Measured:
         part = [(int(i) + 2, {key: self.rows[i][key] for key in columns}) for i in index]
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
-    def _told(self, cases: Cases) -> NDArray[np.bool_]:
+    def _told(self, cases: Cases) -> Flags:
         truth = cases.values["findings"].numpy()
         return findings.scored(truth, self.min_count)
 
-    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
+    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], Words]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
         truth = cases.values["findings"].numpy()
         probabilities = cases.values["probabilities"].numpy()

@@ -463,10 +463,8 @@ class Federation:
             replies = with_effective_counts(replies, self.run)
             # {}: the method keeps no weights at the server
             if not self.aggregation.is_mean and server.get("weights") != {}:
-                return {
-                    **server,
-                    "weights": self.aggregation.combined(replies, "weights", server["weights"]),
-                }
+                combined = self.aggregation.combined(replies, server["weights"])
+                return {**server, "weights": combined}
 
             after = self.method.aggregate(
                 self.host(round_), server, replies, len(self.participants)

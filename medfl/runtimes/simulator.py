@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from medfl.core import terminal
-from medfl.core.documents import Document
+from medfl.core.documents import Document, Values, Words
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.report.formatting import duration
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
@@ -26,6 +25,15 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.output.tracking import tracked
+from medfl.runtimes.profiling import (
+    AGGREGATION,
+    CHECKPOINT,
+    EVALUATION,
+    MESSAGES,
+    OTHER,
+    PartsProfile,
+    during,
+)
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
@@ -71,7 +79,7 @@ class Simulator:
         alone = self.run.device != "cpu" or launch.profile
         self.jobs = 1 if alone else launch.jobs or 1
         self.key = federation.bundle.key_metric
-        self.profile = profiling.PartsProfile(launch.profile)
+        self.profile = PartsProfile(launch.profile)
         self.server: State = {}
         self.done = 0
         self.stopped = ""
@@ -120,7 +128,7 @@ class Simulator:
         self.folder.truncate_rounds(self.done)
         with (
             self.profile,
-            profiling.during(profiling.OTHER),
+            during(OTHER),
             self._make_workers(self.federation, self.jobs) as self.workers,
         ):
             self.workers.set_deadline(self.tolerance.deadline)
@@ -128,11 +136,15 @@ class Simulator:
             self.dispatcher = Dispatcher(
                 self.federation, self.folder, self.workers, self.tolerance, self.say
             )
-            self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
-            self.scoring.untested = self.launch.untested
-            # one that an earlier part of the run wrote is kept up to date
-            self.scoring.cross_site = (
-                self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            # a matrix that an earlier part of the run wrote is kept up to date
+            cross_site = self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
+            self.scoring = Scoring(
+                self.federation,
+                self.folder,
+                self.record,
+                self.dispatcher,
+                self.launch.untested,
+                cross_site,
             )
             summary = self._execute(bool(manifest))
 
@@ -233,7 +245,7 @@ class Simulator:
             return
 
         for round_ in range(first, self.run.rounds + 1):
-            with profiling.during(f"round {round_}"):
+            with during(f"round {round_}"):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = (
@@ -246,10 +258,10 @@ class Simulator:
                 self._show(bar, entry, (time.perf_counter() - began) / (round_ - first + 1))
 
                 if self._is_eval_round(round_):
-                    with profiling.during(profiling.EVALUATION):
+                    with during(EVALUATION):
                         pictures.after(round_, self.server)
 
-                with profiling.during(profiling.CHECKPOINT):
+                with during(CHECKPOINT):
                     events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
 
@@ -281,7 +293,7 @@ class Simulator:
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort = self.federation.cohort(round_)
         evaluate = self._is_eval_round(round_)
-        scored: tuple[str, ...] = ()
+        scored: Words = ()
         if evaluate and self.method.judged == "global" and not self.method.pools_data:
             scored = ("validate",)
 
@@ -307,14 +319,14 @@ class Simulator:
         renewed = []
 
         for name, (result, saved) in training.results:
-            with profiling.during(profiling.MESSAGES):
+            with during(MESSAGES):
                 replies.add(name, result.reply)
             # the replies are kept once, in `replies`, which spills them to disk
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
 
         trained = time.perf_counter()
-        with profiling.during(profiling.AGGREGATION):
+        with during(AGGREGATION):
             outcome = next_state(
                 federation, round_, self.server, replies, self.tolerance, left_out, self.say
             )
@@ -349,7 +361,7 @@ class Simulator:
             **_unless_empty(observed=outcome.observed),
         }  # fmt: skip
         if self.launch.contribution and self._is_eval_round(round_):
-            with profiling.during(profiling.EVALUATION):
+            with during(EVALUATION):
                 entry["contribution"] = self.scoring.contributions(round_, before, outcome.replies)
 
         return entry, results
@@ -364,7 +376,7 @@ class Simulator:
         round_ = entry["round"]
         started = time.perf_counter()
         if self._is_eval_round(round_):
-            with profiling.during(profiling.EVALUATION):
+            with during(EVALUATION):
                 entry |= self.scoring.evaluate(round_, self.server, results)
 
         for name, result in results.items():
@@ -376,7 +388,7 @@ class Simulator:
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
 
-        with profiling.during(profiling.CHECKPOINT):
+        with during(CHECKPOINT):
             self.folder.append_round(entry)
 
     def _show(self, bar: Any, entry: Document, seconds: float) -> None:
@@ -471,7 +483,7 @@ class Simulator:
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
 
 
-def _unless_empty(**entries: Mapping[str, object]) -> Document:
+def _unless_empty(**entries: Values) -> Document:
     """Return the entries that have something in them: a record has no others, so that older ones are equal."""
     return {name: entry for name, entry in entries.items() if entry}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor, nn
 from torch.func import replace_all_batch_norm_modules_
 
+from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors
 from medfl.core.names import readable_file_name
 from medfl.core.seeding import derive
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.evaluation.save_masks import save
 from medfl.problem.described import mask_values
-from medfl.runtimes import profiling
+from medfl.runtimes.profiling import EVALUATION, during
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
 from medfl.training.site import Site, summed
@@ -55,7 +56,7 @@ class StepResult:
     reply: Message
     loss: float
     steps: int
-    cases: dict[str, Cases]
+    cases: CasesByName
     bytes_up: int
     bytes_down: int
 
@@ -66,7 +67,7 @@ def site_step(
     name: str,
     state: State | None,
     down: Message,
-    score_on: Sequence[str] = (),
+    score_on: Names = (),
 ) -> StepResult:
     """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
@@ -131,16 +132,16 @@ def score_site(
     name: str,
     state: State | None,
     down: Message,
-    sections: Sequence[str],
-) -> dict[str, Cases]:
+    sections: Names,
+) -> CasesByName:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
         return _scores(federation, network, name, sections)
 
 
 def score_newcomer(
-    federation: SiteContext, round_: int, name: str, down: Message, sections: Sequence[str]
-) -> dict[str, Cases]:
+    federation: SiteContext, round_: int, name: str, down: Message, sections: Names
+) -> CasesByName:
     """Score on its own items what a site is given that has trained nothing: what the server sends, and a first State.
 
     Where the statistics of BatchNorm stay at sites, those of the site's own batches stand for them, without its labels
@@ -177,7 +178,7 @@ def segment_site(
     name: str,
     state: State | None,
     down: Message,
-    ids: Sequence[str],
+    ids: Names,
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
@@ -276,9 +277,7 @@ def copied_weights(network: nn.Module) -> Tensors:
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 
 
-def _scores(
-    federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
-) -> dict[str, Cases]:
+def _scores(federation: SiteContext, network: nn.Module, site: str, sections: Names) -> CasesByName:
     """Score a network on a site's own sections."""
     cases = {}
     for section in sections:
@@ -294,7 +293,7 @@ def score(federation: SiteContext, network: nn.Module, items: Shard, section: st
     else:
         surface_metrics = ()
 
-    with profiling.during(profiling.EVALUATION):
+    with during(EVALUATION):
         return federation.bundle.evaluator(
             network, items, federation.networks.device, surface_metrics=surface_metrics
         )
@@ -304,7 +303,7 @@ def segment(
     federation: SiteContext,
     network: nn.Module,
     name: str,
-    ids: Sequence[str],
+    ids: Names,
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""

@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from medfl.core.documents import Words
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases
-from medfl.runtimes import profiling
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, TRAINING, during
 from medfl.runtimes.step import (
     StepResult,
     copy_site_weights,
@@ -102,7 +103,7 @@ class RoundTask(SiteTask):
     broadcast: Message
 
     function: ClassVar[Callable[..., Any]]
-    part: ClassVar[str] = profiling.EVALUATION
+    part: ClassVar[str] = EVALUATION
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -113,16 +114,16 @@ class RoundTask(SiteTask):
 
     def run(self, federation: Federation) -> Any:
         """Call the function at the site."""
-        with profiling.during(f"site {self.site}"):
+        with during(f"site {self.site}"):
             return self._call(federation)
 
     def _call(self, federation: Federation) -> Any:
         state: State | None = None
         if self.state is not None:
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 state = to_device(load_state(self.state.path), federation.networks.device)
 
-        with profiling.during(self.part):
+        with during(self.part):
             try:
                 return type(self).function(
                     federation, self.round, self.site, state, self.broadcast, *self.arguments
@@ -140,10 +141,10 @@ class Train(RoundTask):
     """Train at one site, write its next State, if it has any, and score the trained model on some sections."""
 
     new_state: Path
-    sections: tuple[str, ...] = ()
+    sections: Words = ()
 
     function = site_step
-    part = profiling.TRAINING
+    part = TRAINING
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -152,10 +153,10 @@ class Train(RoundTask):
 
     def run(self, federation: Federation) -> tuple[StepResult, bool]:
         """Return what the step gave, without the State, and whether that was written."""
-        with profiling.during(f"site {self.site}"):
+        with during(f"site {self.site}"):
             result = self._call(federation)
             if result.state:
-                with profiling.during(profiling.CHECKPOINT):
+                with during(CHECKPOINT):
                     save_state(self.new_state, result.state, self.round)
         # the State lies in its file; through the server's process it would not fit
         return replace(result, state={}), bool(result.state)
@@ -165,14 +166,14 @@ class Train(RoundTask):
 class TrainToScore(RoundTask):
     """Train at one site only to score the trained model: nothing is sent or saved."""
 
-    sections: tuple[str, ...]
+    sections: Words
 
     function = site_step
-    part = profiling.TRAINING
+    part = TRAINING
 
-    def run(self, federation: Federation) -> dict[str, Cases]:
+    def run(self, federation: Federation) -> CasesByName:
         """Return the outcomes by section."""
-        cases: dict[str, Cases] = super().run(federation).cases
+        cases: CasesByName = super().run(federation).cases
         return cases
 
 
@@ -180,7 +181,7 @@ class TrainToScore(RoundTask):
 class ScoreSite(RoundTask):
     """Score the network that a site is judged by on the site's own items: section -> outcomes."""
 
-    sections: tuple[str, ...]
+    sections: Words
 
     function = score_site
 
@@ -229,7 +230,7 @@ class ScoreGlobal(WorkerTask):
 
     def run(self, federation: Federation) -> Cases | None:
         """Return the outcomes, None if there is no such network."""
-        with profiling.during(profiling.EVALUATION), federation.scope():
+        with during(EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return None
@@ -246,11 +247,11 @@ class ScoreNewcomer(WorkerTask):
     round: int
     server: State
     site: str
-    sections: tuple[str, ...]
+    sections: Words
 
-    def run(self, federation: Federation) -> dict[str, Cases] | None:
+    def run(self, federation: Federation) -> CasesByName | None:
         """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""
-        with profiling.during(profiling.EVALUATION):
+        with during(EVALUATION):
             try:
                 with federation.networks.scope():
                     host = federation.host(self.round)
@@ -273,7 +274,7 @@ class SegmentGlobal(WorkerTask):
 
     def run(self, federation: Federation) -> dict[str, Masks]:
         """Return id -> masks."""
-        with profiling.during(profiling.EVALUATION), federation.scope():
+        with during(EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return {}

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Cells, Config, Document, Names
 from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
@@ -130,9 +130,7 @@ def damaged(path: Path, what: str) -> InputError:
     return InputError(f"{path} {what}", *_AS_WRITTEN)
 
 
-def checked(
-    path: Path, document: Plain, form: Form, required: Iterable[str] = ()
-) -> dict[str, Plain]:
+def checked(path: Path, document: Plain, form: Form, required: Iterable[str] = ()) -> Document:
     """Return a JSON document of a run folder after checking its entries.
 
     Raises:
@@ -146,7 +144,7 @@ def checked(
     return document
 
 
-def require_entries(path: Path, document: Mapping[str, Plain], required: Iterable[str]) -> None:
+def require_entries(path: Path, document: Config, required: Iterable[str]) -> None:
     """Raise an InputError if a document of a run folder lacks one of these entries."""
     if missing := [name for name in required if name not in document]:
         raise damaged(path, f"lacks {', '.join(missing)}")
@@ -159,14 +157,14 @@ def _not_linked(path: Path) -> Path:
     return path
 
 
-def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> dict[str, Plain]:
+def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> Document:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
     return checked(path, read_json(_not_linked(path), *_AS_WRITTEN), form, required)
 
 
-def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Plain]:
+def read_run_document(path: Path) -> Document:
     """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
-    document = read_document(path, RUN, required)
+    document = read_document(path, RUN)
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
             raise damaged(path, error)
@@ -179,7 +177,7 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Pla
     return document
 
 
-def read_run(path: Path) -> tuple[Run, dict[str, Plain]]:
+def read_run(path: Path) -> tuple[Run, Document]:
     """Return the run in a run.json and the whole document.
 
     Raises:
@@ -189,14 +187,14 @@ def read_run(path: Path) -> tuple[Run, dict[str, Plain]]:
     return run_of(path, document), document
 
 
-def run_of(path: Path, document: dict[str, Plain]) -> Run:
+def run_of(path: Path, document: Document) -> Run:
     """Return the run that a run.json records; InputError if it names a module that the user has not named."""
     run = upgraded(Run.from_dict(document))
     refuse_untrusted_module(run.method, "method", path)
     return run
 
 
-def read_summary(path: Path) -> dict[str, Plain]:
+def read_summary(path: Path) -> Document:
     """Return the entries of a summary.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
@@ -206,12 +204,12 @@ def read_summary(path: Path) -> dict[str, Plain]:
     return document
 
 
-def read_calibration(path: Path) -> dict[str, Plain]:
+def read_calibration(path: Path) -> Document:
     """Return the entries of a calibration.json; InputError if it cannot be read, or one is of another type."""
     return read_document(path, CALIBRATION, CALIBRATION)
 
 
-def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
+def _apart(value: Config) -> tuple[Document, list[object]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
     flat = {}
     classes = []
@@ -227,7 +225,7 @@ def _apart(value: Mapping[str, Plain]) -> tuple[dict[str, Plain], list[object]]:
     return flat, classes
 
 
-def read_round(path: Path, line: bytes, number: int) -> dict[str, Plain]:
+def read_round(path: Path, line: bytes, number: int) -> Document:
     """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
         # Before it is parsed, which takes many times its memory.
@@ -256,7 +254,7 @@ def round_lines(path: Path) -> list[bytes]:
         raise damaged(path, str(error)) from None
 
 
-def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
+def read_rows(path: Path, columns: Names = ()) -> list[tuple[int, Cells]]:
     """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for lacking cells.
 
     Raises:
@@ -281,7 +279,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
     return cleaned
 
 
-def read_manifest(folder: Path) -> dict[str, Plain]:
+def read_manifest(folder: Path) -> Document:
     """Return the entries of a run folder's manifest; each State file that it names is a plain one there, or missing.
 
     Raises:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import urllib.parse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,11 +22,11 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from medfl.core.documents import Cells, Config, Document, Names
 from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
 from medfl.core.run import Run
-from medfl.core.untrusted import Plain
 from medfl.storage.files import (
     State,
     atomic_replace,
@@ -72,7 +72,7 @@ class RunFolder:
         self._stale: list[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
+    def create(cls, path: Path, beside: Names = ()) -> RunFolder:
         """Make a new folder, in which only what `beside` names may exist already; InputError if that cannot be."""
         require_unused(path, beside)
         folder = cls(path)
@@ -93,7 +93,7 @@ class RunFolder:
         require_run(path)
         return cls(path)
 
-    def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
+    def remove_unstarted(self, beside: Names = ()) -> None:
         """Remove the files of a run that was refused before its first round, except what `beside` names."""
         for path in self.path.iterdir():
             if path.name not in beside:
@@ -102,15 +102,15 @@ class RunFolder:
             with suppress(PermissionError):  # in a sandbox the folder itself stays
                 self.path.rmdir()
 
-    def write_run(self, run: Run, extra: Mapping[str, Plain]) -> None:
+    def write_run(self, run: Run, extra: Config) -> None:
         """Write run.json: the run, its hash, and `extra` entries for the reader."""
         write_json(self.path / "run.json", {**extra, **run.to_dict(), "run_hash": run.run_hash})
 
-    def add_to_run(self, extra: Mapping[str, Plain]) -> None:
+    def add_to_run(self, extra: Config) -> None:
         """Add entries for the reader to run.json; the run itself does not change."""
         write_json(self.path / "run.json", {**self.read_run()[1], **extra})
 
-    def read_run(self) -> tuple[Run, dict[str, Plain]]:
+    def read_run(self) -> tuple[Run, Document]:
         """Return the run in run.json and the whole document; InputError if it is damaged."""
         return read_run(self.path / "run.json")
 
@@ -148,7 +148,7 @@ class RunFolder:
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
 
-    def commit(self, round_: int, server: State, record: Mapping[str, Plain]) -> None:
+    def commit(self, round_: int, server: State, record: Config) -> None:
         """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
 
         Raises:
@@ -191,7 +191,7 @@ class RunFolder:
 
         self._stale = [server_file]
 
-    def manifest(self) -> dict[str, Plain] | None:
+    def manifest(self) -> Document | None:
         """Return the last committed round's manifest, None before the first commit.
 
         It names the files of the States and, but in older folders, their rounds (`rounds`, site -> round) and their
@@ -205,7 +205,7 @@ class RunFolder:
 
         return None
 
-    def server_state(self, manifest: Mapping[str, Plain]) -> State:
+    def server_state(self, manifest: Config) -> State:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
@@ -223,7 +223,7 @@ class RunFolder:
         return files
 
     @cached_property
-    def _sums(self) -> dict[str, str]:
+    def _sums(self) -> Cells:
         """SHA-256 of the States' files, kept from commit to commit: only a repeated round writes a file again."""
         return dict((self.manifest() or {}).get("sha256") or {})
 
@@ -249,13 +249,13 @@ class RunFolder:
 
     # Rounds
 
-    def append_round(self, entry: Mapping[str, Plain]) -> None:
+    def append_round(self, entry: Config) -> None:
         """Append one line to rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def rounds(self) -> list[dict[str, Plain]]:
+    def rounds(self) -> list[Document]:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
@@ -266,7 +266,7 @@ class RunFolder:
 
         return entries
 
-    def truncate_rounds(self, last: int) -> list[dict[str, Plain]]:
+    def truncate_rounds(self, last: int) -> list[Document]:
         """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
         text = "".join(json.dumps(entry) + "\n" for entry in entries)
@@ -287,15 +287,15 @@ class RunFolder:
         else:
             _save_streamed(path, weights)
 
-    def write_summary(self, summary: Mapping[str, Plain]) -> None:
+    def write_summary(self, summary: Config) -> None:
         """Write summary.json."""
         write_json(self.path / "summary.json", summary)
 
-    def write_trial(self, trial: Mapping[str, Plain]) -> None:
+    def write_trial(self, trial: Config) -> None:
         """Write trial.json, of a run that is not tested."""
         write_json(self.path / TRIAL, trial)
 
-    def write_table(self, name: str, rows: Sequence[Mapping[str, Plain]]) -> None:
+    def write_table(self, name: str, rows: Sequence[Config]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
         columns = dict.fromkeys(chain.from_iterable(rows))
         text = io.StringIO()

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.release import VERSION
 from medfl.core.run import Run, hash_as_recorded
-from medfl.core.untrusted import Plain, printable
+from medfl.core.untrusted import printable
 from medfl.storage.files import file_sha256, state_round
 from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
 from medfl.storage.run_folder import RunFolder
@@ -23,7 +24,7 @@ _SETTLED = 10**9  # ns since a file's last change, after which another change ha
 _ANEW = "restore it, or start the run anew in another folder"
 
 
-def read_verified_run(path: Path) -> tuple[Run, dict[str, Plain]]:
+def read_verified_run(path: Path) -> tuple[Run, Document]:
     """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
     # Of the document, not of `run`: an earlier version made the hash under its own names.
@@ -44,7 +45,7 @@ def read_verified_run(path: Path) -> tuple[Run, dict[str, Plain]]:
     return run, document
 
 
-def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Plain] | None:
+def verified_manifest(folder: RunFolder, sums: bool = True) -> Document | None:
     """Return the manifest of a run's last committed round, None where the run was stopped before its first.
 
     With `sums` the SHA-256 of the State files are compared; older folders have none. A process reads a file again only
@@ -114,7 +115,7 @@ def _refuse_missing_manifest(folder: RunFolder) -> None:
         )
 
 
-def _needed(folder: RunFolder, manifest: dict[str, Plain]) -> Iterator[tuple[Path, str | None]]:
+def _needed(folder: RunFolder, manifest: Document) -> Iterator[tuple[Path, str | None]]:
     """Yield the files that a run continues from, each with its SHA-256 if that is known.
 
     Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.

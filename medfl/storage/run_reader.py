@@ -13,9 +13,9 @@ from typing import Any, Self
 import numpy as np
 
 from medfl.core.arrays import Floats
+from medfl.core.documents import Cells, Config, Metrics, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.untrusted import Plain
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,
@@ -63,7 +63,7 @@ class Table:
         """The names of its columns, [] without any row."""
         return list(self.rows[0][1]) if self.rows else []
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def texts(self, name: str) -> Words:
         """Return a column, "" where there is none."""
         return tuple(str(row.get(name, "")) for _, row in self.rows)
 
@@ -100,36 +100,22 @@ class RunReader:
         self.path = path
 
     @classmethod
-    def from_record(
-        cls,
-        record: Mapping[str, Plain],
-        rounds: Sequence[Mapping[str, Plain]] = (),
-        sites: Sequence[Mapping[str, str]] = (),
-        summary: Mapping[str, Plain] | None = None,
-        path: Path = Path(),
-        **read: object,
-    ) -> Self:
+    def from_record(cls, record: Config, **read: object) -> Self:
         """Return a reader of what is in memory already, under the names of the attributes below and of a subclass's."""
         reader = cls.__new__(cls)
-        reader.__dict__.update(
-            path=path,
-            record=record,
-            rounds=rounds,
-            sites=sites,
-            summary=summary,
-            **read,
-        )
+        nothing: Config = {"path": Path(), "rounds": (), "sites": (), "summary": None}
+        vars(reader).update({**nothing, "record": record, **read})
         return reader
 
     # The files
 
     @cached_property
-    def document(self) -> Mapping[str, Plain]:
+    def document(self) -> Config:
         """`run.json`, of which older versions wrote fewer entries."""
         return read_run_document(self.path / "run.json")
 
     @cached_property
-    def record(self) -> Mapping[str, Plain]:
+    def record(self) -> Config:
         """`run.json` with all entries that a report needs."""
         file = self.path / "run.json"
         require_entries(file, self.document, _REQUIRED)
@@ -143,26 +129,26 @@ class RunReader:
         return run_of(self.path / "run.json", dict(self.document))
 
     @cached_property
-    def rounds(self) -> Sequence[Mapping[str, Plain]]:
+    def rounds(self) -> Sequence[Config]:
         """The lines of `rounds.jsonl`; a last one without its line break was cut off by a crash and is left out."""
         path = self.path / "rounds.jsonl"
         lines = enumerate(round_lines(path)[:-1], 1)
         return [read_round(path, line, number) for number, line in lines if line.strip()]
 
     @cached_property
-    def sites(self) -> Sequence[Mapping[str, str]]:
+    def sites(self) -> Sequence[Texts]:
         """The rows of `sites.csv` without blank cells."""
         rows = self._rows("sites.csv") or []
         return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
 
     @cached_property
-    def summary(self) -> Mapping[str, Plain] | None:
+    def summary(self) -> Config | None:
         """`summary.json`, None where the run did not get that far."""
         file = self.path / "summary.json"
         return read_summary(file) if file.is_file() else None
 
     @cached_property
-    def manifest(self) -> Mapping[str, Plain] | None:
+    def manifest(self) -> Config | None:
         """`state/manifest.json`, None before the first round is committed."""
         file = self.path / "state" / MANIFEST
         return read_manifest(self.path) if file.is_file() else None
@@ -181,19 +167,17 @@ class RunReader:
         rows = self._rows(name)
         return None if rows is None else Table(self.path / name, rows)
 
-    def prediction_rows(self) -> list[dict[str, str]] | None:
+    def prediction_rows(self) -> list[Cells] | None:
         """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
-    def _rows(
-        self, name: str, columns: Sequence[str] = ()
-    ) -> list[tuple[int, dict[str, str]]] | None:
+    def _rows(self, name: str, columns: Names = ()) -> list[tuple[int, Cells]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
 
     @cached_property
-    def promised(self) -> Mapping[str, Plain] | None:
+    def promised(self) -> Config | None:
         """`calibration.json`, None where the run is not calibrated."""
         file = self.path / CALIBRATION
         return read_calibration(file) if file.is_file() else None
@@ -203,7 +187,7 @@ class RunReader:
         key = {"last": "weights_sha256", "best": "best_sha256"}[which]
         return str((self.final_summary or {}).get(key) or "")
 
-    def calibration(self, which: str, model: str) -> Mapping[str, Plain] | None:
+    def calibration(self, which: str, model: str) -> Config | None:
         """Return calibration.json where it is of these weights and of this kind of `model`: global or personal."""
         document = self.promised
         if document is None:
@@ -225,12 +209,12 @@ class RunReader:
         return str(self.record["method"])
 
     @property
-    def options(self) -> Mapping[str, Plain]:
+    def options(self) -> Config:
         """The options of its method."""
         return self.record.get("options") or {}
 
     @property
-    def classes(self) -> tuple[str, ...]:
+    def classes(self) -> Words:
         """The classes of a classification."""
         return tuple(self.record.get("classes") or ())
 
@@ -250,7 +234,7 @@ class RunReader:
         return bool(self.record["data"]["source"] == "phantom")
 
     @property
-    def public(self) -> Mapping[str, Plain] | None:
+    def public(self) -> Config | None:
         """The run's public data, None where it used none."""
         return self.record.get("public")
 
@@ -270,7 +254,7 @@ class RunReader:
         return len(self.rounds) >= int(last)
 
     @property
-    def final_summary(self) -> Mapping[str, Plain] | None:
+    def final_summary(self) -> Config | None:
         """The summary of the last committed round, None where the run was interrupted, or is being continued."""
         if self.summary is None or self.manifest is None:
             return self.summary
@@ -281,13 +265,13 @@ class RunReader:
         return None
 
     @property
-    def best_round(self) -> Mapping[str, Plain] | None:
+    def best_round(self) -> Config | None:
         """The number and the validation metric of the best round, None where no round was evaluated."""
         manifest = self.manifest or {"record": {}}
         return manifest["record"].get("best") or (self.final_summary or {}).get("best")
 
     @property
-    def undefined(self) -> Sequence[str]:
+    def undefined(self) -> Names:
         """What the run says of its key metric where that is undefined."""
         return (self.summary or {}).get("undefined") or ()
 
@@ -325,7 +309,7 @@ class RunReader:
         return str((self.summary or {}).get("personal_model") or "")
 
     @cached_property
-    def site_names(self) -> tuple[str, ...]:
+    def site_names(self) -> Words:
         """The sites in the order of `sites.csv`, then the partition's further ones."""
         planned = self.record["partition"].get("sites") or ()
         return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))
@@ -335,7 +319,7 @@ class RunReader:
         sites = self.record["partition"].get("sites") or {}
         return len(sites.get(site, {}).get(section, ()))
 
-    def site_values(self, kind: str, metric: str) -> dict[str, float]:
+    def site_values(self, kind: str, metric: str) -> Metrics:
         """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""
         column = f"{kind}_{metric}"
         try:
@@ -346,7 +330,7 @@ class RunReader:
             ) from None
         return {site: value for site, value in values.items() if math.isfinite(value)}
 
-    def pooled(self) -> list[tuple[str, str, Mapping[str, Plain]]]:
+    def pooled(self) -> list[tuple[str, str, Config]]:
         """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
 
         Mean and sd are over the sites' own models, each on everybody's test items; one site has no sd.
@@ -368,6 +352,6 @@ class RunReader:
         return pooled
 
     @property
-    def structures(self) -> Mapping[str, Mapping[str, Plain]]:
+    def structures(self) -> Mapping[str, Config]:
         """Structure -> metrics and cases of the judged model after the last round; {} where there are none."""
         return ((self.summary or {}).get("last") or {}).get("classes") or {}

@@ -11,7 +11,7 @@ def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
     found = of(
         rows({"east": (9, 9, 9), "north": (20, 15, 12), "south": (2, 2, 2)}), "centre", CLASSES
     )
-    lines = text(found, 100)
+    lines = text(found)
     assert lines[0].split() == ["centre", "cases", "Accuracy", "Balanced", "accuracy", "AUROC"]
     assert lines[2].split() == ["east", "not", "told", "-", "-", "-"]
     assert lines[3].split()[:2] == ["north", "47"]

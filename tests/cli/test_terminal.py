@@ -12,7 +12,7 @@ from medfl.cli.parser import show, warn
 
 def test_no_text_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     warn("a\x1b[31m\x9b\r\tb\nü")
-    show(argparse.Namespace(json=False), {}, lambda: "\x1b]0;x\x07")
+    show(argparse.Namespace(json=False), {}, ["\x1b]0;x\x07"])
     assert (said := capsys.readouterr()).err == "a?[31m??\tb\nü\n"
     assert said.out == "?]0;x?\n"
     warn("gnp\u202egpj\u2066\u2028 \u05d1\u05d9\u05ea \u200d")

@@ -18,7 +18,7 @@ from medfl import datasets
 from medfl.bundle.files import shipped_folders
 from medfl.cli import verbs as cli
 from medfl.compare import checks, grid
-from medfl.compare.entry import Entry
+from medfl.compare.search import Entry
 from medfl.core.errors import InputError
 from tests.support.programs import python_path
 

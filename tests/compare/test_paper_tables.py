@@ -16,7 +16,6 @@ from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.protocol import options_for, resolved
 from medfl.compare.comparison import Comparison, read
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import names
 from medfl.compare.papers.tables import (
@@ -29,6 +28,7 @@ from medfl.compare.papers.tables import (
     load,
     scaled,
 )
+from medfl.compare.search import Entry
 from medfl.core.errors import InputError
 from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse

@@ -416,7 +416,7 @@ def test_new_images_are_predicted_and_scored(trained: Any, tmp_path: Path) -> No
         for row in rows:
             assert row["predicted_Mass"] == (row["p_Mass"] >= chosen["Mass"]["threshold"])
 
-    lines = " ".join(" ".join(_lines(document, 100)).split())
+    lines = " ".join(" ".join(_lines(document)).split())
     assert ("present mean probability" in lines) == (task == "multilabel")
     assert ("number mean range" in lines) == (task == "regression")
     assert {"multilabel": "Average precision", "regression": "Pearson r"}[task] in lines

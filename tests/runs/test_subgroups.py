@@ -11,6 +11,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 
 from medfl.bundle.case_metadata import band
 from medfl.cli.subgroups import text
+from medfl.core import tables
 from medfl.core.errors import InputError
 from medfl.evaluation import delong
 from medfl.runs.subgroups import of
@@ -126,7 +127,9 @@ def test_segmentation_gives_the_mean_of_each_metric() -> None:
     assert "loss" not in first.metrics
 
 
-def test_a_structure_s_mean_says_over_how_many_cases_and_is_not_told_of_few() -> None:
+def test_a_structure_s_mean_says_over_how_many_cases_and_is_not_told_of_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of site a every second case has a liver and all have a spleen; of site b only three have a liver."""
     made = []
     for number in range(60):
@@ -146,7 +149,8 @@ def test_a_structure_s_mean_says_over_how_many_cases_and_is_not_told_of_few() ->
     assert second.small_classes == ("dice_liver",)
     assert found.records()[0]["dice_liver_cases"] == 15
 
-    lines = text(found, 200)
+    monkeypatch.setattr(tables, "screen_width", lambda: 200)
+    lines = text(found)
     assert "15 cases)" in lines[2]
     assert (
         "note: no means, nor that of all, where those with a structure have fewer than 10"

@@ -51,7 +51,7 @@ def combined(
     before = before or {
         name: torch.zeros_like(tensor) for name, tensor in given[min(given)]["weights"].items()
     }
-    return Aggregation.parse(rule).combined(given, "weights", before)
+    return Aggregation.parse(rule).combined(given, before)
 
 
 def stacked(given: Mapping[str, Message], name: str) -> np.ndarray:
@@ -173,9 +173,9 @@ def test_long_changes_are_shortened_and_weigh_as_before() -> None:
             rtol=0,
             atol=1e-15,
         )
-    told = Aggregation.parse("clip:auto").observed(given, "weights", BEFORE)
+    told = Aggregation.parse("clip:auto").observed(given, BEFORE)
     assert told == {"clip": 3.5, "norm/a": 5.0, "norm/b": 2.0, "share/a": 0.25, "share/b": 0.75}
-    assert not Aggregation.parse("median").observed(given, "weights", BEFORE)
+    assert not Aggregation.parse("median").observed(given, BEFORE)
 
 
 @pytest.mark.parametrize(

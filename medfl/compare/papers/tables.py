@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -40,10 +40,10 @@ import yaml
 
 from medfl.bundle.protocol import resolved
 from medfl.compare.comparison import Comparison, MeanSd, Row
-from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
-from medfl.core.documents import Config
+from medfl.compare.search import Entry
+from medfl.core.documents import Config, Metrics, Texts, Words
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
@@ -89,9 +89,9 @@ class PaperTable:
     paper: str
     title: str
     grids: tuple[Grid, ...]
-    names: Mapping[str, str]
+    names: Texts
     figures: tuple[Figure, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: Words = field(default=())
     round: str = "last"
     spread: str = "seeds"
 
@@ -224,7 +224,7 @@ def scaled(grid: Grid, factor: float, protocol: Config) -> tuple[Grid, str]:
     return replace(grid, requested=requested), text
 
 
-def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
+def beside(table: PaperTable, comparison: Comparison, labels: Texts) -> list[list[str]]:
     """Return rows (partition, method, metric, ours, published, difference) for the published figures, in percent.
 
     `comparison` has our runs of one bundle; `labels` leads from the label of a row of it to that of the grid's entry.
@@ -241,9 +241,7 @@ def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str])
     return rows
 
 
-def averages(
-    table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[str, str]]]
-) -> list[list[str]]:
+def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Texts]]) -> list[list[str]]:
     """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
     Ours is the mean over the seeds that have all of them. `comparisons` has our runs by grid, labels as in `beside`.
@@ -276,7 +274,7 @@ def averages(
     return rows
 
 
-def _name(table: PaperTable, labels: Mapping[str, str], row: Row) -> str:
+def _name(table: PaperTable, labels: Texts, row: Row) -> str:
     return table.names.get(labels.get(row.method, row.method), row.method)
 
 
@@ -353,7 +351,7 @@ def _ours(run: RunFiles, metric: str, when: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _at_sites(run: RunFiles, kind: str) -> dict[str, float]:
+def _at_sites(run: RunFiles, kind: str) -> Metrics:
     """Return the test metric of `site_METRIC` or `sites_METRIC` of each site's judged model after the last round."""
     return run.site_values(run.judged, kind.partition("_")[2] or run.key)
 

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Floats, Integers
 from medfl.data.prepared import Shard
 from medfl.evaluation import bootstrap
-from medfl.evaluation.bootstrap import Draws, Floats, Integers
+from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.conformal import Rule, Scored, bins_of, class_scores
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (

@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import bootstrap
-from medfl.evaluation.bootstrap import Draws, Floats, Integers, Interval
+from medfl.evaluation.bootstrap import Draws, Interval
 from medfl.evaluation.conformal import Rule, Scored
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import METRICS, Cases

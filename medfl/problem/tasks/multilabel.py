@@ -12,11 +12,11 @@ from monai.losses import FocalLoss
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from medfl.core.documents import Names
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.conformal import Rule, Scored, bins_of
-from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Examined,

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from medfl.core.documents import Names
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.conformal import EDGES, Rule, Scored, bins_of, half_width
-from medfl.evaluation.evaluators import Names
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from medfl.core import terminal
-from medfl.core.arrays import Array
-from medfl.core.documents import Config
+from medfl.core.arrays import Array, Shape
+from medfl.core.documents import Config, Names, Words
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -51,14 +51,14 @@ _OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
 class Noted(Protocol):
     """A teacher with something to tell a reader of results that were taught by it."""
 
-    def notes(self, questions: Questions) -> Sequence[str]:
+    def notes(self, questions: Questions) -> Names:
         """Return lines for the user."""
 
 
 # Teachers by name
 
 
-def split_names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> Words:
     """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
     if not text.strip():
         return ()
@@ -163,7 +163,7 @@ class _Cached:
     path: Path
     about: Config
     name: str
-    notes: tuple[str, ...]
+    notes: Words
 
     @classmethod
     def of(cls, teacher: Teacher, questions: Questions) -> _Cached:
@@ -343,7 +343,7 @@ def _classifies(questions: Questions) -> bool:
     return questions.bundle.task == "classification"
 
 
-def _shape(questions: Questions) -> tuple[int, ...]:
+def _shape(questions: Questions) -> Shape:
     """Return the shape of the answer about one item."""
     if _classifies(questions):
         return (len(public_classes(questions.bundle)),)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.arrays import Array, Bytes
-from medfl.core.documents import Config
+from medfl.core.arrays import Array, Bytes, Shape
+from medfl.core.documents import Config, Words
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
@@ -38,7 +38,7 @@ class Questions:
     bundle: Problem
     section: str
     indices: tuple[int, ...]
-    ids: tuple[str, ...]
+    ids: Words
     checksum: str
     public: Public
 
@@ -47,7 +47,7 @@ class Questions:
         return len(self.indices)
 
     @cached_property
-    def grid(self) -> tuple[int, ...]:
+    def grid(self) -> Shape:
         """(H, W[, D]) of the images that sites take."""
         x, _ = self.public.at(torch.tensor([0]))
         return tuple(x.shape[2:])
@@ -99,7 +99,7 @@ class Teacher(Protocol):
         """
 
 
-def public_classes(bundle: Problem) -> tuple[str, ...]:
+def public_classes(bundle: Problem) -> Words:
     """Return the names of a bundle's classes; in segmentation of the mask's values."""
     return bundle.classes or bundle.structures
 

@@ -35,21 +35,22 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import methods
+from medfl.core.documents import Values
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
 from medfl.evaluation import tally
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.metrics import CasesByName, summarise
 from medfl.evaluation.tally import Tally
 from medfl.policy.outbound import Outbound
 from medfl.policy.policy import JOBS
-from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.held import HeldSite
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
+from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, MESSAGES, TRAINING, during
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
@@ -123,7 +124,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.jobs = tuple(jobs)
         self.phase = FlPhase.IDLE
         self.states: States = States()
-        self.cases: dict[str, Cases] = {}
+        self.cases: CasesByName = {}
         self.renewed = self._training_begun = False
         self._federation = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
@@ -193,16 +194,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 latest = f"a State of round {base}" if base else "none; rounds count from 1"
                 view.rules.require((base or 0) < round_, f"its round is {round_}, after {latest}")
 
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 before = self._state(round_ - 1, base)
 
-            result = self._call_step(
-                profiling.TRAINING, site_step, round_, before, received, score_on
-            )
-            with profiling.during(profiling.MESSAGES):
+            result = self._call_step(TRAINING, site_step, round_, before, received, score_on)
+            with during(MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
 
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 self.states.keep(round_, state, base)
 
             self._reply = reply
@@ -264,7 +263,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         function: Callable[..., Any],
         data: ExchangeObject,
         *rest: Any,
-        part: str = profiling.EVALUATION,
+        part: str = EVALUATION,
         counted: bool = True,
         tallied: bool = False,
     ) -> Any:
@@ -281,7 +280,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
             round_, base, received = self._decoded(view, data, activity)
-            with profiling.during(profiling.CHECKPOINT):
+            with during(CHECKPOINT):
                 state = self._state(round_, base)
 
             result = self._call_step(part, function, round_, state, received, *rest)
@@ -364,7 +363,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """Call a function of `step`; what it raises is told in one line."""
         view = self._ready()
         try:
-            with profiling.during(part):
+            with during(part):
                 result = view.call(function, round_, *rest)
         except MedflError:
             raise
@@ -392,7 +391,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self, view: SiteEnd, data: ExchangeObject, activity: Activity
     ) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
-        with profiling.during(profiling.MESSAGES):
+        with during(MESSAGES):
             require = view.rules.require
             with errors_safe_to_send():
                 require(
@@ -428,9 +427,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return round_, base, received
 
-    def _as_message(self, arrived: Mapping[str, object]) -> Message:
+    def _as_message(self, arrived: Values) -> Message:
         """Return what came as the message that it is."""
-        tensors: dict[str, Tensor] = {}
+        tensors: Tensors = {}
         for name, value in arrived.items():
             if not isinstance(value, Tensor):
                 value = torch.as_tensor(np.array(value))
@@ -474,7 +473,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._outgoing(view, wire, numbers, activity), state
 
     def _outgoing(
-        self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
+        self, view: SiteEnd, message: Message, numbers: Values, activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = view.training_items
@@ -500,7 +499,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
     return Message({**reply.tensors, "weights": totals}, reply.scalars)
 
 
-def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Values) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from medfl.core.arrays import Floats, Integers
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
@@ -43,7 +44,7 @@ class Bins:
         return f"{self.number} bins from {self.low:g} to {self.high:g}"
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Bins | None:
+    def of(cls, extra: Config) -> Bins | None:
         """Read what a host asks for, None if it asks for no histograms.
 
         Raises:
@@ -70,7 +71,7 @@ class Bins:
         return bins
 
     @classmethod
-    def own(cls, metadata: Mapping[str, Any]) -> Bins | None:
+    def own(cls, metadata: Config) -> Bins | None:
         """Return those that a bundle has by its metadata.json, over the range of the network's inputs; None: none."""
         limits = value_range(metadata)
         if limits is None:
@@ -84,12 +85,12 @@ class Bins:
         edges: list[float] = np.linspace(self.low, self.high, self.number + 1).tolist()
         return edges
 
-    def count(self, row: NDArray[np.float64]) -> NDArray[np.int64]:
+    def count(self, row: Floats) -> Integers:
         """Return how many numbers of a row lie in each bin; those outside are left out."""
         return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
 
 
-def value_range(metadata: Mapping[str, Any]) -> Any:
+def value_range(metadata: Config) -> Any:
     """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
     for entry in inputs.values():
@@ -113,11 +114,11 @@ class Sums:
     """
 
     numbers: int
-    total: NDArray[np.float64]
-    square: NDArray[np.float64]
-    counts: NDArray[np.int64]
-    images: NDArray[np.int64]
-    shares: NDArray[np.int64]
+    total: Floats
+    square: Floats
+    counts: Integers
+    images: Integers
+    shares: Integers
 
     def add(self, addend: Sums) -> Sums:
         """Return the sums of both."""

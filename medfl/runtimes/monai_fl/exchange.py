@@ -13,8 +13,7 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
-from medfl.evaluation.metrics import Cases
-from medfl.runtimes import profiling
+from medfl.evaluation.metrics import CasesByName
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import (
@@ -26,6 +25,7 @@ from medfl.runtimes.monai_fl.client import (
     exchange_object,
 )
 from medfl.runtimes.monai_fl.states import States
+from medfl.runtimes.profiling import MESSAGES, during
 from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
@@ -92,7 +92,7 @@ class Exchange(Workers):
             answer = site.get_weights()
             cases = site.cases
 
-        with profiling.during(profiling.MESSAGES):
+        with during(MESSAGES):
             wire = self._arrived(task.site, answer)
             reply = federation.compression.decompress_reply(
                 wire, task.broadcast, f"site {task.site!r}"
@@ -103,9 +103,9 @@ class Exchange(Workers):
         steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
-    def _evaluate(self, task: ScoreSite) -> dict[str, Cases]:
+    def _evaluate(self, task: ScoreSite) -> CasesByName:
         """Have a site evaluate a model, a section at a time."""
-        cases: dict[str, Cases] = {}
+        cases: CasesByName = {}
         data, _ = self._sent(task)
         states = _TaskStates(task, None, self._federation.networks.device)
         with self._at(task.site, states) as site:
@@ -126,7 +126,7 @@ class Exchange(Workers):
     def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
         """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
         site = self.sites[name]
-        with profiling.during(f"site {name}"):
+        with during(f"site {name}"):
             site.initialize({ExtraItems.CLIENT_NAME: name}, states)
             try:
                 yield site
@@ -135,7 +135,7 @@ class Exchange(Workers):
 
     def _sent(self, task: RoundTask) -> tuple[ExchangeObject, int]:
         """Return a broadcast as it crosses, and its bytes."""
-        with profiling.during(profiling.MESSAGES):
+        with during(MESSAGES):
             wire = self._federation.compress_broadcast(task.round, task.site, task.broadcast)
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 

@@ -31,7 +31,7 @@ from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
 from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.pipe import Pipe, read_forms
@@ -218,9 +218,6 @@ class HeldSite(SiteEnd):
         is_reviewed: the site's policy pins the bundle's files. The bundle is then believed when it says that images of
             a section are none of those that it trains on; of others, scores count as told of the training images.
 
-    Attributes:
-        stop: set by another thread, it stops what is going on.
-
     Raises:
         RunError: the worker fails, or says something else of itself than workers do.
     """
@@ -321,11 +318,6 @@ class HeldSite(SiteEnd):
         """Tell whether a bundle that was reviewed says so."""
         return self._is_reviewed and section in self._stated["held_out"]
 
-    def go_on(self) -> None:
-        """Raise `Aborted` if the site has been told to stop."""
-        if self.stop.is_set():
-            raise Aborted("aborted")
-
     def close(self) -> None:
         """End the worker."""
         self._worker.close()
@@ -337,7 +329,7 @@ class HeldSite(SiteEnd):
 
         return self._worker.ask(question, **values)
 
-    def _cases(self, value: State, asked: Sequence[str]) -> dict[str, Cases]:
+    def _cases(self, value: State, asked: Sequence[str]) -> CasesByName:
         """Return outcomes of the sections that were asked for."""
         if not matches_type(value, dict[str, State]) or not value.keys() <= {*asked}:
             raise RunError(f"site {self.name!r}: its worker scores something else")

@@ -50,6 +50,7 @@ class SiteEnd(ABC):
         facts: what the run says of this site's data: positions of the `labels` that its masks show, of its `channels`.
         training_items: how many it trains on.
         device: where what it gets is put.
+        stop: set by another thread, it stops what is going on.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SiteEnd(ABC):
     facts: Mapping[str, list[int]]
     training_items: int
     device: torch.device
+    stop: threading.Event
 
     @abstractmethod
     def call(
@@ -90,9 +92,10 @@ class SiteEnd(ABC):
         """Return outcomes as a site tells of them (`Problem.told`)."""
         return cases
 
-    @abstractmethod
     def go_on(self) -> None:
         """Raise `Aborted` if the site has been told to stop."""
+        if self.stop.is_set():
+            raise Aborted("aborted")
 
     @abstractmethod
     def close(self) -> None:
@@ -127,7 +130,7 @@ class SiteView(SiteEnd):
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
         """Share everything; nothing is prepared again."""
         self._federation = federation
-        self._stop = stop
+        self.stop = stop
         self._held_out: dict[str, bool] = {}
         self.name = name
         self.rules = federation.message_rules(name)
@@ -268,16 +271,12 @@ class SiteView(SiteEnd):
         """Return outcomes with the bundle's own metric as a number."""
         return self.bundle.told(cases)
 
-    def go_on(self) -> None:
-        """Raise `Aborted` if the site has been told to stop."""
-        _go_on(self._stop)
-
     def close(self) -> None:
         """Nothing is open."""
 
     def _stoppable(self, shard: Shard) -> Shard:
         values = {entry.name: getattr(shard, entry.name) for entry in fields(Shard)}
-        return _StoppableShard(**values, stop=self._stop)
+        return _StoppableShard(**values, stop=self.stop)
 
 
 @dataclass(frozen=True)
@@ -289,10 +288,6 @@ class _StoppableShard(Shard):
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches; Aborted in the place of the next one."""
         for batch in super().batches(size, generator):
-            _go_on(self.stop)
+            if self.stop.is_set():
+                raise Aborted("aborted")
             yield batch
-
-
-def _go_on(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise Aborted("aborted")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from medfl.core.documents import Cells, Metrics
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -22,7 +23,7 @@ SITES = 60
 """Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""
 
 
-def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
+def chosen(cases: Mapping[str, Cases]) -> dict[str, Cells]:
     """Return the ids of each drawn site's cases to be shown, and why; none where the cases have no Dice."""
     return {site: overlays.ranked(dice) for site, dice in _drawn_sites(_dice(cases)).items()}
 
@@ -56,7 +57,7 @@ def case_pictures(
         )
 
 
-def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
+def _dice(cases: Mapping[str, Cases]) -> dict[str, Metrics]:
     """Return site -> id -> Dice of the sites that have any."""
     by_site = {}
     for site, outcomes in cases.items():
@@ -68,7 +69,7 @@ def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
     return by_site
 
 
-def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _drawn_sites(dice: Mapping[str, Metrics]) -> dict[str, Metrics]:
     if len(dice) <= SITES:
         return dict(dice)
     # as they rank, so that the best and the worst are among them

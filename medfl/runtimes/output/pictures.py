@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
+from medfl.core.arrays import Integers, Shape
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Geometry, Shard, Stacked
 from medfl.evaluation.evaluators import Masks
@@ -23,7 +24,6 @@ from medfl.methods._parts.extras import Synthetic
 from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.networks.heads import entering_head, head
 from medfl.report import model_plots
-from medfl.report.model_plots import Labels
 from medfl.report.picture import Floats, Picture, image_picture
 from medfl.report.saved_pictures import WORST, generated_grids, grid_name
 from medfl.runtimes.federation import Federation
@@ -165,7 +165,7 @@ class Pictures:
         with stream(federation.run.seed, "pictures", purpose) as draws, federation.networks.scope():
             return maker.synthetic(federation.host(round_), server, labels, draws)
 
-    def _read(self, network: nn.Module, shard: Shard) -> tuple[Floats, Labels]:
+    def _read(self, network: nn.Module, shard: Shard) -> tuple[Floats, Integers]:
         """Return the features (N, d) of a shard's items and their classes (N,)."""
         batches = features(network, shard, _BATCH, self.federation.networks.device)
         values, labels = zip(*batches, strict=True)
@@ -278,7 +278,7 @@ def _reads_rows(federation: Federation) -> bool:
     return not files or "medfl.datasets.Read" in text
 
 
-def _upright(shape: tuple[int, ...]) -> Geometry | None:
+def _upright(shape: Shape) -> Geometry | None:
     """Return a geometry that says no more than that rows come first; None of a volume."""
     if len(shape) == 2:
         return Geometry(np.eye(4), np.eye(4), shape, "")

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from medfl.core.documents import Cells, Metrics, Numbers
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.untrusted import printable
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import sample_counts
@@ -62,18 +63,18 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def far_replies(
-    federation: Federation, replies: Mapping[str, Message], broadcast: Mapping[str, Weights]
-) -> dict[str, str]:
+    federation: Federation, replies: Messages, broadcast: Mapping[str, Weights]
+) -> Cells:
     """Return site -> why, of replies whose change of a group, or number, is over `FARTHEST` times the middle one.
 
     A tensor that the server did not send has changed from 0.
     """
-    reasons: dict[str, str] = {}
+    reasons: Cells = {}
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
 
-    norms: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    numbers: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    norms: defaultdict[str, Metrics] = defaultdict(dict)
+    numbers: defaultdict[str, Metrics] = defaultdict(dict)
     for name, message in replies.items():
         for group, members in message.tensors.items():
             norms[group][name] = _change(members, broadcast.get(group, {}))
@@ -93,7 +94,7 @@ def far_replies(
     return reasons
 
 
-def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
+def _far(label: str, sizes: Numbers) -> Cells:
     """Return the sites whose size is far beyond the middle one, each with why."""
     middle = sorted(sizes.values())[len(sizes) // 2]
     # where most have not moved at all, any change is infinitely many times the middle one
@@ -127,9 +128,7 @@ def _change(members: Weights, before: Weights) -> float:
     return math.hypot(*norms)
 
 
-def check_shares(
-    federation: Federation, label: str, replies: Mapping[str, Message], most: float | None
-) -> None:
+def check_shares(federation: Federation, label: str, replies: Messages, most: float | None) -> None:
     """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
     `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from medfl.core.documents import Cells, Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print, bar
-from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Attendance, FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.profiling import MESSAGES, during
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, Results, RoundTask, Train
@@ -20,25 +22,19 @@ from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
 
+@dataclass
 class Dispatcher:
     """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come."""
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        workers: Workers,
-        tolerance: Tolerance,
-        say: Print,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.workers = workers
-        self.tolerance = tolerance
-        self.say = say
-        self.progress = False  # whether scores show a bar on stderr as they come
+    federation: Federation
+    folder: RunFolder
+    workers: Workers
+    tolerance: Tolerance
+    say: Print
+    # whether scores show a bar on stderr as they come
+    progress: bool = False
 
-    def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
+    def introductions(self, missing: Cells) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.
 
         Raises:
@@ -52,9 +48,9 @@ class Dispatcher:
         self,
         round_: int,
         server: State,
-        names: Sequence[str],
-        sections: Sequence[str],
-        left_out: dict[str, str],
+        names: Names,
+        sections: Names,
+        left_out: Cells,
         on_result: Callable[[], object],
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
         """Start the training of a round; yield the result of each site, and whether it has a new State.
@@ -83,9 +79,9 @@ class Dispatcher:
 
     def _present(
         self,
-        names: Sequence[str],
+        names: Names,
         results: Results,
-        left_out: dict[str, str],
+        left_out: Cells,
         label: str,
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
@@ -114,8 +110,8 @@ class Dispatcher:
         task: Callable[..., RoundTask],
         round_: int,
         server: State,
-        names: Sequence[str],
-        sections: Sequence[str] = (),
+        names: Names,
+        sections: Names = (),
     ) -> Iterator[tuple[str, Any]]:
         """Yield the result of a task at each site; where some sites may be missing, one is enough.
 
@@ -140,13 +136,13 @@ class Dispatcher:
         self, task: Callable[..., RoundTask], round_: int, server: State, name: str
     ) -> RoundTask:
         # in a scope: a method may lease a network to make the message
-        with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
+        with during(MESSAGES), self.federation.networks.scope():
             broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
         return task(
             site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast
         )
 
-    def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
+    def _sizes(self, names: Names, *sections: str) -> list[int]:
         sizes = []
         for name in names:
             shards = [self.federation.participant_shard(name, section) for section in sections]

@@ -19,14 +19,15 @@ its arguments, and what is tried leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from medfl.core.documents import Cells, Config, Metrics, Names, Numbers
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.message import Message, is_finite
+from medfl.core.message import Message, Messages, Weights, is_finite
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.runtimes.attendance import Attendance, Tolerance
@@ -45,17 +46,17 @@ class NextState(NamedTuple):
     """What a round has come to: the server's next State, the replies that it is made of, what the method tells."""
 
     server: State
-    replies: Mapping[str, Message]
-    observed: Mapping[str, float]
+    replies: Messages
+    observed: Numbers
 
 
 def next_state(
     federation: Federation,
     round_: int,
     server: State,
-    replies: Mapping[str, Message],
+    replies: Messages,
     tolerance: Tolerance,
-    left_out: dict[str, str],
+    left_out: Cells,
     say: Print,
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
@@ -72,7 +73,7 @@ def next_state(
     before = object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
-    def attempt(names: Sequence[str]) -> NextState:
+    def attempt(names: Names) -> NextState:
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
@@ -93,9 +94,9 @@ def next_state(
 
 def first_state(
     federation: Federation,
-    introductions: Mapping[str, Message],
+    introductions: Messages,
     tolerance: Tolerance,
-    absent: dict[str, str],
+    absent: Cells,
     say: Print,
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
@@ -110,7 +111,7 @@ def first_state(
     least = tolerance.min_replies
     attendance = Attendance([*introductions, *absent], least, absent, "introductions", say)
 
-    def attempt(names: Sequence[str]) -> State:
+    def attempt(names: Names) -> State:
         with federation.scope():
             usable = _only(introductions, names)
             first = method.init_server(federation.host(0), federation.networks.initial, usable)
@@ -124,7 +125,7 @@ def first_state(
     return _from_usable(introductions, attempt, InputError, attendance)
 
 
-def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[str, Any]) -> State:
+def resumed_state(federation: Federation, folder: RunFolder, manifest: Config) -> State:
     """Return the server's State of a resumed run, after trying what the next round asks of it.
 
     Raises:
@@ -156,8 +157,8 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
 
 
 def _from_usable(
-    messages: Mapping[str, Message],
-    attempt: Callable[[Sequence[str]], T],
+    messages: Messages,
+    attempt: Callable[[Names], T],
     fatal: type[InputError],
     attendance: Attendance,
 ) -> T:
@@ -174,7 +175,7 @@ def _from_usable(
         attendance.drop(reasons)
 
 
-def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str, Message]:
+def _only(messages: Messages, names: Names) -> Messages:
     if len(names) == len(messages):
         return messages
 
@@ -186,7 +187,7 @@ class _Unusable(Exception):
 
 
 def _checked_state(
-    federation: Federation, round_: int, server: State, replies: Mapping[str, Message]
+    federation: Federation, round_: int, server: State, replies: Messages
 ) -> NextState:
     """Return the server's next State; `_Unusable` if it cannot go on from there."""
     after = federation.aggregate(round_, server, replies)
@@ -201,9 +202,9 @@ def _checked_state(
 
         weighed = with_effective_counts(replies, federation.run)
         before = server.get("weights")
-        observed: dict[str, float] = {}
+        observed: Metrics = {}
         if before:
-            observed |= federation.aggregation.observed(weighed, "weights", before)
+            observed |= federation.aggregation.observed(weighed, before)
 
         observed |= shares_under_cap(replies, federation.run)
         return NextState(after, replies, {**observed, **federation.method.observed(after, replies)})
@@ -212,9 +213,7 @@ def _checked_state(
 # Whose fault it is
 
 
-def _at_fault(
-    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, label: str
-) -> dict[str, str]:
+def _at_fault(names: Names, attempt: Callable[[Names], Any], error: Exception, label: str) -> Cells:
     """Return whose replies an attempt failed because of, and why.
 
     Raises:
@@ -222,7 +221,7 @@ def _at_fault(
         InputError: as above, if it is one.
     """
 
-    def failure(some: Sequence[str]) -> Exception | None:
+    def failure(some: Names) -> Exception | None:
         try:
             attempt(some)
         except Exception as raised:  # as above
@@ -230,7 +229,7 @@ def _at_fault(
 
         return None
 
-    def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
+    def alone(some: Names, failed: Exception | None) -> dict[str, Exception]:
         if failed is None:
             return {}
 
@@ -285,10 +284,10 @@ def _in_one_line(error: Exception) -> str:
 
 
 def odd_replies(
-    replies: Mapping[str, Message],
-    broadcast: Mapping[str, Mapping[str, Tensor]],
+    replies: Messages,
+    broadcast: Mapping[str, Weights],
     checked_groups: Collection[str] = ("weights",),
-) -> dict[str, str]:
+) -> Cells:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
     Where the replies do not decide, the broadcast does; `checked_groups` are those whose forms were checked on arrival.
@@ -321,7 +320,7 @@ def odd_replies(
 
 
 def _forms(
-    tensors: Mapping[str, Mapping[str, Tensor]], checked_groups: Collection[str]
+    tensors: Mapping[str, Weights], checked_groups: Collection[str]
 ) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     forms: dict[str, dict[str, Form]] = {}
@@ -348,9 +347,7 @@ def _is_class(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _flaws(
-    after: object, before: object, path: str, sites: Sequence[str], classes: int
-) -> Iterator[str]:
+def _flaws(after: object, before: object, path: str, sites: Names, classes: int) -> Iterator[str]:
     """Say what is wrong with a part of a State, given what it was before, or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
@@ -377,10 +374,10 @@ def _flaws(
 
 
 def _naming_flaws(
-    after: Mapping[str, Tensor],
-    was: Mapping[str, Tensor],
+    after: Weights,
+    was: Weights,
     path: str,
-    sites: Sequence[str],
+    sites: Names,
     classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""

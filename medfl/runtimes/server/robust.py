@@ -31,15 +31,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medfl.core import setting_values
+from medfl.core.documents import Metrics, Names, Numbers
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights
+from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.run import Run
 from medfl.methods.base import sample_shares, slices, uniform_shares, weighted_mean
 
@@ -113,10 +114,8 @@ class Aggregation:
 
         return 1
 
-    def combined(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, Tensor]:
-        """Return one tensor group made of the replies' and of what it was before; their order is of no matter.
+    def combined(self, replies: Messages, before: Weights) -> Tensors:
+        """Return weights made of the replies' and of what they were before; their order is of no matter.
 
         A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
 
@@ -129,13 +128,13 @@ class Aggregation:
                 "round is kept"
             )
         if self.kind == "clip":
-            return self._clipped(replies, group, before)
+            return self._clipped(replies, before)
 
         # by name, not by arrival: sums and ties depend on the order
-        parts = [replies[name].tensors[group] for name in sorted(replies)]
+        parts = [replies[name]["weights"] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
-            return weighted_mean(chosen, group, uniform_shares(chosen))
+            return weighted_mean(chosen, "weights", uniform_shares(chosen))
 
         count = len(parts)
         # 0.29 * 100 is 28.999…
@@ -145,46 +144,41 @@ class Aggregation:
 
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
-    def observed(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, float]:
+    def observed(self, replies: Messages, before: Weights) -> Metrics:
         """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
         if self.kind != "clip":
             return {}
-        norms = change_norms(replies, group, before)
+        norms = change_norms(replies, before)
         metrics = {"clip": self._limit(norms)}
         return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
-    def _limit(self, norms: Mapping[str, float]) -> float:
+    def _limit(self, norms: Numbers) -> float:
         if self.bound is None:
             return statistics.median(norms.values())
 
         return self.bound
 
-    def _clipped(
-        self, replies: Mapping[str, Message], group: str, before: Weights
-    ) -> dict[str, Tensor]:
+    def _clipped(self, replies: Messages, before: Weights) -> Tensors:
         """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
 
         Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
         """
-        norms = change_norms(replies, group, before)
+        norms = change_norms(replies, before)
         limit = self._limit(norms)
         shares = dict(sample_shares(replies))
         for name, norm in norms.items():
             if norm > limit:
                 shares[name] *= limit / norm
 
+        parts = [replies[name]["weights"] for name in sorted(replies)]
         if any(norm > limit for norm in norms.values()):
             # w + s (w_k - w) is (1 - s) w + s w_k: the weights before are one more reply
-            names = next(iter(replies.values()))[group]
-            rest = Message({group: {name: before[name] for name in names}})
+            names = next(iter(replies.values()))["weights"]
+            rest = Message({"weights": {name: before[name] for name in names}})
             shares[""] = 1 - math.fsum(shares.values())
-            mean = weighted_mean({**replies, "": rest}, group, shares)
-        else:
-            mean = weighted_mean(replies, group, shares)
+            replies = {**replies, "": rest}
 
-        parts = [replies[name].tensors[group] for name in sorted(replies)]
+        mean = weighted_mean(replies, "weights", shares)
         for name, tensor in mean.items():
             if tensor.is_floating_point():
                 continue
@@ -194,7 +188,7 @@ class Aggregation:
 
         return mean
 
-    def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
+    def _nearest(self, names: Names, parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
         good = len(names) - self.bad - 2
@@ -204,12 +198,12 @@ class Aggregation:
         return [names[i] for i in order[:count]]
 
 
-def change_norms(replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
-    """Return the L2 norm of each reply's change of a group, over its floating tensors, in float64."""
-    norms: dict[str, float] = {}
+def change_norms(replies: Messages, before: Weights) -> Metrics:
+    """Return the L2 norm of each reply's change of the weights, over their floating tensors, in float64."""
+    norms: Metrics = {}
     for site in sorted(replies):
         squares = []
-        weights = replies[site].tensors[group]
+        weights = replies[site]["weights"]
         for name, old in before.items():
             if old.is_floating_point():
                 blocks = _blocks([weights], name, old)
@@ -267,7 +261,7 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
 
 
-def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
+def with_effective_counts(replies: Messages, run: Run) -> Messages:
     """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
@@ -286,7 +280,7 @@ def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[s
     return effective
 
 
-def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
+def sample_counts(replies: Messages) -> Metrics:
     """Return the numbers of items of those replies that say one."""
     counts = {}
     for name, reply in replies.items():
@@ -296,7 +290,7 @@ def sample_counts(replies: Mapping[str, Message]) -> dict[str, float]:
     return counts
 
 
-def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
+def cap_counts(counts: Numbers, most: float) -> Metrics:
     """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
 
     They are all the same where there are too few of them to be below.
@@ -311,7 +305,7 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     return dict.fromkeys(counts, 1.0)
 
 
-def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, float]:
+def shares_under_cap(replies: Messages, run: Run) -> Metrics:
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
     if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
@@ -321,5 +315,5 @@ def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, floa
     return _under("said", claimed) | _under("share", capped)
 
 
-def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:
+def _under(kind: str, values: Numbers) -> Metrics:
     return {f"{kind}/{site}": value for site, value in values.items()}

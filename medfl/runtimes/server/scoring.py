@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.message import Message, Weights
+from medfl.core.documents import Cells, Metrics, Names, Words
+from medfl.core.message import Messages, Weights
 from medfl.core.names import slug
 from medfl.core.run import examines
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, tally, undefined
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import OVER_CLASSES, Cases, fewer_classes, higher_is_better, spread
+from medfl.evaluation.metrics import (
+    OVER_CLASSES,
+    Cases,
+    CasesByName,
+    fewer_classes,
+    higher_is_better,
+    spread,
+)
 from medfl.evaluation.slices import unit
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
@@ -45,7 +54,6 @@ _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
 )
 
-Metrics = dict[str, float]
 CasesBySite = dict[str, dict[str, Cases]]
 """site -> section -> outcomes"""
 
@@ -54,31 +62,35 @@ class Final(NamedTuple):
     """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
 
     summary: Document
-    cases: dict[str, Cases]
+    cases: CasesByName
 
 
+@dataclass
 class Scoring:
-    """Scores the models of one run."""
+    """Scores the models of one run.
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        record: Document,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.record = record
-        self.dispatcher = dispatcher
-        self.method = federation.method
-        self.run = federation.run
-        self.key = federation.bundle.key_metric
-        self.kind = federation.bundle.kind
-        self.summarise = federation.bundle.summarise
-        self.last = self.run.rounds  # the round after which the run ends
-        self.untested = False  # whether nothing is to be scored on test items
-        self.cross_site = False  # whether sites' models are scored at every site
+    Attributes:
+        untested: whether nothing is to be scored on test items.
+        cross_site: whether sites' models are scored at every site.
+        last: the round after which the run ends.
+    """
+
+    federation: Federation
+    folder: RunFolder
+    record: Document
+    dispatcher: Dispatcher
+    untested: bool
+    cross_site: bool
+
+    def __post_init__(self) -> None:
+        self.method = self.federation.method
+        self.run = self.federation.run
+        self.key = self.federation.bundle.key_metric
+        self.kind = self.federation.bundle.kind
+        self.summarise = self.federation.bundle.summarise
+        self.last = self.run.rounds
+        # test items, and those by which some tasks choose thresholds
+        self.sections = ("validate", "test") if self.kind.decides else ("test",)
 
     @property
     def names(self) -> list[str]:
@@ -124,9 +136,7 @@ class Scoring:
 
         return entry
 
-    def contributions(
-        self, round_: int, server: State, replies: Mapping[str, Message]
-    ) -> dict[str, dict[str, float]]:
+    def contributions(self, round_: int, server: State, replies: Messages) -> dict[str, Metrics]:
         """Return what each reply contributes to a round; `server` is the State before it."""
         sign = 1 if higher_is_better(self.key) else -1
 
@@ -195,8 +205,8 @@ class Scoring:
         self,
         round_: int,
         server: State,
-        sections: tuple[str, ...],
-        names: Sequence[str],
+        sections: Words,
+        names: Names,
     ) -> CasesBySite:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
@@ -210,12 +220,9 @@ class Scoring:
 
         return self.kind.decided(cases, validation)
 
-    def _personal_tested(
-        self, round_: int, server: State, names: Sequence[str]
-    ) -> dict[str, Cases]:
+    def _personal_tested(self, round_: int, server: State, names: Names) -> CasesByName:
         """Return the outcomes of each site's test items by its own model."""
-        sections = ("validate", "test") if self.kind.decides else ("test",)
-        by_site = self._personal(round_, server, sections, names)
+        by_site = self._personal(round_, server, self.sections, names)
         return {name: self._decided(cases) for name, cases in by_site.items()}
 
     def _decided(self, cases: Mapping[str, Cases]) -> Cases:
@@ -226,9 +233,9 @@ class Scoring:
         compared = self.kind.comparable(cases_of)
         return {name: self.summarise(cases) for name, cases in compared.items()}
 
-    def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
+    def _by_site(self, cases: Cases | None, section: str) -> CasesByName:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        by_site: dict[str, Cases] = {}
+        by_site: CasesByName = {}
         if not cases:
             return by_site
 
@@ -390,7 +397,7 @@ class Scoring:
 
         return {**spread(by_site, higher, complete), **basis}
 
-    def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
+    def undefined_lines(self, lines: Names = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
         reasons = {}
         for entry in self.folder.rounds():
@@ -415,7 +422,7 @@ class Scoring:
         class_metrics = self.kind.by_name(scores, cases, bundle.structures or bundle.classes)
         return {"classes": class_metrics} if class_metrics else {}
 
-    def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
+    def _units(self, scored: Sequence[Document]) -> dict[str, Cells]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
         metrics: set[str] = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
@@ -462,7 +469,7 @@ class Scoring:
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
-    def _final_personal(self, last: int, server: State) -> dict[str, Cases]:
+    def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.
 
         For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,
@@ -486,15 +493,14 @@ class Scoring:
         if not self.run.score_trained:
             return {}
 
-        sections = ("validate", "test") if self.kind.decides else ("test",)
-        task = partial(tasks.TrainToScore, sections=sections)
+        task = partial(tasks.TrainToScore, sections=self.sections)
         answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
         by_site = _in_order(names, answers)
         return {name: self._decided(cases) for name, cases in by_site.items() if cases}
 
     def _newcomers(
         self, last: int, server: State, global_by_site: Mapping[str, Cases]
-    ) -> tuple[dict[str, Cases], str]:
+    ) -> tuple[CasesByName, str]:
         """Score on test items of sites without training items what a method with a model for each site gives them.
 
         That is the global model where there is one. Returns site -> outcomes, and in words what was scored, "" for no
@@ -511,9 +517,8 @@ class Scoring:
         if global_by_site:
             return {name: global_by_site[name] for name in names}, _GLOBAL
 
-        sections = ("validate", "test") if self.kind.decides else ("test",)
         score = partial(tasks.ScoreNewcomer, last, server)
-        answers = self.dispatcher.at_server([partial(score, name, sections) for name in names])
+        answers = self.dispatcher.at_server([partial(score, name, self.sections) for name in names])
         by_site = {}
         for name, cases in zip(names, answers, strict=True):
             if cases is not None:
@@ -521,7 +526,7 @@ class Scoring:
 
         return by_site, _RECEIVED if by_site else _NOTHING
 
-    def _personal_model(self) -> dict[str, str]:
+    def _personal_model(self) -> Cells:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
@@ -617,7 +622,7 @@ class Scoring:
         """Write a table of cases, with the site of each."""
         federation = self.federation
         classes = federation.bundle.classes
-        owner: dict[str, str] = {}
+        owner: Cells = {}
         for site in federation.names:
             owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
 
@@ -629,7 +634,7 @@ class Scoring:
         self.folder.write_table(name, rows)
 
 
-def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
+def _in_order(names: Names, answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}

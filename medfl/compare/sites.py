@@ -1,15 +1,18 @@
-"""The matrices of a comparison: every model at every site, means over the seeds, a table for each partition."""
+"""What a comparison says of its sites, means over the seeds: every model at every site, and what each contributed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import isnan
 from pathlib import Path
+from statistics import fmean
 
 from medfl.compare.comparison import Comparison
+from medfl.core.tables import markdown_table
 from medfl.evaluation import metrics
-from medfl.report import cross_site
+from medfl.report import cross_site, formatting
 from medfl.report.cross_site import Cell, Matrix
+from medfl.report.page import contribution_of
 from medfl.storage.files import write_atomic
 from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_folder import RunFolder
@@ -29,7 +32,7 @@ def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
             yield partition, Matrix(comparison.key, rows)
 
 
-def write(comparison: Comparison, folder: Path) -> str:
+def write_cross_site(comparison: Comparison, folder: Path) -> str:
     """Write cross_site.md and cross_site.csv into a comparison's folder; return the tables, "" without any."""
     sections = [f"## Every model at every site: {metrics.title(comparison.key)}"]
     table = []
@@ -46,4 +49,35 @@ def write(comparison: Comparison, folder: Path) -> str:
     text = "\n\n".join(sections)
     RunFolder(folder).write_table(CROSS_SITE, table)
     write_atomic((folder / CROSS_SITE).with_suffix(".md"), f"{text}\n".encode())
+    return text
+
+
+def write_contribution(comparison: Comparison, folder: Path) -> str:
+    """Write contribution.md into a comparison's folder; return its table, "" where nothing was estimated."""
+    lines = []
+    for row in comparison.rows:
+        by_site: dict[str, list[dict[str, float]]] = {}
+        for run in row.runs.values():
+            for site, values in contribution_of(run):
+                by_site.setdefault(site, []).append(values)
+
+        for site, runs in by_site.items():
+            cells = []
+            for name in ("shapley", "left_out"):
+                cells.append(formatting.signed(fmean(values[name] for values in runs)))
+
+            lines.append([row.partition, row.method, site, *cells, str(len(runs))])
+
+    if not lines:
+        return ""
+
+    heads = ["partition", "method", "site", "Shapley value a round", "left out, a round", "seeds"]
+    title = metrics.title(comparison.key)
+    text = f"""## What each site contributed to {title} on the validation images (estimates)
+
+{markdown_table(heads, lines)}
+
+Means over the seeds; each run's report has intervals over its rounds.
+"""
+    write_atomic(folder / "contribution.md", text.encode())
     return text
