@@ -18,20 +18,8 @@ from medfl.datasets.readers.splitting import Record
 from medfl.problem.problem import Problem
 
 _IDS = (
-    "dataset_dir",
-    "images",
-    "masks",
-    "labels",
-    "labels_are",
-    "label_column",
-    "uncertain",
-    "blank",
-    "columns",
-    "classes",
-    "mask_values",
-    "group_by",
-    "split",
-    "in_channels",
+    "dataset_dir images masks labels labels_are label_column uncertain blank columns classes "
+    "mask_values group_by split in_channels"
 )
 
 
@@ -111,7 +99,7 @@ def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> lis
 def ids_of(bundle: Problem) -> Document:
     """Return the ids of a bundle that say where its images are, those that it has."""
     values: Document = {}
-    for name in _IDS:
+    for name in _IDS.split():
         try:
             values[name] = bundle.get(name)
         except InputError:

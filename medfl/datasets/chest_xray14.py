@@ -15,6 +15,7 @@ from medfl.datasets.readers.tables import (
     Table,
     check_row,
     first,
+    folders_and_zips,
     image_index,
     note_absent,
     read_csv,
@@ -33,9 +34,7 @@ _COLUMNS = ("Image Index", "Finding Labels", "Patient ID", "Patient Age", "View 
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders and archives `images*` of a folder."""
-    paths = sorted(folder.glob("images*"))
-    return [path for path in paths if path.is_dir() or path.suffix == ".zip"]
+    return folders_and_zips(folder, "images*")
 
 
 def _found(folder: Path) -> bool:

@@ -136,11 +136,8 @@ def listed(
         InputError: no images, a class that is none, a wrong table or expression.
     """
     root = _root(folder)
-    ids = {
-        "labels_are": labels_are, "label_column": label_column, "classes": classes, "uncertain": uncertain,
-        "blank": blank, "columns": columns,
-    }  # fmt: skip
-    requested = wanted_by(ids)
+    named = (label_column,) if label_column else ()
+    requested = Wanted(labels_are, named, tuple(classes), uncertain, blank, columns or {})
     return _items(root, in_table(root, images, labels, requested), section, group_by, split)
 
 
@@ -266,12 +263,12 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
     table = _pairs(image_folder, mask_folder, lacking)
     if image_folder.is_file():  # of nnU-Net, which lists the files beside it
         image_folder = root
+
     records = table.records
     bare = unlabelled(table.unlabelled.items())
-
     if (image_folder / conventions.BIDS_FILE).is_file():
-        records = [replace(record, group=conventions.subject(record.image)) for record in records]
-        bare = tuple(replace(record, group=conventions.subject(record.image)) for record in bare)
+        records = _of_subjects(records)
+        bare = tuple(_of_subjects(bare))
 
     names = [path_in(image_folder, record) for record in records]
     return OwnImages(
@@ -282,6 +279,10 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
     """Return images without a label, by their paths in a folder."""
     return tuple(_record(uri, 0, folder + path) for path, uri in files)
+
+
+def _of_subjects(records: Iterable[Record]) -> list[Record]:
+    return [replace(record, group=conventions.subject(record.image)) for record in records]
 
 
 def path_in(folder: Path, record: Record) -> str:
@@ -311,14 +312,13 @@ def notes(
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
 
+    lines = [*own_folder.odd(root), *cases.notes(dataset.rows)]
     if used_images == images:
-        left_out = dataset.notes
-    else:
-        left_out = ()
+        lines = [*dataset.notes, *lines]
+    if all(item.get("group") == item["id"] for item in items):
+        lines.append(UNKNOWN_PATIENTS)
 
-    are_unknown = all(item.get("group") == item["id"] for item in items)
-    lines = [*left_out, *own_folder.odd(root), *cases.notes(dataset.rows)]
-    return (*lines, UNKNOWN_PATIENTS) if are_unknown else tuple(lines)
+    return tuple(lines)
 
 
 NO_PATIENTS = (
@@ -372,17 +372,12 @@ def image_folders(root: Path) -> dict[str, Path]:
 
 def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
     """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
-    empty = [repr(name) for name in _folders(root).keys() - image_folders(root)]
-    left_out = own_folder.left_out(
-        root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder"
-    )
-    if empty:
-        return [
-            *left_out,
-            f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}",
-        ]
+    pictures = (record.image for record in records)
+    lines = [*own_folder.left_out(root, pictures, tables.IMAGE_SUFFIXES, "in no class folder")]
+    if empty := [repr(name) for name in _folders(root).keys() - image_folders(root)]:
+        lines.append(f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}")
 
-    return [*left_out]
+    return lines
 
 
 def _folders(root: Path) -> dict[str, Path]:

@@ -28,24 +28,25 @@ _LOADED = (
     "torchvision.models", "ignite.metrics", "ignite.handlers",
 )  # fmt: skip
 """Modules that are loaded to find components in; `import monai` loads its other ones."""
-_CLASSES = (
-    "monai.apps.datasets.", "monai.apps.deepedit.", "monai.apps.deepgrow.", "monai.apps.detection.",
-    "monai.apps.generation.", "monai.apps.nuclick.", "monai.apps.pathology.", "monai.apps.vista3d.", "monai.data.",
-    "monai.engines.", "monai.handlers.", "monai.inferers.", "monai.losses.", "monai.metrics.", "monai.networks.",
-    "monai.optimizers.", "monai.transforms.", "torch.nn.", "torch.optim.", "torch.utils.data.", "torch.amp.",
-    "torch.cuda.amp.", "ignite.metrics.", "ignite.handlers.",
-)  # fmt: skip
+_CLASSES = tuple(
+    name_set(
+        "monai.apps.datasets. monai.apps.deepedit. monai.apps.deepgrow. monai.apps.detection. "
+        "monai.apps.generation. monai.apps.nuclick. monai.apps.pathology. monai.apps.vista3d. "
+        "monai.data. monai.engines. monai.handlers. monai.inferers. monai.losses. monai.metrics. "
+        "monai.networks. monai.optimizers. monai.transforms. torch.nn. torch.optim. "
+        "torch.utils.data. torch.amp. torch.cuda.amp. ignite.metrics. ignite.handlers."
+    )
+)
 """Where a class is defined that may be made."""
 _FUNCTIONS = (
     "monai.networks.nets.", "monai.apps.detection.networks.", "torchvision.models.", "ignite.metrics.",
 )  # fmt: skip
 """Where a function is defined that makes a network or a metric."""
-_OTHERS = {
-    "torch.device", "medfl.datasets.CheckPatchd", "medfl.datasets.ReadPaird", "medfl.datasets.ReadPixelsd",
-    "medfl.datasets.ReadVolumed", "medfl.datasets.WriteMaskd", "medfl.networks.build",
-    "medfl.exported.network", "medfl.medsam.BoxOfMaskd", "medfl.medsam.load",
-    "medfl.training.site.mean_loss",
-}  # fmt: skip
+_OTHERS = name_set(
+    "torch.device medfl.datasets.CheckPatchd medfl.datasets.ReadPaird medfl.datasets.ReadPixelsd "
+    "medfl.datasets.ReadVolumed medfl.datasets.WriteMaskd medfl.networks.build "
+    "medfl.exported.network medfl.medsam.BoxOfMaskd medfl.medsam.load medfl.training.site.mean_loss"
+)
 _NEVER = re.compile(
     r"clearml|mlflow|perceptual|tcia|\.trt|gaussianmixture|lltm|transchex", re.IGNORECASE
 )

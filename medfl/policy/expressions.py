@@ -47,11 +47,12 @@ _MODULES = name_set(
     "monai.utils"
 )
 """Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
-_MEMBERS = {
-    "json.load", "json.loads", "os.getcwd", "os.listdir", "os.sep", "monai.data.load_decathlon_datalist",
-    "medfl.datasets.datalist", "medfl.datasets.locate", "medfl.datasets.unlabelled", "medfl.datasets.own.above",
-    "medfl.datasets.own.labelled", "medfl.datasets.own.listed", "medfl.datasets.own.paired",
-}  # fmt: skip
+_MEMBERS = name_set(
+    "json.load json.loads os.getcwd os.listdir os.sep monai.data.load_decathlon_datalist "
+    "medfl.datasets.datalist medfl.datasets.locate medfl.datasets.unlabelled "
+    "medfl.datasets.own.above medfl.datasets.own.labelled medfl.datasets.own.listed "
+    "medfl.datasets.own.paired"
+)
 """Further members, whatever their name says."""
 _ATTRIBUTES = {"eval", "load_state_dict", "load_old_state_dict", "removeprefix", "removesuffix"}
 _ACTS = re.compile(

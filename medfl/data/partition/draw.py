@@ -72,7 +72,7 @@ class Share:
         return np.diff(cuts, prepend=0, append=count)
 
 
-_Numbers = dict[str, list[int | None]]
+Numbers = dict[str, list[int | None]]
 """The same with the numbers of sites, from 0."""
 
 
@@ -94,7 +94,7 @@ def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
         if not empty:
             if attempt:
                 notes.insert(0, f"re-drawn {attempt} time{'s' * (attempt > 1)}: a site was empty")
-            return _named(homes), notes
+            return named(homes), notes
 
     raise InputError(
         f"partition {canonical(rule.kind, rule.values)!r} over {rule.sites} sites left "
@@ -106,7 +106,20 @@ def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     )
 
 
-def _named(homes: _Numbers) -> Homes:
+def nowhere(data: Sections) -> Numbers:
+    """Return items that have no site yet."""
+    return {name: [None] * len(section) for name, section in data.items()}
+
+
+def settle(groups: Sequence[Group], placed: Mapping[str, int], homes: list[int | None]) -> None:
+    """Give the items of each group the site that their group is placed at."""
+    for group in groups:
+        for i in group.members:
+            homes[i] = placed[group.key]
+
+
+def named(homes: Numbers) -> Homes:
+    """Return the sites by their names."""
     sites: Homes = {}
     for name, section in homes.items():
         sites[name] = [None if home is None else f"site-{home + 1}" for home in section]
@@ -130,16 +143,17 @@ def by_size(count: int, data: Sections) -> Homes:
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
-    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
+    homes = nowhere(data)
 
     for name in SECTIONS:
-        for group in gathered(data[name], by_label=False):
+        groups = gathered(data[name], by_label=False)
+        for group in groups:
             near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
-            home = placed.setdefault(group.key, int(parts[near]))
-            for i in group.members:
-                homes[name][i] = home
+            placed.setdefault(group.key, int(parts[near]))
 
-    return _named(homes)
+        settle(groups, placed, homes[name])
+
+    return named(homes)
 
 
 def _pixels(items: Sequence[Item], group: Group) -> int:
@@ -151,9 +165,9 @@ def _draw_once(
     attempt: int,
     data: Sections,
     groups: Mapping[str, Sequence[Group]],
-) -> tuple[_Numbers, list[str]]:
+) -> tuple[Numbers, list[str]]:
     """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
-    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
+    homes = nowhere(data)
     shares, shots = _shares(rule, attempt)
     placed: dict[str, int] = {}
     notes: list[str] = []
@@ -184,10 +198,7 @@ def _draw_once(
                         homes[name][i] = owner
 
         if not shots:
-            for group in groups[name]:
-                for i in group.members:
-                    homes[name][i] = placed[group.key]
-
+            settle(groups[name], placed, homes[name])
             if tied:
                 notes.append(
                     f"{tied} {name} images follow their patient or lesion to the site of its other images"

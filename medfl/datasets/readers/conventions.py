@@ -166,16 +166,16 @@ def bids_masks(root: Path) -> str:
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
 
-    problem = (
-        f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
-    )
-    raise InputError(
-        problem
-        if having
-        else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
-        "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
-        f"name it: --masks {having[0] if having else root / 'derivatives' / 'NAME'}",
-    )
+    place = root / "derivatives"
+    problem = f"no folder in {place} has files ..._dseg.nii.gz or ..._mask.nii.gz"
+    place /= "NAME"
+    if having:
+        names = ", ".join(folder.name for folder in having)
+        problem = f"the derivatives {names} of {root} all have masks"
+        place = having[0]
+
+    allowed = "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/"
+    raise InputError(problem, allowed, f"name it: --masks {place}")
 
 
 def _is_mask(name: str) -> bool:

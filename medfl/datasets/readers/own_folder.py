@@ -15,10 +15,11 @@ from medfl.datasets.readers.splitting import Record
 _TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
-_MASKS = {
-    "mask", "masks", "label", "labels", "seg", "segs", "segmentation", "segmentations", "annotations", "ground_truth",
-    "groundtruth", "gt",
-}  # fmt: skip
+_WORDS = """
+    mask masks label labels seg segs segmentation segmentations annotations ground_truth groundtruth
+    gt
+"""
+_MASKS = {*_WORDS.split()}
 
 
 def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -172,16 +172,24 @@ def array(path: str | Path, name: str) -> Pixels:
     Raises:
         InputError: no such array, or it is damaged.
     """
+    with _telling_of(path, name):
+        try:
+            return _array(str(path), name, _version(path))
+        except KeyError as error:
+            names = ", ".join(Path(member).stem for member in archive(path).namelist())
+            raise InputError(
+                f"{path} has no array {name!r}", f"it has {names}", "download the file again"
+            ) from error
+
+
+@contextmanager
+def _telling_of(path: str | Path, name: str) -> Iterator[None]:
+    """Name the array in any error of a reader: of a damaged file NumPy raises whatever it stumbles over."""
     try:
-        return _array(str(path), name, _version(path))
-    except KeyError as error:
-        names = ", ".join(Path(member).stem for member in archive(path).namelist())
-        raise InputError(
-            f"{path} has no array {name!r}", f"it has {names}", "download the file again"
-        ) from error
+        yield
     except InputError:
         raise
-    except Exception as error:  # whatever readers of damaged files stumble over
+    except Exception as error:
         raise InputError(
             f"array {name!r} of {path} cannot be read ({error})",
             READABLE,
@@ -193,25 +201,18 @@ def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     """Return the shape of array `name`; of an .npz file from its header only."""
     if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
         return array(path, name).shape  # or raises, naming the arrays that are there
-    try:
-        with _member(path, f"{name}.npy") as file:
-            if np.lib.format.read_magic(file) == (1, 0):
-                shape, _, kind = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, _, kind = np.lib.format.read_array_header_2_0(file)
+    with _telling_of(path, name), _member(path, f"{name}.npy") as file:
+        if np.lib.format.read_magic(file) == (1, 0):
+            shape, _, kind = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, _, kind = np.lib.format.read_array_header_2_0(file)
 
-            # A header may lie: whoever trusts it would count rows that are not there.
-            stated = math.prod(shape) * kind.itemsize
-            if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
-                raise ValueError(f"its shape {shape} is more than it holds")
+        # A header may lie: whoever trusts it would count rows that are not there.
+        stated = math.prod(shape) * kind.itemsize
+        if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"its shape {shape} is more than it holds")
 
-            return tuple(shape)
-    except Exception as error:  # numpy's reader of headers raises whatever it stumbles over
-        raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})",
-            READABLE,
-            "download the file again",
-        ) from error
+        return tuple(shape)
 
 
 def _member(path: str | Path, name: str) -> IO[bytes]:

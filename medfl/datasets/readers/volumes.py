@@ -68,20 +68,11 @@ _UNITS = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 _HEAD = 1 << 16
-_PLACE = (
-    "xyzt_units",
-    "qform_code",
-    "sform_code",
-    "quatern_b",
-    "quatern_c",
-    "quatern_d",
-    "qoffset_x",
-    "qoffset_y",
-    "qoffset_z",
-    "srow_x",
-    "srow_y",
-    "srow_z",
-)
+_WORDS = """
+    xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
+    srow_x srow_y srow_z
+"""
+_PLACE = tuple(_WORDS.split())
 """What a NIfTI header says of place, beside pixdim."""
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
