@@ -11,7 +11,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import cases, conventions, own_folder, pairs, volumes
+from medfl.datasets.readers import cases, conventions, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, targets_told, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
@@ -158,4 +158,4 @@ def _notes(
     if in_classes:
         notes += own.beside_classes(root, dataset.records)
 
-    return (*notes, *own_folder.odd(root), *cases.notes(dataset.rows), *patients)
+    return (*notes, *own.odd(root), *cases.notes(dataset.rows), *patients)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, image_files, note_absent, read_csv

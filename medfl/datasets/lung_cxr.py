@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
     pair_folders,

@@ -17,8 +17,7 @@ from medfl.datasets.ham10000 import (
     phantom_key,
     phantom_lesion,
 )
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import LEAST, mixed
+from medfl.datasets.phantoms.phantom import LEAST, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
     matched,

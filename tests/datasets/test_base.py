@@ -14,7 +14,7 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms.layouts import draw_medmnist, save
+from medfl.datasets.phantoms.phantom import draw_medmnist, save
 from medfl.problem.tasks import KINDS
 from tests.support.sweeps import mostly_slow
 

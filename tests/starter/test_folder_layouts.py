@@ -23,7 +23,7 @@ from medfl.datasets import own
 from medfl.datasets.own import listed, paired
 from medfl.datasets.readers import conventions, label_table
 from medfl.datasets.readers.volumes import read_pair, read_volume
-from medfl.starter import folder_layouts, starter
+from medfl.starter import starter
 
 SECTIONS = ("train", "validate", "test")
 DRAWS = np.random.default_rng(0)
@@ -714,16 +714,16 @@ def test_masks_and_tables_lie_beside_the_images_or_among_them(tmp_path: Path) ->
     picture(tmp_path / "a" / "b" / "x.png")
     (tmp_path / "t.csv").write_text("image,label\n")
     (tmp_path / "a" / "t.csv").write_text("image,label\n")
-    beside = folder_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "a" / "t.csv")
+    beside = starter.find_layout(tmp_path / "a" / "b", labels=tmp_path / "a" / "t.csv")
     assert (beside.folder, beside.images, beside.labels) == (tmp_path / "a", "b", "t.csv")
-    within = folder_layouts.find(tmp_path / "a", labels=tmp_path / "a" / "t.csv")
+    within = starter.find_layout(tmp_path / "a", labels=tmp_path / "a" / "t.csv")
     assert (within.folder, within.images, within.labels) == (tmp_path / "a", ".", "t.csv")
     with pytest.raises(InputError, match="beside each other, or it among them"):
-        folder_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "t.csv")
+        starter.find_layout(tmp_path / "a" / "b", labels=tmp_path / "t.csv")
     with pytest.raises(InputError, match="is not there"):
-        folder_layouts.find(tmp_path / "a", labels=tmp_path / "none.csv")
+        starter.find_layout(tmp_path / "a", labels=tmp_path / "none.csv")
     with pytest.raises(InputError, match="--labels with --masks"):
-        folder_layouts.find(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
+        starter.find_layout(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
 
 
 # What somebody else wrote

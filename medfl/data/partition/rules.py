@@ -31,17 +31,20 @@ from medfl.core.names import composed, listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import targets
-from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import (
     Homes,
     Item,
     Rule,
     Sections,
+    by_counts,
     by_size,
     canonical,
     draw,
     group_of,
     homeless,
+    limit_centres,
+    read_count,
+    read_limits,
 )
 
 FORMS = (
