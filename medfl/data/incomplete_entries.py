@@ -1,6 +1,6 @@
 """Entries of a data list without a label, or without some channels: let the deterministic transforms accept them.
 
-A missing label becomes a mask of zeros or class -1, which nothing reads (`medfl.data.unlabelled`). Channels that an
+A missing label becomes a mask of zeros or class -1, which nothing reads (`LabelsHidden`). Channels that an
 entry lists under `LACKS` are set to zero after each transform, so that what a file holds there has no influence.
 """
 

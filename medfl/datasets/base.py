@@ -22,8 +22,7 @@ import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.task import SECTIONS
-from medfl.datasets.readers.class_index import ClassIndex
-from medfl.datasets.readers.reading import container_uri, content_key
+from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
 

@@ -66,6 +66,7 @@ from medfl.storage.run_folder import safe_file_name
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
+_OURS = "$medfl.datasets."
 _SAME_NETWORK = 1e-6  # difference of outputs
 _SAME_PREDICTIONS = {True: 2e-4, False: 1e-2}  # computed on a CPU or on a GPU, which is less exact
 
@@ -176,11 +177,9 @@ class _BundleWriter:
         self.bundle = self.images.bundle
         self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
-        ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        if ends_in_sigmoid:
+        by_kind = self.bundle.kind.activation
+        if getattr(self.bundle.evaluator, "ends_in_sigmoid", False):
             by_kind = ""
-        else:
-            by_kind = self.bundle.kind.activation
 
         activation = partial(_probabilities, by_kind)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
@@ -220,7 +219,7 @@ class _BundleWriter:
         channels = recorder.shapes[0][0][1], recorder.shapes[0][1][1]
         self._configurations(edited, definition, sha256, channels)
         self._copy_files()
-        self._calibration(files["models/model.safetensors"]["sha256"])
+        self._calibration(sha256)
         meta = descriptions.bundle_metadata(
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
@@ -319,11 +318,7 @@ class _BundleWriter:
         agreements = {}
         for kind in kinds:
             is_needed = kind == definition.kind or kind in (self.formats or ())
-            if kind == definition.kind:
-                only = {"instead": _NO_OTHER}
-            else:
-                only = {}
-
+            only = {"instead": _NO_OTHER} if kind == definition.kind else {}
             path = self.folder / FILES[kind]
             try:
                 measured = write(kind, network, recorder, path, self.comparison, **only)
@@ -418,12 +413,7 @@ class _BundleWriter:
                 self._set_network_def(file, stem, definition, sha256)
 
             if by_monai:
-                if self.any_folder:
-                    written = "inference.yaml"
-                else:
-                    written = name
-
-                self._write(f"configs/{written}", by_monai)
+                self._write(f"configs/{'inference.yaml' if self.any_folder else name}", by_monai)
             if (text := file.text()) != by_monai:
                 self._write(f"configs/{'' if stem == 'federated' else 'medfl/'}{name}", text)
 
@@ -444,12 +434,8 @@ class _BundleWriter:
             return None
 
         dataset = file.get("dataset")
-        if isinstance(dataset, Mapping):
-            data = str(dataset.get("data"))
-        else:
-            data = ""
-
-        if not data.startswith("$medfl.datasets."):
+        is_ours = isinstance(dataset, Mapping) and str(dataset.get("data")).startswith(_OURS)
+        if not is_ours:
             return self._by_monai(file)
 
         count, outputs = channels
@@ -491,11 +477,11 @@ class _BundleWriter:
     def _by_monai(self, file: configs.EditedConfig) -> str | None:
         """Return a configuration's text with a network for MONAI alone, None where other parts name medfl."""
         for_monai = deepcopy(file)
-        if self.monai_network == TORCHSCRIPT:
-            for_monai.set("network_def", TORCHSCRIPT)
-        else:
-            for_monai.set("network_def", configs.network_without_weights(file.get("network_def")))
+        network = TORCHSCRIPT
+        if self.monai_network != TORCHSCRIPT:
+            network = configs.network_without_weights(file.get("network_def"))
 
+        for_monai.set("network_def", network)
         return None if configs.is_of_medfl(for_monai.content) else for_monai.text()
 
     def _set_network_def(
@@ -551,11 +537,7 @@ class _BundleWriter:
 
     def _calibration(self, sha256: str) -> None:
         """Write what `medfl calibrate` found of this model, for these weights."""
-        if self.model.site:
-            kind = "personal"
-        else:
-            kind = "global"
-
+        kind = "personal" if self.model.site else "global"
         document = self.trained.files.calibration(self.trained.which, kind)
         if document is None:
             return
@@ -694,11 +676,8 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
         config["split"] = run.data.split  # a phantom in the place of real images has its own
 
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    if is_shipped and not folder:
-        opened = with_data(bundle, PHANTOM, config)
-    else:
-        opened = with_data(bundle, folder, config)
-
+    place = PHANTOM if is_shipped and not folder else folder
+    opened = with_data(bundle, place, config)
     bundle = opened.bundle
 
     if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:

@@ -91,11 +91,7 @@ def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
-    if model.site:
-        scope = "personal"
-    else:
-        scope = "global"
-
+    scope = "personal" if model.site else "global"
     metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 

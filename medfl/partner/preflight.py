@@ -82,11 +82,7 @@ class Preflight:
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             # an InputError's parts are joined by semicolons, so that they may have none themselves
-            if failed[1:]:
-                more = f" (and {len(failed) - 1} more)"
-            else:
-                more = ""
-
+            more = f" (and {len(failed) - 1} more)" * bool(failed[1:])
             raise InputError(
                 f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
                 "a site starts when nothing says FAILED",
@@ -117,11 +113,7 @@ class Preflight:
         if warnings := counts[WARNING]:
             summary.append(f"{warnings} {WARNING}{'s' if warnings > 1 else ''}")
 
-        if self.ok:
-            verdict = "READY"
-        else:
-            verdict = "NOT READY"
-
+        verdict = "READY" if self.ok else "NOT READY"
         return [*lines, "", ": ".join(filter(None, (verdict, ", ".join(summary))))]
 
 
@@ -180,11 +172,7 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            if options.kit is None:
-                kit = None
-            else:
-                kit = Kit.open(options.kit)
-
+            kit = Kit.open(options.kit) if options.kit else None
             report.add("server", OK, reach(options.server, kit))
 
     return report
@@ -272,11 +260,7 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             else:
                 report.add("data", OK, text)
 
-            if layout:
-                problems = read_table(bundle.dataset, opened.folder).problems
-            else:
-                problems = []
-
+            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 
@@ -307,10 +291,7 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     protocol_size = bundle.protocol.get("batch_size")
     size = options.batch_size
     if not size:
-        if isinstance(protocol_size, int):
-            size = protocol_size
-        else:
-            size = bundle.batch_size
+        size = protocol_size if isinstance(protocol_size, int) else bundle.batch_size
 
     data = bundle.section("train")
     items = data.items

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.components import check_argument, name_set
-from medfl.policy.paths import check_path
+from medfl.policy.components import check_argument, check_path, name_set
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""

@@ -33,10 +33,15 @@ from medfl.core.untrusted import (
     printable,
     read_plain,
 )
-from medfl.policy.components import check_arguments, component, name_set, replace_removed
+from medfl.policy.components import (
+    check_arguments,
+    check_path,
+    component,
+    name_set,
+    replace_removed,
+)
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
 from medfl.policy.findings import READ, TWICE, UNREADABLE, File, Inspection as Inspection
-from medfl.policy.paths import check_path
 from medfl.policy.policy import Policy
 from medfl.storage.places import config_file
 

@@ -38,15 +38,16 @@ from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.starter.picture_facts import (
+from medfl.starter.survey import (
     PictureFacts,
+    Survey,
     common_facts,
     depth_notes,
     duplicate_notes,
+    metadata_of,
     own_depth,
     sides,
 )
-from medfl.starter.survey import Survey, metadata_of
 from medfl.storage.places import require_new_bundle
 
 

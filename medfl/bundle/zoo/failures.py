@@ -11,8 +11,8 @@ from pathlib import Path
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
+from medfl.policy.components import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
-from medfl.policy.paths import ElsewhereRefused
 
 _NAME_DATA = (
     "a bundle looks into its own folder and those that you name",

@@ -16,8 +16,7 @@ from monai.transforms.io.array import SUPPORTED_READERS
 from monai.utils import ensure_tuple
 from PIL import Image
 
-from medfl.datasets.readers.class_index import OF_CLASS
-from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
+from medfl.datasets.readers.reading import OF_CLASS, Pixels, read_pixels, split_uri
 
 
 class UriReader(ImageReader):  # type: ignore[misc]
