@@ -77,11 +77,17 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
 
     warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
-        name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
-        phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
-        counts=counts, problems=tuple(problems), warnings=(*missing, *warnings),
+        name=bundle.name,
+        folder=root,
+        layout=_layout(ids),
+        split=str(ids["split"] or "own"),
+        phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None,
+        classes=columns,
+        counts=counts,
+        problems=tuple(problems),
+        warnings=(*missing, *warnings),
         notes=(*shown, *_notes(root, ids, dataset, records), *volumes.changes_told(changes)),
-    )  # fmt: skip
+    )
 
 
 def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> list[str]:
@@ -109,25 +115,16 @@ def ids_of(bundle: Problem) -> Document:
 
 
 def _layout(ids: Config) -> str:
-    folders = {}
-    for name in ("images", "masks"):
-        if ids.get(name):
-            folders[name] = f"{ids[name]}/".removeprefix("./")
-
+    images, masks = (f"{ids.get(name) or '.'}/".removeprefix("./") for name in ("images", "masks"))
+    files = "<class>/<picture>"
     if ids.get("masks") == conventions.NNUNET_FILE:
-        return f"files that {conventions.NNUNET_FILE} lists [+ cases.csv]"
-    if "masks" in folders:
-        shared = folders["images"] == folders["masks"]
-        return (
-            f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * shared} [+ cases.csv]"
-        )
+        files = f"files that {conventions.NNUNET_FILE} lists"
+    elif ids.get("masks"):
+        files = f"{images}<name> + {masks}<name>{'_mask' * (images == masks)}"
+    elif ids.get("labels"):
+        files = f"{images}<picture> + {ids['labels']}"
 
-    if ids.get("labels"):
-        images = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
-    else:
-        images = "<class>/<picture>"
-
-    return f"{images} [+ cases.csv]"
+    return f"{files} [+ cases.csv]"
 
 
 def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
@@ -145,17 +142,15 @@ def _notes(
     root: Path, ids: Config, dataset: own.OwnImages, records: Sequence[Record]
 ) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
-    unknown = bool(records) and all(record.group == record.id for record in records)
-    groups = len({record.group for record in records})
-    patients = []
-    if unknown:
-        patients.append(own.UNKNOWN_PATIENTS)
-    elif records:
-        patients.append(f"{groups} patients, each in one section")
-
-    in_classes = not (ids.get("masks") or ids.get("labels"))
     notes = list(dataset.notes)
-    if in_classes:
+    if not (ids.get("masks") or ids.get("labels")):
         notes += own.beside_classes(root, dataset.records)
 
-    return (*notes, *own.odd(root), *cases.notes(dataset.rows), *patients)
+    notes += [*own.odd(root), *cases.notes(dataset.rows)]
+    groups = {record.group for record in records}
+    if any(record.group != record.id for record in records):
+        notes.append(f"{len(groups)} patients, each in one section")
+    elif records:
+        notes.append(own.UNKNOWN_PATIENTS)
+
+    return tuple(notes)

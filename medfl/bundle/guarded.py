@@ -83,10 +83,9 @@ class _Resolver(ReferenceResolver):
     def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
         # A placeholder would find no image, and say nothing.
 
+        folder = None
         if id == "dataset_dir" and id in self.items:
             folder = self.items[id].config
-        else:
-            folder = None
 
         if isinstance(folder, str) and folder[:1] not in ("$", "@"):
             self._check_path(folder)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from medfl.data.source import NO_LABEL
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
-from medfl.datasets.readers import cases, grouping, matching, pairs, tables
+from medfl.datasets.readers import cases, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
@@ -42,9 +41,12 @@ OWN_SPLIT = "bundle"
 """The split of a bundle that is not ours: its own."""
 
 _INSTEAD = {
-    "dataset_dir": "--data", "batch_size": "--batch-size", "learning_rate": "--lr", "device": "--device",
+    "dataset_dir": "--data",
+    "batch_size": "--batch-size",
+    "learning_rate": "--lr",
+    "device": "--device",
     "max_epochs": "--rounds and --local-epochs",
-}  # fmt: skip
+}
 """Ids of the shipped bundles that a federated run sets itself, and what a user gives for each."""
 
 
@@ -323,10 +325,9 @@ def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled:
 
     if not problem.has_test:
         error = problem.sections.test_error
+        why = "this bundle names no test data"
         if error:
             why = f"its test data cannot be read ({error})"
-        else:
-            why = "this bundle names no test data"
 
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
 
@@ -393,7 +394,9 @@ def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
         divided = own.sections_of(root, dataset, group_by, ids.get("split"))
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
 
-    records = cases.described(root, _grouped(dataset.unlabelled, images, group_by), dataset.rows)
+    names = [own.path_in(images, record) for record in dataset.unlabelled]
+    records = own.grouped(dataset.unlabelled, names, group_by)
+    records = cases.described(root, records, dataset.rows)
     train = SECTIONS[0]
     entries = []
     for record in records:
@@ -426,14 +429,3 @@ def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record
         return ()
 
     return own.unlabelled(tables.image_files(root))
-
-
-def _grouped(records: Sequence[Record], images: Path, group_by: str | None) -> Sequence[Record]:
-    if not group_by or not records:
-        return records
-    patients = grouping.by_names(group_by, [own.path_in(images, record) for record in records])
-    grouped = []
-    for record, patient in zip(records, patients, strict=True):
-        grouped.append(replace(record, group=patient or record.group))
-
-    return grouped

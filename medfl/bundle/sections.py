@@ -187,10 +187,9 @@ class BundleSections:
         elif engine and config.raw(f"{engine}#prepare_batch")[1] is not None:
             prepare_batch = config.evaluated(f"{engine}#prepare_batch")
 
+        folder = self.root
         if "dataset_dir" in config:
             folder = config.evaluated("dataset_dir")
-        else:
-            folder = self.root
 
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)

@@ -82,10 +82,13 @@ class Embeddings:
     def save(self, path: Path) -> None:
         """Write a safetensors file: `embeddings` in half precision, everything else in the header."""
         header = {
-            "plm": self.plm, "weights_sha256": self.weights_sha256, "pooling": self.pooling,
-            "concepts": json.dumps(self.text.concepts), "prompts": json.dumps(self.text.prompts),
+            "plm": self.plm,
+            "weights_sha256": self.weights_sha256,
+            "pooling": self.pooling,
+            "concepts": json.dumps(self.text.concepts),
+            "prompts": json.dumps(self.text.prompts),
             "precision": "float16; normalise in float32 after reading",
-        }  # fmt: skip
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             path, safetensors.torch.save({"embeddings": self.values.half()}, metadata=header)

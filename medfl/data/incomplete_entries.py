@@ -155,12 +155,10 @@ class StandInLabel(MonaiTransform):
             return self.before(dict(self.example))["label"]
 
         # Without an example the first transform, which reads files, tells masks from classes.
-        for step in self.before.transforms:
-            if isinstance(step, MapTransform):
-                if "label" in step.keys:
-                    return torch.zeros((1, 1, 1), dtype=torch.uint8)
-
-                return -1
+        steps = (step for step in self.before.transforms if isinstance(step, MapTransform))
+        first = next(steps, None)
+        if first is not None and "label" in first.keys:
+            return torch.zeros((1, 1, 1), dtype=torch.uint8)
 
         return -1
 

@@ -336,10 +336,9 @@ def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]
     """
     without = []
     for transform in transforms:
+        crop = None
         if isinstance(transform, mt.RandomizableTrait):
             crop = _middle(transform)
-        else:
-            crop = None
 
         if crop is not None:
             if not uncropped:

@@ -447,10 +447,9 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
 
         return conventions.bids(raw, [(bare(name), uri) for name, uri in volume_files(masks)])
 
+    index = pairs.picture_paths
     if is_volumes(images):
         index = volume_paths
-    else:
-        index = pairs.picture_paths
 
     if images == masks:
         return conventions.apart(index(images))
@@ -544,14 +543,7 @@ def sections_of(
     Raises:
         InputError: a wrong table, expression or split, or a section without images.
     """
-    records = dataset.records
-    if group_by:
-        patients = grouping.by_names(group_by, dataset.names)
-        records = [
-            replace(r, group=patient or r.group)
-            for r, patient in zip(records, patients, strict=True)
-        ]
-
+    records = grouped(dataset.records, dataset.names, group_by)
     records = cases.described(root, records, dataset.rows)
     has_sections = any("section" in row for row in dataset.rows.values())
     if split:
@@ -575,6 +567,20 @@ def sections_of(
         )
 
     return list(zip(records, sections, strict=True))
+
+
+def grouped(
+    records: Sequence[Record], names: Sequence[str], group_by: str | None
+) -> Sequence[Record]:
+    """Return records with the patients that an expression finds in their names, as they are without one."""
+    if not group_by or not records:
+        return records
+
+    of_patients = []
+    for record, patient in zip(records, grouping.by_names(group_by, names), strict=True):
+        of_patients.append(replace(record, group=patient or record.group))
+
+    return of_patients
 
 
 _BY_GROUP = by_group("own", at_centres=False)

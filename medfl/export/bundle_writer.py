@@ -224,10 +224,9 @@ class _BundleWriter:
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
 
+        measured = "drawn images"
         if self.images.from_run:
             measured = "test images of the run"
-        else:
-            measured = "drawn images"
 
         meta["medfl"] |= {"files": files, "measured_on": measured, "task": self.task.kind}
         meta["medfl"] |= {"thresholds": self.thresholds} if self.thresholds else {}
@@ -242,11 +241,19 @@ class _BundleWriter:
             )
 
         return {
-            "site": self.model.site, "round": self.model.round, "which": self.trained.which,
-            "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
-            "agreement": meta["medfl"]["agreement"], "predictions": predictions, "eval_metrics": meta["eval_metrics"],
-            "version": meta["version"], "files": files, "notes": self.notes,
-        }  # fmt: skip
+            "site": self.model.site,
+            "round": self.model.round,
+            "which": self.trained.which,
+            "finished": self.trained.finished,
+            "network": definition.kind,
+            "measured_on": meta["medfl"]["measured_on"],
+            "agreement": meta["medfl"]["agreement"],
+            "predictions": predictions,
+            "eval_metrics": meta["eval_metrics"],
+            "version": meta["version"],
+            "files": files,
+            "notes": self.notes,
+        }
 
     def _check_predictions(self, network: nn.Module) -> dict[str, float] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
@@ -318,7 +325,10 @@ class _BundleWriter:
         agreements = {}
         for kind in kinds:
             is_needed = kind == definition.kind or kind in (self.formats or ())
-            only = {"instead": _NO_OTHER} if kind == definition.kind else {}
+            only = {}
+            if kind == definition.kind:
+                only = {"instead": _NO_OTHER}
+
             path = self.folder / FILES[kind]
             try:
                 measured = write(kind, network, recorder, path, self.comparison, **only)
@@ -381,10 +391,9 @@ class _BundleWriter:
         is_path = isinstance(folder, str) and folder[:1] in "/~"
         # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
         if is_path and not folder.startswith("/workspace/"):
+            place = "data"
             if "bundle_root" in file:
                 place = "$@bundle_root + '/data'"
-            else:
-                place = "data"
 
             file.set("dataset_dir", place)
 
@@ -676,7 +685,10 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
         config["split"] = run.data.split  # a phantom in the place of real images has its own
 
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    place = PHANTOM if is_shipped and not folder else folder
+    place = folder
+    if is_shipped:
+        place = folder or PHANTOM
+
     opened = with_data(bundle, place, config)
     bundle = opened.bundle
 

@@ -302,9 +302,11 @@ class Findings:
                     odd.append(name)
 
             rows = np.array(list(comparable.values()), np.float64)
-            unit = "pixels" if usual == 2 else "voxels"
+            unit = "voxels"
             if topic == "spacing":
                 unit = "mm"
+            elif usual == 2:
+                unit = "pixels"
 
             text = " x ".join(map(_span, rows.T))
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")

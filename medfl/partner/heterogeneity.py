@@ -120,7 +120,10 @@ class FederationStatistics:
             images = ["?" if count is None else str(count) for count in site.images.values()]
             hidden = list(site.classes.values()).count(None)
             total = len(site.classes)
-            classes = f"{total - hidden} of {total}" if total else "-"
+            classes = "-"
+            if total:
+                classes = f"{total - hidden} of {total}"
+
             distances = [_number(of_classes), _number(of_intensities)]
             rows.append([printable(site.name, 40), *images, classes, *distances])
 

@@ -172,7 +172,7 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            kit = Kit.open(options.kit) if options.kit else None
+            kit = options.kit and Kit.open(options.kit)
             report.add("server", OK, reach(options.server, kit))
 
     return report
@@ -194,9 +194,11 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
         report.add("inspection", OK, text)
     else:
         report.add(
-            "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
+            "inspection",
+            WARNING,
+            "accepted, but not pinned: its files may change unnoticed",
             "medfl site inspect --write-policy FILE, then give --policy FILE",
-        )  # fmt: skip
+        )
 
     if not refusals and options.policy is not None:
         outbound = options.policy.outbound
@@ -260,7 +262,10 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             else:
                 report.add("data", OK, text)
 
-            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
+            problems = []
+            if layout:
+                problems = read_table(bundle.dataset, opened.folder).problems
+
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 
@@ -305,11 +310,23 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     ids = prepared.ids(range(len(prepared)))
     sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}
     run = Run(
-        bundle=bundle.name, bundle_path=bundle.source, bundle_sha256="", method="fedavg", options={},
-        config=dict(options.config), data=DataRecord("real", "", "", "", {}), versions={},
-        partition=PartitionRecord("iid", 0, (), sites), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
-        lr=None, lr_decay=1.0, device=device_named(options.device),
-    )  # fmt: skip
+        bundle=bundle.name,
+        bundle_path=bundle.source,
+        bundle_sha256="",
+        method="fedavg",
+        options={},
+        config=dict(options.config),
+        data=DataRecord("real", "", "", "", {}),
+        versions={},
+        partition=PartitionRecord("iid", 0, (), sites),
+        cohort=1.0,
+        rounds=1,
+        local_epochs=1,
+        batch_size=size,
+        lr=None,
+        lr_decay=1.0,
+        device=device_named(options.device),
+    )
 
     return Federation(
         bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared)

@@ -84,7 +84,9 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
 
         shape, spacing = _file(image, entry)
         changes = changes_of((image, label))
-        label = None if NO_LABEL in item else item.get("label", label)
+        label = item.get("label", label)
+        if NO_LABEL in item:
+            label = None
         yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing, changes)
 
 

@@ -66,9 +66,15 @@ def name_set(text: str) -> frozenset[str]:
 
 
 _LOADED = (
-    "monai.handlers", "torch.nn.parallel", "torch.utils.data.distributed", "torch.amp", "torch.cuda.amp",
-    "torchvision.models", "ignite.metrics", "ignite.handlers",
-)  # fmt: skip
+    "monai.handlers",
+    "torch.nn.parallel",
+    "torch.utils.data.distributed",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torchvision.models",
+    "ignite.metrics",
+    "ignite.handlers",
+)
 """Modules that are loaded to find components in; `import monai` loads its other ones."""
 _CLASSES = tuple(
     name_set(
@@ -81,8 +87,11 @@ _CLASSES = tuple(
 )
 """Where a class is defined that may be made."""
 _FUNCTIONS = (
-    "monai.networks.nets.", "monai.apps.detection.networks.", "torchvision.models.", "ignite.metrics.",
-)  # fmt: skip
+    "monai.networks.nets.",
+    "monai.apps.detection.networks.",
+    "torchvision.models.",
+    "ignite.metrics.",
+)
 """Where a function is defined that makes a network or a metric."""
 _OTHERS = name_set(
     "torch.device medfl.datasets.CheckPatchd medfl.datasets.ReadPaird medfl.datasets.ReadPixelsd "
@@ -105,9 +114,15 @@ READERS = name_set(
 """What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
 _NAMED = ("reader", "writer", "merger_cls")
 _SWITCHES = (
-    "download", "pretrained", "allow_pickle", "trust_remote_code", "pickle_module", "model_url", "pretrained_url",
+    "download",
+    "pretrained",
+    "allow_pickle",
+    "trust_remote_code",
+    "pickle_module",
+    "model_url",
+    "pretrained_url",
     "pretrained_path",
-)  # fmt: skip
+)
 """Arguments by which something is fetched or unpickled."""
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
@@ -133,10 +148,9 @@ def component(target: str) -> Callable[..., Any]:
             return components[target]  # type: ignore[no-any-return]
         module, _, name = target.rpartition(".")
 
+        member = None
         if module in sys.modules:
             member = vars(sys.modules[module]).get(name)
-        else:
-            member = None
 
         if _is_component(member):
             return member

@@ -64,9 +64,13 @@ _ACTS = re.compile(
 )
 """A name that acts, leads to a module that does, or to the interpreter; also `LoadImage` and the like."""
 _PERMISSIONS = {
-    "torch.load": "pickle", "torch.jit.load": "pickle", "sys.path.append": "sys.path", "sys.path.insert": "sys.path",
-    "torch.cuda.set_device": "distributed", "os.path.expanduser": "paths",
-}  # fmt: skip
+    "torch.load": "pickle",
+    "torch.jit.load": "pickle",
+    "sys.path.append": "sys.path",
+    "sys.path.insert": "sys.path",
+    "torch.cuda.set_device": "distributed",
+    "os.path.expanduser": "paths",
+}
 """Members that need a permission of the site's policy, and which."""
 _READING = ("r", "rb", "rt")
 _REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them

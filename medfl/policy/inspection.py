@@ -323,8 +323,17 @@ def _id(keys: _Keys) -> str:
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
 _WEIGHTS = (
-    ".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib",
-)  # fmt: skip
+    ".safetensors",
+    ".onnx",
+    ".pt",
+    ".pth",
+    ".ts",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".bin",
+    ".joblib",
+)
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
 """What Python would import in the place of other modules."""

@@ -305,9 +305,12 @@ def write(
     words |= {"items_call": content.items_call, "items_end": content.items_end}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("medfl.starter"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     # a JSON value is a YAML value, whatever a class is called
     environment.filters["yaml"] = json.dumps
     files = {}
@@ -394,11 +397,24 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     columns = (f"{task}: {index.columns}",) if index.columns else ()
     return Survey(
-        "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
-        phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
-        own_depth=own_depth(facts), said=columns, task=task, label_column=index.column,
-        uncertain=wanted.uncertain, blank=wanted.blank, columns=wanted.roles, **fields,
-    )  # fmt: skip
+        "labelled",
+        str(root),
+        index.classes,
+        counts,
+        *common_facts(facts),
+        images=layout.images,
+        labels=layout.labels,
+        phantom=str(own.cohort_of(record.image for record in index.records) or ""),
+        notes=tuple(notes),
+        own_depth=own_depth(facts),
+        said=columns,
+        task=task,
+        label_column=index.column,
+        uncertain=wanted.uncertain,
+        blank=wanted.blank,
+        columns=wanted.roles,
+        **fields,
+    )
 
 
 def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]:
@@ -561,11 +577,15 @@ def _segmented(
     notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
-        "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
-        "phantom": str(own.cohort_of(paths) or ""), "mask_values": mask_values,
-        "channel_titles": layout.channels, "normalised": way,
+        "images": layout.images,
+        "masks": layout.masks,
+        "said": (layout.note,) if layout.note else (),
+        "phantom": str(own.cohort_of(paths) or ""),
+        "mask_values": mask_values,
+        "channel_titles": layout.channels,
+        "normalised": way,
         **_patients(dataset, divided, group_by),
-    }  # fmt: skip
+    }
     where = str(layout.folder)
     titles = tuple(names.values())
 

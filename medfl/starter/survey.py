@@ -99,10 +99,23 @@ class Survey:
         """Return what is known of the sites' folders from their fingerprints."""
         pooled = plan.pooled
         return cls(
-            pooled.kind, "", ("background", *pooled.classes.values()), (), pooled.channels, 1, (0, 0), plan.patch,
-            images=pooled.images, masks=pooled.masks, own_depth=pooled.depth, sites=sites,
-            mask_values=pooled.mask_values, channel_titles=pooled.channel_names, plan=plan, writer="medfl plan",
-        )  # fmt: skip
+            pooled.kind,
+            "",
+            ("background", *pooled.classes.values()),
+            (),
+            pooled.channels,
+            1,
+            (0, 0),
+            plan.patch,
+            images=pooled.images,
+            masks=pooled.masks,
+            own_depth=pooled.depth,
+            sites=sites,
+            mask_values=pooled.mask_values,
+            channel_titles=pooled.channel_names,
+            plan=plan,
+            writer="medfl plan",
+        )
 
     @property
     def items_call(self) -> str:
@@ -149,16 +162,27 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
         colours = ["red", "green", "blue"]
 
     image = {
-        "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": survey.channels,
-        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": is_volumes,
+        "type": "image",
+        "format": "magnitude",
+        "modality": "n/a",
+        "num_channels": survey.channels,
+        "spatial_shape": shape,
+        "dtype": "float32",
+        "value_range": [-10, 10],
+        "is_patch_data": is_volumes,
         "channel_def": _numbered(colours),
-    }  # fmt: skip
+    }
     pred = {
-        "type": "probabilities", "format": "classes", "modality": "n/a", "num_channels": len(survey.classes),
+        "type": "probabilities",
+        "format": "classes",
+        "modality": "n/a",
+        "num_channels": len(survey.classes),
         "spatial_shape": [],
-        "dtype": "float32", "value_range": [0, 1], "is_patch_data": is_volumes,
+        "dtype": "float32",
+        "value_range": [0, 1],
+        "is_patch_data": is_volumes,
         "channel_def": _numbered(survey.classes),
-    }  # fmt: skip
+    }
     task = "Classification"
     if survey.task == "multilabel":
         task = "Multi-label classification"

@@ -77,10 +77,8 @@ def _reader(key: str, content: object) -> str:
     for number, part in enumerate(parts, 1):
         if isinstance(node, list):
             node = node[int(part)]
-        elif isinstance(node, Mapping):
-            node = node.get(part)
         else:
-            node = None
+            node = node.get(part) if isinstance(node, Mapping) else None
 
         # a reference: what is written elsewhere is changed there
         if isinstance(node, str) and node[:1] in ("@", "%"):

@@ -66,10 +66,8 @@ class Share:
     def sizes(self, count: int) -> NDArray[np.int64]:
         """Cut `count` items at the rounded cumulative parts; the last owner takes the rest."""
         if self.parts is None:
-            return np.array(
-                [len(part) for part in np.array_split(np.arange(count), len(self.owners))],
-                dtype=np.int64,
-            )
+            number = len(self.owners)
+            return count // number + (np.arange(number) < count % number)
         cuts = np.rint(np.cumsum(self.parts)[:-1] * count).astype(np.int64)
         return np.diff(cuts, prepend=0, append=count)
 

@@ -265,10 +265,9 @@ def _read(uri: str) -> _Raw:
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
         elif not kind:
+            reason = "no such file or folder"
             if os.path.exists(path):
                 reason = "not such a file by its name"
-            else:
-                reason = "no such file or folder"
 
             raise ValueError(reason)
         elif kind in NIFTI:
