@@ -163,7 +163,7 @@ def _phantom_age(case: Case) -> int:
 DATASET = DataSet(
     name="brain_age",
     title="Brain age: years of age from T1 MRI of OASIS and of IXI's three hospitals",
-    kind="regression",
+    task="regression",
     classes=("age",),
     centres=CENTRES,
     channels=1,

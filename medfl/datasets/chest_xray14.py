@@ -121,7 +121,7 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 DATASET = DataSet(
     name="chest_xray14",
     title="ChestX-ray14: fourteen findings in chest radiographs of the NIH",
-    kind="multilabel",
+    task="multilabel",
     classes=FINDINGS,
     centres=VIEWS,
     channels=1,

@@ -111,7 +111,7 @@ def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
 DATASET = DataSet(
     name="chexpert",
     title="CheXpert: five findings in chest radiographs of Stanford, some uncertain",
-    kind="multilabel",
+    task="multilabel",
     classes=FINDINGS,
     centres=CENTRES,
     channels=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from medfl.datasets.readers.pairs import (
     pair_folders,
     paired,
     read_case_table,
-    read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.splitting import (
@@ -97,10 +95,10 @@ _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as it
 DATASET = DataSet(
     name="skin_lesion",
     title="Skin lesion masks: lesions in dermatoscopic pictures, HAM10000 or ISIC 2016",
+    task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
     channels=3,
-    open_pair=functools.partial(read_pair, channels=3, classes=len(CLASSES)),
     folders=("skin_lesion", "ham10000", "HAM10000", "isic2016", "ISIC2016", "isic_2016"),
     layouts=(
         Layout(

@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
 from medfl.core.arrays import Array
-from medfl.core.errors import InputError, refuse_folder
+from medfl.core.errors import InputError, refuse_folder, refusing
 from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, stacks
@@ -175,7 +175,7 @@ def array(path: str | Path, name: str) -> Pixels:
     Raises:
         InputError: no such array, or it is damaged.
     """
-    with _telling_of(path, name):
+    with refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"):
         try:
             return _array(str(path), name, _version(path))
         except KeyError as error:
@@ -185,26 +185,14 @@ def array(path: str | Path, name: str) -> Pixels:
             ) from error
 
 
-@contextmanager
-def _telling_of(path: str | Path, name: str) -> Iterator[None]:
-    """Name the array in any error of a reader: of a damaged file NumPy raises whatever it stumbles over."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})",
-            READABLE,
-            "download the file again",
-        ) from error
-
-
 def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     """Return the shape of array `name`; of an .npz file from its header only."""
     if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
         return array(path, name).shape  # or raises, naming the arrays that are there
-    with _telling_of(path, name), _member(path, f"{name}.npy") as file:
+    with (
+        refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"),
+        _member(path, f"{name}.npy") as file,
+    ):
         if np.lib.format.read_magic(file) == (1, 0):
             shape, _, kind = np.lib.format.read_array_header_1_0(file)
         else:
@@ -329,7 +317,8 @@ def read_pixels(
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
             converted.
     """
-    try:
+    advice = "copy the file again, or remove it from the data"
+    with refusing(f"image {uri} cannot be read", READABLE, advice):
         path, part = split_uri(uri)
         require_file(path)
         if path.endswith(".json"):
@@ -374,15 +363,6 @@ def read_pixels(
             raise ValueError(f"it holds {pixels.dtype} values")
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
-    except InputError:
-        raise
-    except Exception as error:  # whatever readers of damaged files stumble over
-        reason = str(error) or type(error).__name__
-        raise InputError(
-            f"image {uri} cannot be read ({reason})",
-            READABLE,
-            "copy the file again, or remove it from the data",
-        ) from error
 
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if channels and pixels.shape[-1] != channels:

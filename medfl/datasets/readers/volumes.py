@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 from medfl.core.arrays import Array, Floats
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
@@ -260,7 +260,7 @@ class _Raw(NamedTuple):
 def _read(uri: str) -> _Raw:
     path, part = split_uri(uri)
     kind = next((ending for ending in SUFFIXES if uri.lower().endswith(ending)), "")
-    try:
+    with refusing(f"volume {uri} cannot be read", _READABLE, "copy the file again, or convert it"):
         if os.path.isdir(uri):
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
@@ -279,15 +279,6 @@ def _read(uri: str) -> _Raw:
                 raw = _itk(str(copy), kind)
         else:
             raw = _itk(uri, kind)
-    except InputError:
-        raise
-    except Exception as error:  # whatever nibabel and SimpleITK stumble over
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(
-            f"volume {uri} cannot be read ({reason})",
-            _READABLE,
-            "copy the file again, or convert it",
-        ) from error
 
     voxels = raw.voxels.reshape(_sides(uri, raw.voxels.shape))
     if voxels.dtype.kind not in "biuf":
