@@ -41,12 +41,12 @@ from medfl.core.errors import InputError, RunError, as_text, root_cause
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
-from medfl.data.disk_cache import DiskCache, budget, sample_key
+from medfl.data.prepare import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import IF_MISSING, WHOLE, Cases, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
-from medfl.policy.findings import TRAINING
+from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config, Document, channel_names, mask_names
 from medfl.problem.optimizers import OptimizerFactory

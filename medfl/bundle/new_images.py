@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from medfl.core.arrays import Array
 from medfl.core.errors import InputError
 from medfl.core.task import OF_VECTORS
-from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, Shard
+from medfl.data.samples import allow_missing_labels
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named

@@ -15,8 +15,8 @@ from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
-from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
+from medfl.data.samples import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 from medfl.problem.described import tensor_described
 from medfl.problem.sections import Section

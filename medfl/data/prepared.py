@@ -509,7 +509,7 @@ def unlabelled(shard: Shard) -> Shard:
 class Channels(Wrapped):
     """Prepared items whose images lack channels; which ones may differ from item to item.
 
-    They are set to zero after all transforms. The deterministic transforms also see zeros (`incomplete_entries`).
+    They are set to zero after all transforms. The deterministic transforms also see zeros (`samples.ZeroChannels`).
     """
 
     def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:

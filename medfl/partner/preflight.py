@@ -27,14 +27,12 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.data import on_device
-from medfl.data.disk_cache import budget, free_ram
-from medfl.data.prepare import prepare
+from medfl.data.prepare import budget, free_ram, prepare
 from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
-from medfl.policy.findings import TRAINING
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
 from medfl.runs.plan import device_named, versions

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medfl.core import terminal
 from medfl.core.task import SECTIONS
-from medfl.data.disk_cache import content_hash
+from medfl.data.prepare import content_hash
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import (

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from medfl.bundle import check_own
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import check_folder
 from medfl.cli import main as medfl
 from medfl.core.errors import InputError
 from medfl.datasets import own
@@ -286,7 +286,7 @@ def test_columns_have_the_names_that_are_given(tmp_path: Path) -> None:
     for item in items:
         assert (item["label"], item["group"], item["centre"]) == expected[item["id"]]
 
-    report = check_own.check(tmp_path / "own", tmp_path / "i")
+    report = check_folder(tmp_path / "own", tmp_path / "i")
     assert report.ok
     assert any("6 patients" in note for note in report.notes)
 
@@ -499,7 +499,7 @@ def test_files_that_nnunet_lists_are_read_wherever_they_lie(tmp_path: Path) -> N
     assert seen.channel_titles == ("T1", "T2")
     assert "3 images without a mask: left out, first deep/t2/b5.nii.gz" in seen.notes
     bundle = starter.write(tmp_path / "bundle", seen)
-    report = check_own.check(str(bundle), root)
+    report = check_folder(str(bundle), root)
     assert (report.problems, report.images) == ((), 5)
     opened = Bundle(str(bundle), {"dataset_dir": str(root)})
     found = [item for section in SECTIONS for item in opened.data(section)]

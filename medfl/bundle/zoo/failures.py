@@ -12,7 +12,7 @@ from medfl.core.documents import Config
 from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
 from medfl.policy.components import ElsewhereRefused
-from medfl.policy.findings import NOT_LISTED
+from medfl.policy.inspection import NOT_LISTED
 
 _NAME_DATA = (
     "a bundle looks into its own folder and those that you name",

@@ -41,8 +41,7 @@ from medfl.core.task import SECTIONS
 from medfl.evaluation import tally
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.evaluation.tally import Tally
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import JOBS
+from medfl.policy.policy import JOBS, Outbound
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
