@@ -228,9 +228,9 @@ def _make_chunk(indices: Sequence[int]) -> bytes:
 # Prepared samples on disk, for data sets that exceed their memory budget.
 #
 # A data set whose samples fit the budget stays in memory. A larger one is written once to the user's cache, one file
-# per sample, and read back as memory maps, whose pages all processes share and the system reclaims when memory is short. A
-# file is named by the hash of what determines its content (bundle, overridden configuration, versions, image files), so
-# that later runs find it, and a changed file or transform is prepared again.
+# per sample, and read back as memory maps, whose pages all processes share and the system reclaims when memory is
+# short. A file is named by the hash of what determines its content (bundle, overridden configuration, versions, image
+# files), so that later runs find it, and a changed file or transform is prepared again.
 
 _SHARE = 0.5  # of the free memory that one section's samples may take
 

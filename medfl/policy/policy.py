@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 # reply, `scalars/...`, `metrics/...` of an evaluation (over FLARE with the number of a section's items, as
 # `metrics/validate/cases`; of a job that only examines the tables of `medfl.evaluation.tally`, as
 # `metrics/test/confusion`), `data_stats`, and `told/train_loss`, `told/labels` and `told/channels` (which structures
-# the masks show and which channels the images have, where job or site say so), which are left out rather than refused. The
-# number of steps and of training images, and whether the site kept a State, come with every reply. How it is done:
+# the masks show and which channels the images have, where job or site say so), which are left out rather than refused.
+# The number of steps and of training images, and whether the site kept a State, come with every reply. How it is done:
 # `medfl.policy.gate`.
 
 
