@@ -170,7 +170,10 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            kit = options.kit and Kit.open(options.kit)
+            kit = None
+            if options.kit is not None:
+                kit = Kit.open(options.kit)
+
             report.add("server", OK, reach(options.server, kit))
 
     return report
