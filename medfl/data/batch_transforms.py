@@ -547,18 +547,18 @@ def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
     scaler = transform.scaler
     if not _is_intensity(keys, arriving, scaler.dtype):
         return None
-    low, high = scaler.factors
-    num_factors = arriving.channels if scaler.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, num_factors, shift=False)
+
+    number = arriving.channels if scaler.channel_wise else 1
+    return Intensity(keys, transform.prob, *scaler.factors, number, shift=False)
 
 
 def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     shifter = transform.shifter
     if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
         return None
-    low, high = shifter.offsets
-    num_factors = arriving.channels if shifter.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, num_factors, shift=True)
+
+    number = arriving.channels if shifter.channel_wise else 1
+    return Intensity(keys, transform.prob, *shifter.offsets, number, shift=True)
 
 
 def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
