@@ -25,6 +25,7 @@ from monai.transforms import (
 from monai.transforms.io.array import SUPPORTED_READERS
 from torch import Tensor
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
@@ -46,7 +47,7 @@ def is_unlabelled(entry: object) -> bool:
     return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
 
 
-def drop_label(entry: Item) -> dict[str, Any]:
+def drop_label(entry: Item) -> Document:
     """Return the entry without its label, marked so that nothing looks for one."""
     return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
 
@@ -177,7 +178,7 @@ class StandInLabel(MonaiTransform):
 
         return -1
 
-    def __call__(self, data: Item) -> dict[str, Any]:
+    def __call__(self, data: Item) -> Document:
         """Return the entry with a label, and without the keys that say what it lacks."""
         sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
         if "label" in sample:

@@ -63,8 +63,8 @@ class EditedConfig:
                 return self.content, name
 
         node: Any = self.content
-        holder: Any = None
-        position: Any = None
+        holder = node
+        position: str | int = key
         try:
             for part in re.split("#|::", key):
                 holder = node

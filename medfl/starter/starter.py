@@ -21,6 +21,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text, listed, slug
 from medfl.core.terminal import bar
@@ -430,7 +431,7 @@ def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]
     return tuple(has.sum(0).tolist())
 
 
-def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> Document:
     """Return mean, standard deviation and range of the training images' numbers.
 
     Raises:
@@ -485,9 +486,9 @@ def _class_folders(root: Path) -> own.OwnImages:
 
 def _patients(
     dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None
-) -> dict[str, Any]:
+) -> Document:
     """Return the fields of a survey about patients and folds."""
-    fields: dict[str, Any] = {
+    fields: Document = {
         "group_by": group_by,
         "tested": sum(section == "test" for _, section in divided),
     }
@@ -576,7 +577,7 @@ def _segmented(
     notes += duplicate_notes(facts, records)
     notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
-    fields: dict[str, Any] = {
+    fields: Document = {
         "images": layout.images,
         "masks": layout.masks,
         "said": (layout.note,) if layout.note else (),
