@@ -549,7 +549,8 @@ def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
         return None
 
     number = arriving.channels if scaler.channel_wise else 1
-    return Intensity(keys, transform.prob, *scaler.factors, number, shift=False)
+    low, high = scaler.factors
+    return Intensity(keys, transform.prob, low, high, number, shift=False)
 
 
 def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -558,7 +559,8 @@ def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
         return None
 
     number = arriving.channels if shifter.channel_wise else 1
-    return Intensity(keys, transform.prob, *shifter.offsets, number, shift=True)
+    low, high = shifter.offsets
+    return Intensity(keys, transform.prob, low, high, number, shift=True)
 
 
 def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
