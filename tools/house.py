@@ -61,7 +61,7 @@ FIGURES = {
     "tokens of the product": Figure(390_000, 492502),
     "tokens of a code line": Figure(8.5, 8.79),
     "tokens of the median function": Figure(None, 69.0),
-    "branches of a function": Figure(None, 2.32),
+    "branches of a function": Figure(None, 2.3),
     "tuple assignments, in 1,000 code lines": Figure(4, 0.2),
     "conditional expressions, in 1,000 code lines": Figure(18, 16.9),
     "comprehensions, in 1,000 code lines": Figure(32, 39.8),

@@ -7,12 +7,17 @@ only where the trainer has an iteration of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ignite.engine import Engine
+from ignite.exceptions import NotComputableError
+from monai.data import decollate_batch
 from torch import Tensor, nn
 
 from medfl.bundle import text_embeddings
@@ -29,20 +34,19 @@ from medfl.bundle.files import (
     shipped_root as shipped_root,
     ships_unchanged,
 )
-from medfl.bundle.own_metric import LABEL, PREDICTION, OwnMetric
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, RunError, as_text, root_cause
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
-from medfl.data.disk_cache import DiskCache, budget, sample_key
+from medfl.data.prepare import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import IF_MISSING, WHOLE, Cases, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
-from medfl.policy.findings import TRAINING
+from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config, Document, channel_names, mask_names
 from medfl.problem.optimizers import OptimizerFactory
@@ -54,6 +58,77 @@ from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.places import cache_folder
 from medfl.training.site import mean_loss
+
+# A foreign bundle's own key metric, computed of a whole set of cases as its evaluator computes it of an epoch
+
+PREDICTION = "own_pred"
+LABEL = "own_label"
+
+
+@dataclass(frozen=True)
+class OwnMetric:
+    """An ignite metric over a list of {"pred", "label"}.
+
+    Attributes:
+        name: in results.
+        metric: attached to an engine of its own.
+        postprocessing: dictionary transform over "pred" and "label", or None.
+    """
+
+    name: str
+    metric: Any
+    postprocessing: Callable[[Any], Any] | None
+
+    @cached_property
+    def _engine(self) -> Engine:
+        engine = Engine(lambda engine, batch: None)
+        self.metric.attach(engine, self.name)
+        return engine
+
+    def postprocessed(self, prediction: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return what the metric takes of a batch, stacked: "own_pred" and "own_label" (B, ...).
+
+        Raises:
+            RunError: the bundle's postprocessing fails.
+        """
+        batch: Any = decollate_batch({"pred": prediction, "label": target})
+        try:
+            if self.postprocessing is not None:
+                batch = [self.postprocessing(case) for case in batch]
+
+            predictions = torch.stack([torch.as_tensor(case["pred"]) for case in batch])
+            labels = torch.stack([torch.as_tensor(case["label"]) for case in batch])
+        except Exception as error:
+            raise RunError(
+                f"the bundle's postprocessing fails: {as_text(root_cause(error))}"
+            ) from error
+
+        return {PREDICTION: predictions.cpu(), LABEL: labels.cpu()}
+
+    def of(self, cases: Cases) -> dict[str, float]:
+        """Return {name: value}, {} where it is undefined on these cases."""
+        if PREDICTION not in cases.values or not len(cases):
+            return {}
+
+        columns = zip(cases.values[PREDICTION], cases.values[LABEL], strict=True)
+        # what an ignite engine does in an epoch of one iteration
+        self._engine.state.output = [{"pred": pred, "label": label} for pred, label in columns]  # type: ignore[assignment]
+        self.metric.started(self._engine)
+        try:
+            self.metric.iteration_completed(self._engine)
+            value = self.metric.compute()
+        except NotComputableError:
+            return {}
+        except Exception as error:
+            raise RunError(
+                f"the bundle's metric {self.name!r} fails: {as_text(root_cause(error))}"
+            ) from error
+
+        number = float(torch.as_tensor(value, dtype=torch.float64).nanmean())
+        return {} if math.isnan(number) else {self.name: number}
+
+
+# The bundle
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 

@@ -22,8 +22,11 @@ SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/downlo
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
 
 _FORMAT = {
-    "num_channels": int, "spatial_shape": list[int | str], "channel_def": dict[str, str], "format": str,
-}  # fmt: skip
+    "num_channels": int,
+    "spatial_shape": list[int | str],
+    "channel_def": dict[str, str],
+    "format": str,
+}
 """Entries that metadata.json may have of an input or output, and that are read."""
 _MAX_BYTES = 1 << 20
 _HASHES = Path(__file__).with_name("shipped.json")

@@ -29,9 +29,8 @@ from monai.utils.enums import MetaKeys
 import medfl.data.samples  # noqa: F401 - a reader that warns is taken out of MONAI's there
 from medfl.core.untrusted import Refused, printable
 from medfl.datasets.readers.reading import names_other_file
-from medfl.policy.components import check_arguments, component, is_never_made
+from medfl.policy.components import check_arguments, check_place, component, is_never_made
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
-from medfl.policy.paths import check_place
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config
 
@@ -84,10 +83,9 @@ class _Resolver(ReferenceResolver):
     def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
         # A placeholder would find no image, and say nothing.
 
+        folder = None
         if id == "dataset_dir" and id in self.items:
             folder = self.items[id].config
-        else:
-            folder = None
 
         if isinstance(folder, str) and folder[:1] not in ("$", "@"):
             self._check_path(folder)

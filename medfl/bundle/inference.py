@@ -16,7 +16,7 @@ from medfl.bundle.files import config_file, read_metadata
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.policy import admission
-from medfl.policy.findings import INFERENCE
+from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy
 from medfl.problem.described import mask_names, tensor_described
 from medfl.storage.files import load_pickled, load_weights

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -19,15 +18,15 @@ from torch import Tensor, nn
 from medfl.core.arrays import Array
 from medfl.core.errors import InputError
 from medfl.core.task import OF_VECTORS
-from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, Shard
+from medfl.data.samples import allow_missing_labels
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
-from medfl.problem.described import Config, tensor_described
+from medfl.problem.described import Config, Document, tensor_described
 from medfl.problem.problem import Problem
 
 Reference = int | str | tuple[float, ...]
@@ -71,7 +70,7 @@ def of_files(
         InputError: an image that the transforms refuse, or masks that they do not read.
     """
     labels = labels or {}
-    entries: list[dict[str, Any]] = []
+    entries: list[Document] = []
     for ident, uri in files.items():
         entries.append({"image": uri})
         if ident in labels:
@@ -85,7 +84,7 @@ def of_files(
 
 def masks(
     bundle: Problem, network: nn.Module, shard: Shard, device: torch.device
-) -> list[dict[str, Any]]:
+) -> list[Document]:
     """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
 
     A mask is None where the bundle's channels overlap; InputError if it segments nothing.
@@ -123,7 +122,7 @@ class _Labelled(Transform):
         self.task = task
         self.outputs = outputs
 
-    def __call__(self, data: Item) -> dict[str, Any]:
+    def __call__(self, data: Item) -> Document:
         image = data["image"]
         if self.task in OF_VECTORS[1:]:  # the transforms of a target are no part of an answer
             reference = data.get("reference", [math.nan] * self.outputs)

@@ -15,10 +15,23 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.settings import ProtocolSettings
 
 _DEFAULTS: Config = {
-    "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
-    "lr_decay": 1.0, "split": None, "methods": {}, "config": {},
-    **{setting.name: setting.default for setting in fields(ProtocolSettings) if setting.default is not MISSING},
-}  # fmt: skip
+    "sites": 4,
+    "partition": "iid",
+    "cohort": 1.0,
+    "rounds": 10,
+    "local_epochs": 1,
+    "batch_size": None,
+    "lr": None,
+    "lr_decay": 1.0,
+    "split": None,
+    "methods": {},
+    "config": {},
+    **{
+        setting.name: setting.default
+        for setting in fields(ProtocolSettings)
+        if setting.default is not MISSING
+    },
+}
 _OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_channels"}
 """What `sites` may say of a site -> the setting of the run that it becomes."""
 

@@ -15,8 +15,8 @@ from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
-from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
+from medfl.data.samples import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 from medfl.problem.described import tensor_described
 from medfl.problem.sections import Section
@@ -187,10 +187,9 @@ class BundleSections:
         elif engine and config.raw(f"{engine}#prepare_batch")[1] is not None:
             prepare_batch = config.evaluated(f"{engine}#prepare_batch")
 
+        folder = self.root
         if "dataset_dir" in config:
             folder = config.evaluated("dataset_dir")
-        else:
-            folder = self.root
 
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.untrusted import read_json
@@ -82,10 +82,13 @@ class Embeddings:
     def save(self, path: Path) -> None:
         """Write a safetensors file: `embeddings` in half precision, everything else in the header."""
         header = {
-            "plm": self.plm, "weights_sha256": self.weights_sha256, "pooling": self.pooling,
-            "concepts": json.dumps(self.text.concepts), "prompts": json.dumps(self.text.prompts),
+            "plm": self.plm,
+            "weights_sha256": self.weights_sha256,
+            "pooling": self.pooling,
+            "concepts": json.dumps(self.text.concepts),
+            "prompts": json.dumps(self.text.prompts),
             "precision": "float16; normalise in float32 after reading",
-        }  # fmt: skip
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             path, safetensors.torch.save({"embeddings": self.values.half()}, metadata=header)
@@ -103,7 +106,9 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     Raises:
         InputError: not such a file, or made for other concepts or prompts than `text`.
     """
-    try:
+    # the Rust reader raises its own type for each kind of damage
+    problem = f"{path} is not a file of text embeddings"
+    with refusing(problem, "medfl concepts writes them", "make it anew"):
         if not path.is_file():  # a pipe would be waited for
             raise ValueError("there is no plain file")
 
@@ -119,9 +124,6 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
             raise ValueError(f"its tensor has shape {tuple(values.shape)}")
         if not embeddings.values.any(2).all() or not embeddings.values.isfinite().all():
             raise ValueError("an embedding in it is no direction")
-    except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        problem = f"{path} is not a file of text embeddings ({error})"
-        raise InputError(problem, "medfl concepts writes them", "make it anew") from error
 
     target = "it anew" if own else "another"
     place = path if own else "FILE.safetensors"

@@ -78,9 +78,9 @@ def _check(args: Namespace) -> int:
 
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
         hold(args, bundles=[args.bundle])
-        from medfl.bundle import check_own
+        from medfl.bundle.open import check_folder
 
-        report = check_own.check(args.bundle, args.data, progress=sys.stderr.isatty())
+        report = check_folder(args.bundle, args.data, progress=sys.stderr.isatty())
     else:
         report = datasets.check(args.bundle, args.data, progress=sys.stderr.isatty())
 

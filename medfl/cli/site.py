@@ -423,8 +423,7 @@ def _opened(args: Namespace, policy: Policy) -> WithData:
     """Open the bundle that was given on its data, if a site with this policy would train it."""
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
-    from medfl.policy.findings import TRAINING
-    from medfl.policy.inspection import inspect
+    from medfl.policy.inspection import TRAINING, inspect
 
     inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
     config = _config(args.config)

@@ -105,6 +105,18 @@ def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
 
 
 @contextmanager
+def refusing(subject: str, allowed: str, advice: str) -> Iterator[None]:
+    """Turn whatever libraries raise in the block into an InputError: `subject (the reason)`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise InputError(f"{subject} ({reason})", allowed, advice) from error
+
+
+@contextmanager
 def errors_safe_to_send() -> Iterator[None]:
     """Mark errors raised in the block as safe to send: they are only about data from the other machine."""
     try:

@@ -37,10 +37,30 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CheckPatchd", "CheckReport", "DataSet", "Download", "Item", "ReadPaird", "ReadPixelsd", "ReadVolumed",
-    "WriteMaskd", "check", "checksum", "datalist", "get", "is_phantom", "locate", "names", "notes",
-    "read_pair", "read_pixels", "sections", "splits", "trial", "write_phantom",
-]  # fmt: skip
+    "CheckPatchd",
+    "CheckReport",
+    "DataSet",
+    "Download",
+    "Item",
+    "ReadPaird",
+    "ReadPixelsd",
+    "ReadVolumed",
+    "WriteMaskd",
+    "check",
+    "checksum",
+    "datalist",
+    "get",
+    "is_phantom",
+    "locate",
+    "names",
+    "notes",
+    "read_pair",
+    "read_pixels",
+    "sections",
+    "splits",
+    "trial",
+    "write_phantom",
+]
 
 
 def __getattr__(name: str) -> Any:

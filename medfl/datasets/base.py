@@ -22,8 +22,7 @@ import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.task import SECTIONS
-from medfl.datasets.readers.class_index import ClassIndex
-from medfl.datasets.readers.reading import container_uri, content_key
+from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
 
@@ -79,9 +78,8 @@ class DataSet:
         per_class: default number of phantom images per class, in segmentation of cases; of images with findings or
             numbers per scene that is drawn.
         size: default side of phantom images.
-        open_pair: makes it a segmentation: opens an image with its mask, (image, mask) -> anything, raising an
-            InputError that names what is wrong with them.
-        kind: what an image without a mask has: classification (a class), multilabel (findings) or regression (numbers).
+        task: what an image has: classification (a class), segmentation (a mask), multilabel (findings) or regression
+            (numbers).
     """
 
     name: str
@@ -99,20 +97,11 @@ class DataSet:
     concepts: tuple[str, ...] = ()
     centres: tuple[str, ...] = ("unknown",)
     size: int = 64
-    open_pair: Callable[[str, str], object] | None = None
-    kind: str = "classification"
+    task: str = "classification"
     mixed_channels: bool = False
     notes: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
     download_note: str = ""
-
-    @property
-    def task(self) -> str:
-        """Its kind of task: segmentation, or that of its labels."""
-        if self.open_pair:
-            return "segmentation"
-
-        return self.kind
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, published
 from medfl.datasets.readers.tables import (
@@ -17,6 +16,7 @@ from medfl.datasets.readers.tables import (
     Table,
     check_row,
     first,
+    folders_and_zips,
     image_index,
     number_of,
     read_csv,
@@ -53,8 +53,7 @@ _MALE = ("true", "m")
 
 def _roots(folder: Path) -> list[Path]:
     """Return the folders and archives `boneage-*` of a folder and of those of its sets."""
-    paths = sorted((*folder.glob("boneage-*"), *folder.glob("Bone Age * Set/*")))
-    return [path for path in paths if path.is_dir() or path.suffix == ".zip"]
+    return folders_and_zips(folder, "boneage-*", "Bone Age * Set/*")
 
 
 def _tables(folder: Path) -> dict[str, Path]:
@@ -123,19 +122,14 @@ def _scene(year: int) -> Scene:
 
 
 def _phantom_columns(section: str, part: str) -> dict[str, Callable[[Case], object]]:
-    """Return the columns of the table of a section, whose images have this part."""
+    """Return the columns of the table of a section: a case of another part has no row."""
     source = SOURCES[section]
     male, female = ("M", "F") if source.sex == "Sex" else ("True", "False")
-    values: dict[str, Callable[[Case], object]] = {
-        source.image: lambda case: 90000 + case.number,
+    return {
+        source.image: lambda case: 90000 + case.number if case.part == part else None,
         source.age: lambda case: 12 * (case.label + 1),
         source.sex: lambda case: female if case.group % 2 else male,
     }
-
-    def within(value: Callable[[Case], object]) -> Callable[[Case], object]:
-        return lambda case: value(case) if case.part == part else None
-
-    return {name: within(value) for name, value in values.items()}
 
 
 _PHANTOM_FOLDERS = {
@@ -147,7 +141,7 @@ _PHANTOM_FOLDERS = {
 DATASET = DataSet(
     name="bone_age",
     title="RSNA bone age: months of age from radiographs of children's hands",
-    kind="regression",
+    task="regression",
     classes=("bone age",),
     channels=1,
     mixed_channels=True,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, filled
 from medfl.datasets.readers.tables import Layout, Table, first, number_of, read_csv, several
@@ -164,7 +163,7 @@ def _phantom_age(case: Case) -> int:
 DATASET = DataSet(
     name="brain_age",
     title="Brain age: years of age from T1 MRI of OASIS and of IXI's three hospitals",
-    kind="regression",
+    task="regression",
     classes=("age",),
     centres=CENTRES,
     channels=1,

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, read_csv
-from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_index
+from medfl.datasets.readers.volumes import count_voxels, volume_index
 
 CLASSES = ("background", "csf", "grey", "white")
 SUBJECTS = "subjects.csv"
@@ -87,6 +86,7 @@ def _phantom_age(case: Case) -> int:
 DATASET = DataSet(
     name="brain_tissue",
     title="Brain tissue on T1 MRI of OASIS: ventricular fluid, grey, white",
+    task="segmentation",
     classes=CLASSES,
     channels=1,
     folders=("brain_tissue", "oasis_tissue"),
@@ -124,7 +124,6 @@ DATASET = DataSet(
     ),
     per_class=30,
     size=48,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "test and retest scans of a subject stay in one section",
         f"split age tests on the subjects from {OLD:.0f} years on, and trains and validates on the younger ones",

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import (
@@ -15,15 +14,28 @@ from medfl.datasets.readers.tables import (
     Table,
     check_row,
     first,
+    folders_and_zips,
     image_index,
     note_absent,
     read_csv,
 )
 
 FINDINGS = (
-    "Atelectasis", "Cardiomegaly", "Effusion", "Infiltration", "Mass", "Nodule", "Pneumonia", "Pneumothorax",
-    "Consolidation", "Edema", "Emphysema", "Fibrosis", "Pleural_Thickening", "Hernia",
-)  # fmt: skip
+    "Atelectasis",
+    "Cardiomegaly",
+    "Effusion",
+    "Infiltration",
+    "Mass",
+    "Nodule",
+    "Pneumonia",
+    "Pneumothorax",
+    "Consolidation",
+    "Edema",
+    "Emphysema",
+    "Fibrosis",
+    "Pleural_Thickening",
+    "Hernia",
+)
 """In the order of the paper."""
 NONE = "No Finding"
 VIEWS = ("PA", "AP")
@@ -33,9 +45,7 @@ _COLUMNS = ("Image Index", "Finding Labels", "Patient ID", "Patient Age", "View 
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders and archives `images*` of a folder."""
-    paths = sorted(folder.glob("images*"))
-    return [path for path in paths if path.is_dir() or path.suffix == ".zip"]
+    return folders_and_zips(folder, "images*")
 
 
 def _found(folder: Path) -> bool:
@@ -111,7 +121,7 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 DATASET = DataSet(
     name="chest_xray14",
     title="ChestX-ray14: fourteen findings in chest radiographs of the NIH",
-    kind="multilabel",
+    task="multilabel",
     classes=FINDINGS,
     centres=VIEWS,
     channels=1,

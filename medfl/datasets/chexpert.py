@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, image_files, note_absent, read_csv
@@ -90,27 +89,29 @@ def _phantom_cell(case: Case, finding: int) -> str:
 
 
 def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
-    """Return the columns of the table of a part."""
-    values: dict[str, Callable[[Case], object]] = {
-        "Path": lambda case: f"CheXpert-v1.0-small/{_phantom_path(case)}",
+    """Return the columns of the table of a part: a case without a path there has no row."""
+
+    def path(case: Case) -> str | None:
+        below = _phantom_path(case)
+        return f"CheXpert-v1.0-small/{below}" if below.startswith(part) else None
+
+    columns: dict[str, Callable[[Case], object]] = {
+        "Path": path,
         "Sex": lambda case: "Female" if case.group % 2 else "Male",
         "Age": lambda case: 20 + case.group % 70,
         "Frontal/Lateral": lambda case: "Lateral" if case.centre == 2 else "Frontal",
         "AP/PA": lambda case: ("AP", "PA", "")[case.centre],
     }
     for k, finding in enumerate(FINDINGS):
-        values[finding] = lambda case, k=k: _phantom_cell(case, k)  # type: ignore[misc]
+        columns[finding] = lambda case, k=k: _phantom_cell(case, k)  # type: ignore[misc]
 
-    def within(value: Callable[[Case], object]) -> Callable[[Case], object]:
-        return lambda case: value(case) if _phantom_path(case).startswith(part) else None
-
-    return {name: within(value) for name, value in values.items()}
+    return columns
 
 
 DATASET = DataSet(
     name="chexpert",
     title="CheXpert: five findings in chest radiographs of Stanford, some uncertain",
-    kind="multilabel",
+    task="multilabel",
     classes=FINDINGS,
     centres=CENTRES,
     channels=1,

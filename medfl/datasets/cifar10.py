@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_stacks
+from medfl.datasets.phantoms.phantom import draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import ArrayUris, Layout, first, stacked

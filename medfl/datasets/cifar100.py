@@ -5,7 +5,7 @@ from functools import partial
 
 from medfl.datasets import cifar10
 from medfl.datasets.base import Download
-from medfl.datasets.phantoms.layouts import draw_stacks
+from medfl.datasets.phantoms.phantom import draw_stacks
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100, write_cifar
 
 # The fine labels, which are in alphabetical order.

@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import Stack, draw_stacks
+from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
 from medfl.datasets.readers.tables import Layout, Table
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from medfl.datasets import mnist
-from medfl.datasets.phantoms.layouts import draw_stacks
+from medfl.datasets.phantoms.phantom import draw_stacks
 
 DATASET = replace(
     mnist.DATASET,

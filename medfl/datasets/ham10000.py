@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
 from medfl.datasets.readers.tables import (
@@ -16,6 +15,7 @@ from medfl.datasets.readers.tables import (
     Table,
     check_row,
     first,
+    folders_and_zips,
     image_index,
     label_of,
     medmnist,
@@ -43,10 +43,8 @@ def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
 
 
 def part_roots(folder: Path) -> list[Path]:
-    """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
-    paths = sorted(folder.glob("HAM10000_images*"))
-    folders = [path for path in paths if path.is_dir()]
-    return folders + [path for path in paths if path.suffix == ".zip" and path not in folders]
+    """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published."""
+    return folders_and_zips(folder, "HAM10000_images*")
 
 
 def by_image(path: Path | None, column: str) -> Mapping[str, str]:

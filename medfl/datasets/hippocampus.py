@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import Layout, Table
-from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_index
+from medfl.datasets.readers.volumes import count_voxels, volume_index
 
 CLASSES = ("background", "anterior", "posterior")
 ROOT = "Task04_Hippocampus"
@@ -62,6 +61,7 @@ def _phantom_name(case: Case) -> str:
 DATASET = DataSet(
     name="hippocampus",
     title="Hippocampus on T1 MRI: anterior and posterior part (Medical Segmentation Decathlon, task 4)",
+    task="segmentation",
     classes=CLASSES,
     channels=1,
     folders=("hippocampus", "msd_hippocampus", ROOT),
@@ -87,7 +87,6 @@ DATASET = DataSet(
     ),
     per_class=40,
     size=40,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "the source names no subject: a volume counts as its own, and both sides of one brain may be in two sections",
         "intensities are not normalised: maxima go from about 100 to over a million",

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.ham10000 import by_image, centre_roots, phantom_key, phantom_lesion
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import (

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
@@ -20,7 +19,7 @@ from medfl.datasets.readers.splitting import (
     validation_from_train,
 )
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
-from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
+from medfl.datasets.readers.volumes import count_voxels, volume_files, volume_index
 
 CLASSES = ("background", "brain")
 CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2
@@ -178,6 +177,7 @@ def _phantom_path(case: Case, kind: str) -> str:
 DATASET = DataSet(
     name="ixi_brain",
     title="Brain mask on T1 MRI: Fed-IXI, three hospitals",
+    task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
     channels=1,
@@ -231,7 +231,6 @@ DATASET = DataSet(
     ),
     per_class=42,
     size=48,
-    open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES), 1),
     notes=(
         "the masks of IXI were made by a program (ROBEX), not drawn by experts",
         "split flamby: validation is 10 % of train",

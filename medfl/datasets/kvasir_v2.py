@@ -1,8 +1,7 @@
 """Kvasir v2: eight kinds of finding in gastrointestinal endoscopy."""
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import even
+from medfl.datasets.phantoms.phantom import draw_files, even
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import class_folders

@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
     pair_folders,
     paired,
     read_case_table,
-    read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.reading import JOINED, archive
@@ -128,11 +126,11 @@ _NLM = "https://openi.nlm.nih.gov/imgs/collections"
 DATASET = DataSet(
     name="lung_cxr",
     title="Lung masks: lungs in chest radiographs, four sources or Montgomery and Shenzhen",
+    task="segmentation",
     classes=CLASSES,
     centres=(*SITES, *NAMED.values()),
     channels=1,
     mixed_channels=True,
-    open_pair=functools.partial(read_pair, channels=1, classes=len(CLASSES), convert=True),
     folders=(
         "lung_cxr",
         "covid_cxr_lungs",

@@ -1,7 +1,7 @@
 """MedNIST: six kinds of radiological picture, an easy first task."""
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import Stack, draw_stacks
+from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers import stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.tables import ArrayUris, Layout, first, stacked

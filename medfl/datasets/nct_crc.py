@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import (
     LEFT_OUT,

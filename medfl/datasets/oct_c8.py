@@ -1,8 +1,7 @@
 """Retinal OCT-C8: eight kinds of retinal disease in OCT scans."""
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import even
+from medfl.datasets.phantoms.phantom import draw_files, even
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import published
 from medfl.datasets.readers.tables import class_folders

@@ -11,7 +11,7 @@ second of five folds of a cross-validation.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.core.names import composed
 from medfl.core.task import SECTIONS
+from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import (
     cases,
@@ -26,12 +27,20 @@ from medfl.datasets.readers import (
     grouping,
     label_table,
     matching,
-    own_folder,
     pairs,
     tables,
 )
 from medfl.datasets.readers.label_columns import Wanted
-from medfl.datasets.readers.reading import JOINED, by_name, files_of, split_uri
+from medfl.datasets.readers.reading import (
+    JOINED,
+    by_name,
+    files_of,
+    is_hidden,
+    is_odd,
+    is_text,
+    shown_files,
+    split_uri,
+)
 from medfl.datasets.readers.splitting import (
     Record,
     Rule,
@@ -136,11 +145,8 @@ def listed(
         InputError: no images, a class that is none, a wrong table or expression.
     """
     root = _root(folder)
-    ids = {
-        "labels_are": labels_are, "label_column": label_column, "classes": classes, "uncertain": uncertain,
-        "blank": blank, "columns": columns,
-    }  # fmt: skip
-    requested = wanted_by(ids)
+    named = (label_column,) if label_column else ()
+    requested = Wanted(labels_are, named, tuple(classes), uncertain, blank, columns or {})
     return _items(root, in_table(root, images, labels, requested), section, group_by, split)
 
 
@@ -266,12 +272,12 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
     table = _pairs(image_folder, mask_folder, lacking)
     if image_folder.is_file():  # of nnU-Net, which lists the files beside it
         image_folder = root
+
     records = table.records
     bare = unlabelled(table.unlabelled.items())
-
     if (image_folder / conventions.BIDS_FILE).is_file():
-        records = [replace(record, group=conventions.subject(record.image)) for record in records]
-        bare = tuple(replace(record, group=conventions.subject(record.image)) for record in bare)
+        records = _of_subjects(records)
+        bare = tuple(_of_subjects(bare))
 
     names = [path_in(image_folder, record) for record in records]
     return OwnImages(
@@ -282,6 +288,10 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
     """Return images without a label, by their paths in a folder."""
     return tuple(_record(uri, 0, folder + path) for path, uri in files)
+
+
+def _of_subjects(records: Iterable[Record]) -> list[Record]:
+    return [replace(record, group=conventions.subject(record.image)) for record in records]
 
 
 def path_in(folder: Path, record: Record) -> str:
@@ -311,14 +321,13 @@ def notes(
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
 
+    lines = [*odd(root), *cases.notes(dataset.rows)]
     if used_images == images:
-        left_out = dataset.notes
-    else:
-        left_out = ()
+        lines = [*dataset.notes, *lines]
+    if all(item.get("group") == item["id"] for item in items):
+        lines.append(UNKNOWN_PATIENTS)
 
-    are_unknown = all(item.get("group") == item["id"] for item in items)
-    lines = [*left_out, *own_folder.odd(root), *cases.notes(dataset.rows)]
-    return (*lines, UNKNOWN_PATIENTS) if are_unknown else tuple(lines)
+    return tuple(lines)
 
 
 NO_PATIENTS = (
@@ -372,17 +381,12 @@ def image_folders(root: Path) -> dict[str, Path]:
 
 def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
     """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
-    empty = [repr(name) for name in _folders(root).keys() - image_folders(root)]
-    left_out = own_folder.left_out(
-        root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder"
-    )
-    if empty:
-        return [
-            *left_out,
-            f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}",
-        ]
+    pictures = (record.image for record in records)
+    lines = [*left_out(root, pictures, tables.IMAGE_SUFFIXES, "in no class folder")]
+    if empty := [repr(name) for name in _folders(root).keys() - image_folders(root)]:
+        lines.append(f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}")
 
-    return [*left_out]
+    return lines
 
 
 def _folders(root: Path) -> dict[str, Path]:
@@ -443,10 +447,9 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
 
         return conventions.bids(raw, [(bare(name), uri) for name, uri in volume_files(masks)])
 
+    index = pairs.picture_paths
     if is_volumes(images):
         index = volume_paths
-    else:
-        index = pairs.picture_paths
 
     if images == masks:
         return conventions.apart(index(images))
@@ -540,14 +543,7 @@ def sections_of(
     Raises:
         InputError: a wrong table, expression or split, or a section without images.
     """
-    records = dataset.records
-    if group_by:
-        patients = grouping.by_names(group_by, dataset.names)
-        records = [
-            replace(r, group=patient or r.group)
-            for r, patient in zip(records, patients, strict=True)
-        ]
-
+    records = grouped(dataset.records, dataset.names, group_by)
     records = cases.described(root, records, dataset.rows)
     has_sections = any("section" in row for row in dataset.rows.values())
     if split:
@@ -573,6 +569,20 @@ def sections_of(
     return list(zip(records, sections, strict=True))
 
 
+def grouped(
+    records: Sequence[Record], names: Sequence[str], group_by: str | None
+) -> Sequence[Record]:
+    """Return records with the patients that an expression finds in their names, as they are without one."""
+    if not group_by or not records:
+        return records
+
+    of_patients = []
+    for record, patient in zip(records, grouping.by_names(group_by, names), strict=True):
+        of_patients.append(replace(record, group=patient or record.group))
+
+    return of_patients
+
+
 _BY_GROUP = by_group("own", at_centres=False)
 
 
@@ -587,3 +597,119 @@ def _fold(split: str, has_sections: bool) -> Rule:
         )
 
     return rule
+
+
+# Checks of a user's own folder: files that are not used, and folders whose names are not those of classes
+
+_TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
+_SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
+_IMAGES = {"image", "images", "img", "imgs"}
+_WORDS = """
+    mask masks label labels seg segs segmentation segmentations annotations ground_truth groundtruth
+    gt
+"""
+_MASKS = {*_WORDS.split()}
+
+
+def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
+    """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes."""
+    lower = {name.lower(): name for name in names}
+    sections = [lower[name] for name in lower if name in _SECTIONS]
+    if {"train", "training"} & lower.keys() or len(sections) == len(lower):
+        raise InputError(
+            f"folders {', '.join(sections)} in {folder} are named as sections, not classes",
+            "a folder for each class, with its images of all sections",
+            "put each class's into one folder and say their sections in column 'section' of cases.csv",
+        )
+
+    images = [lower[name] for name in lower if name in _IMAGES]
+    masks = [lower[name] for name in lower if name in _MASKS]
+    if images and masks and 2 * len(images + masks) > len(lower):
+        raise InputError(
+            f"folders {images[0]} and {masks[0]} in {folder} are named as images and their masks, not classes",
+            "a folder for each class, or images with masks",
+            f"give --images {folder / images[0]} --masks {folder / masks[0]}",
+        )
+
+
+def refuse_masks_among(folders: Iterable[Path]) -> None:
+    """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
+    for folder in folders:
+        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder)}
+        for stem, path in pictures.items():
+            if stem.lower().endswith("_mask") and (
+                picture := pictures.get(matching.MASK_END.sub("", stem))
+            ):
+                raise InputError(
+                    f"class folder {folder} holds {picture} and its mask {path}",
+                    "pictures only, or images and their masks in two folders",
+                    "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
+                )
+
+
+def left_out(
+    folder: Path, used: Iterable[str], endings: Collection[str], what: str
+) -> tuple[str, ...]:
+    """Return a line about images of a folder that are not used, and one about its other files, where it has any.
+
+    Args:
+        folder: the folder; its hidden files, its cases.csv and the files of nnU-Net and BIDS do not count.
+        used: files, and folders of a DICOM series.
+        endings: of images, in lower case.
+        what: describes images that are not used, as in "3 images {what}: left out".
+    """
+    used_paths = set(used)
+    images = list[str]()
+    other_files = list[str]()
+    tables_there = [folder / name for name in _TABLES]
+    # A folder's own files before those of its folders.
+    for path in sorted(shown_files(folder), key=lambda path: (path.parent, path)):
+        is_used = not used_paths.isdisjoint(map(str, (path, *path.parents)))
+        if not is_used and path not in tables_there:
+            is_image = path.name.lower().endswith(tuple(endings))
+            (images if is_image else other_files).append(path.relative_to(folder).as_posix())
+
+    lines = []
+    if images:
+        lines.append(f"{len(images)} images {what}: left out, first {images[0]}")
+    if other_files:
+        kind = f"files that do not end in {', '.join(endings)}"
+        lines.append(f"{len(other_files)} {kind}: left out, first {other_files[0]}")
+
+    return tuple(lines)
+
+
+def odd(folder: Path) -> tuple[str, ...]:
+    """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
+    paths = []
+    for base, folders, files in folders_below(folder):
+        paths += [os.path.join(base, name) for name in folders if not is_text(name)]
+        folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
+        shown = (os.path.join(base, name) for name in files if not is_hidden(name))
+        paths += filter(is_odd, shown)
+
+    if not paths:
+        return ()
+
+    note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
+    return (note + printable(os.path.relpath(min(paths), folder)),)
+
+
+def of_pairs(
+    images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
+) -> tuple[str, ...]:
+    """Return lines about files of two folders, or of one, that are no pair."""
+    shown = []
+    for record in records:
+        shown += record.image.split(JOINED)
+
+    if images.is_file():  # which lists both
+        images = masks = images.parent
+    if images == masks or masks.is_relative_to(images):
+        return left_out(
+            images, [*shown, *(record.mask for record in records)], endings, "without a mask"
+        )
+    return (
+        *left_out(images, shown, endings, "without a mask"),
+        *left_out(masks, (record.mask for record in records), endings, "of no image"),
+    )

@@ -1,7 +1,7 @@
 """PBC: eight kinds of normal peripheral blood cell, as BloodMNIST or as the folders that it was made from."""
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 

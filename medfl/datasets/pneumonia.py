@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.layouts import draw_medmnist
+from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 

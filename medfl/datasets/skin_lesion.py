@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,15 +16,13 @@ from medfl.datasets.ham10000 import (
     phantom_key,
     phantom_lesion,
 )
-from medfl.datasets.phantoms.layouts import draw_files
-from medfl.datasets.phantoms.phantom import LEAST, mixed
+from medfl.datasets.phantoms.phantom import LEAST, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
     matched,
     pair_folders,
     paired,
     read_case_table,
-    read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.splitting import (
@@ -98,10 +95,10 @@ _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as it
 DATASET = DataSet(
     name="skin_lesion",
     title="Skin lesion masks: lesions in dermatoscopic pictures, HAM10000 or ISIC 2016",
+    task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
     channels=3,
-    open_pair=functools.partial(read_pair, channels=3, classes=len(CLASSES)),
     folders=("skin_lesion", "ham10000", "HAM10000", "isic2016", "ISIC2016", "isic_2016"),
     layouts=(
         Layout(

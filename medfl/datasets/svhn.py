@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.layouts import Stack, draw_stacks
+from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import write_svhn
 from medfl.datasets.readers.tables import ArrayUris, stacked

@@ -66,6 +66,7 @@ from medfl.storage.run_folder import safe_file_name
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
+_OURS = "$medfl.datasets."
 _SAME_NETWORK = 1e-6  # difference of outputs
 _SAME_PREDICTIONS = {True: 2e-4, False: 1e-2}  # computed on a CPU or on a GPU, which is less exact
 
@@ -176,11 +177,9 @@ class _BundleWriter:
         self.bundle = self.images.bundle
         self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
-        ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        if ends_in_sigmoid:
+        by_kind = self.bundle.kind.activation
+        if getattr(self.bundle.evaluator, "ends_in_sigmoid", False):
             by_kind = ""
-        else:
-            by_kind = self.bundle.kind.activation
 
         activation = partial(_probabilities, by_kind)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
@@ -220,15 +219,14 @@ class _BundleWriter:
         channels = recorder.shapes[0][0][1], recorder.shapes[0][1][1]
         self._configurations(edited, definition, sha256, channels)
         self._copy_files()
-        self._calibration(files["models/model.safetensors"]["sha256"])
+        self._calibration(sha256)
         meta = descriptions.bundle_metadata(
             self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
 
+        measured = "drawn images"
         if self.images.from_run:
             measured = "test images of the run"
-        else:
-            measured = "drawn images"
 
         meta["medfl"] |= {"files": files, "measured_on": measured, "task": self.task.kind}
         meta["medfl"] |= {"thresholds": self.thresholds} if self.thresholds else {}
@@ -243,11 +241,19 @@ class _BundleWriter:
             )
 
         return {
-            "site": self.model.site, "round": self.model.round, "which": self.trained.which,
-            "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
-            "agreement": meta["medfl"]["agreement"], "predictions": predictions, "eval_metrics": meta["eval_metrics"],
-            "version": meta["version"], "files": files, "notes": self.notes,
-        }  # fmt: skip
+            "site": self.model.site,
+            "round": self.model.round,
+            "which": self.trained.which,
+            "finished": self.trained.finished,
+            "network": definition.kind,
+            "measured_on": meta["medfl"]["measured_on"],
+            "agreement": meta["medfl"]["agreement"],
+            "predictions": predictions,
+            "eval_metrics": meta["eval_metrics"],
+            "version": meta["version"],
+            "files": files,
+            "notes": self.notes,
+        }
 
     def _check_predictions(self, network: nn.Module) -> dict[str, float] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
@@ -319,10 +325,9 @@ class _BundleWriter:
         agreements = {}
         for kind in kinds:
             is_needed = kind == definition.kind or kind in (self.formats or ())
+            only = {}
             if kind == definition.kind:
                 only = {"instead": _NO_OTHER}
-            else:
-                only = {}
 
             path = self.folder / FILES[kind]
             try:
@@ -386,10 +391,9 @@ class _BundleWriter:
         is_path = isinstance(folder, str) and folder[:1] in "/~"
         # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
         if is_path and not folder.startswith("/workspace/"):
+            place = "data"
             if "bundle_root" in file:
                 place = "$@bundle_root + '/data'"
-            else:
-                place = "data"
 
             file.set("dataset_dir", place)
 
@@ -418,12 +422,7 @@ class _BundleWriter:
                 self._set_network_def(file, stem, definition, sha256)
 
             if by_monai:
-                if self.any_folder:
-                    written = "inference.yaml"
-                else:
-                    written = name
-
-                self._write(f"configs/{written}", by_monai)
+                self._write(f"configs/{'inference.yaml' if self.any_folder else name}", by_monai)
             if (text := file.text()) != by_monai:
                 self._write(f"configs/{'' if stem == 'federated' else 'medfl/'}{name}", text)
 
@@ -444,12 +443,8 @@ class _BundleWriter:
             return None
 
         dataset = file.get("dataset")
-        if isinstance(dataset, Mapping):
-            data = str(dataset.get("data"))
-        else:
-            data = ""
-
-        if not data.startswith("$medfl.datasets."):
+        is_ours = isinstance(dataset, Mapping) and str(dataset.get("data")).startswith(_OURS)
+        if not is_ours:
             return self._by_monai(file)
 
         count, outputs = channels
@@ -491,11 +486,11 @@ class _BundleWriter:
     def _by_monai(self, file: configs.EditedConfig) -> str | None:
         """Return a configuration's text with a network for MONAI alone, None where other parts name medfl."""
         for_monai = deepcopy(file)
-        if self.monai_network == TORCHSCRIPT:
-            for_monai.set("network_def", TORCHSCRIPT)
-        else:
-            for_monai.set("network_def", configs.network_without_weights(file.get("network_def")))
+        network = TORCHSCRIPT
+        if self.monai_network != TORCHSCRIPT:
+            network = configs.network_without_weights(file.get("network_def"))
 
+        for_monai.set("network_def", network)
         return None if configs.is_of_medfl(for_monai.content) else for_monai.text()
 
     def _set_network_def(
@@ -551,11 +546,7 @@ class _BundleWriter:
 
     def _calibration(self, sha256: str) -> None:
         """Write what `medfl calibrate` found of this model, for these weights."""
-        if self.model.site:
-            kind = "personal"
-        else:
-            kind = "global"
-
+        kind = "personal" if self.model.site else "global"
         document = self.trained.files.calibration(self.trained.which, kind)
         if document is None:
             return
@@ -694,11 +685,11 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
         config["split"] = run.data.split  # a phantom in the place of real images has its own
 
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    if is_shipped and not folder:
-        opened = with_data(bundle, PHANTOM, config)
-    else:
-        opened = with_data(bundle, folder, config)
+    place = folder
+    if is_shipped:
+        place = folder or PHANTOM
 
+    opened = with_data(bundle, place, config)
     bundle = opened.bundle
 
     if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:

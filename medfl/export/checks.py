@@ -100,11 +100,7 @@ def _hashes(folder: Path, meta: Document) -> Iterator[str]:
 def _large(folder: Path) -> Iterator[str]:
     file = folder / "large_files.yml"
 
-    if file.is_file():
-        entries = yaml.safe_load(file.read_text())["large_files"]
-    else:
-        entries = []
-
+    entries = yaml.safe_load(file.read_text())["large_files"] if file.is_file() else []
     listed = {entry["path"]: entry for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -63,16 +63,17 @@ class EditedConfig:
                 return self.content, name
 
         node: Any = self.content
-        *parents, last = re.split("#|::", key)
-        for parent in parents:
-            position = _position(node, parent)
-            if position is None:
-                return None
+        holder = node
+        position: str | int = key
+        try:
+            for part in re.split("#|::", key):
+                holder = node
+                position = int(part) if isinstance(node, list) else part
+                node = node[position]
+        except (LookupError, TypeError, ValueError):
+            return None
 
-            node = node[position]
-
-        position = _position(node, last)
-        return None if position is None else (node, position)
+        return holder, position
 
 
 def _dumped(content: Any) -> str:
@@ -96,20 +97,6 @@ def _list(dumper: _Plain, data: Any) -> yaml.Node:
 
 _Plain.add_representer(list, _list)
 _Plain.add_representer(tuple, _list)
-
-
-def _position(node: object, part: str) -> str | int | None:
-    """Return the key or index under which a dict or list holds a part of an id, None where it does not."""
-    if isinstance(node, list):
-        if part.isdecimal() and int(part) < len(node):
-            return int(part)
-
-        return None
-
-    if isinstance(node, dict) and part in node:
-        return part
-
-    return None
 
 
 # An inference by MONAI alone

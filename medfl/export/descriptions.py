@@ -52,9 +52,14 @@ _DEFAULTS = {
 }
 _OF_FOLDERS = ("--out", "--data", "--from")
 _TENSOR = {
-    "type": "image", "format": "magnitude", "modality": "n/a", "spatial_shape": [], "dtype": "float32",
-    "value_range": [], "is_patch_data": False,
-}  # fmt: skip
+    "type": "image",
+    "format": "magnitude",
+    "modality": "n/a",
+    "spatial_shape": [],
+    "dtype": "float32",
+    "value_range": [],
+    "is_patch_data": False,
+}
 
 
 # Numbers
@@ -91,11 +96,7 @@ def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
-    if model.site:
-        scope = "personal"
-    else:
-        scope = "global"
-
+    scope = "personal" if model.site else "global"
     metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 
@@ -261,19 +262,30 @@ def bundle_metadata(
 
     meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, recorder)
     meta["medfl"] = {
-        "method": run.method, "options": options(run), "round": model.round, "which": trained.which,
-        "site": model.site, "sites": len(run.partition.sites), "partition": _without_paths(run.partition.spec),
-        "data_source": run.data.source, "finished": trained.finished, "run_hash": trained.run_hash, "network": kind,
+        "method": run.method,
+        "options": options(run),
+        "round": model.round,
+        "which": trained.which,
+        "site": model.site,
+        "sites": len(run.partition.sites),
+        "partition": _without_paths(run.partition.spec),
+        "data_source": run.data.source,
+        "finished": trained.finished,
+        "run_hash": trained.run_hash,
+        "network": kind,
         "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
-    }  # fmt: skip
+    }
     first = {key: meta[key] for key in ("schema", "version", "changelog")}
     return {**first, **meta}
 
 
 _NAMED = {
-    "SupervisedEvaluator": "pytorch-ignite", "PILReader": "pillow", "ndimage": "scipy", ".nii": "nibabel",
+    "SupervisedEvaluator": "pytorch-ignite",
+    "PILReader": "pillow",
+    "ndimage": "scipy",
+    ".nii": "nibabel",
     "medfl": DISTRIBUTION,
-}  # fmt: skip
+}
 """What an inference configuration names -> the package that it takes."""
 _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
 
@@ -286,10 +298,9 @@ def _packages(folder: Path, former: Mapping[str, object]) -> dict[str, str]:
             versions[listed] = _version(listed) or str(version)
 
     inference = config_file(folder, "inference", medfl=False)
+    text = "medfl"
     if inference:
         text = inference.read_text("utf-8")
-    else:
-        text = "medfl"
 
     for word, name in _NAMED.items():
         if word in text and (version := _version(name)):
@@ -318,10 +329,9 @@ def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
 
+    owner = "the global model"
     if model.site:
         owner = f"the model of site {model.site}"
-    else:
-        owner = "the global model"
 
     text = f"weights of {owner} after round {model.round}"
     if trained.which == "best":
@@ -402,14 +412,22 @@ def readme(
         transforms = [target_name(step) for step in steps if isinstance(step, Mapping)]
 
     text = environment.get_template("export_readme.md.j2").render(
-        meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,
+        meta=meta,
+        run=run,
+        site=model.site,
+        round=model.round,
+        which=trained.which,
+        finished=trained.finished,
         install=pip_install(),
-        packages=[f"{name}=={version}" for name, version in meta["required_packages_version"].items()],
+        packages=[
+            f"{name}=={version}" for name, version in meta["required_packages_version"].items()
+        ],
         volumes=len(meta["network_data_format"]["inputs"]["image"]["spatial_shape"]) == 3,
         scripted=content.get("network_def") == TORCHSCRIPT,
         paper=methods.load(run.method).paper,
         options=options(run),
-        phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,
+        phantom=run.data.source == PHANTOM,
+        phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
         scores=pooled,
         structures=by_structure,
@@ -417,11 +435,13 @@ def readme(
         partition=_without_paths(run.partition.spec),
         command=Markup(" ".join(_command(str(trained.document.get("command", ""))).splitlines())),  # noqa: S704 (in a block of code)
         tags=tags(meta, run),
-        notes=notes, inference=inference.name if inference else "", any_folder=any_folder,
+        notes=notes,
+        inference=inference.name if inference else "",
+        any_folder=any_folder,
         segments=trained.task.kind == "segmentation",
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
-    )  # fmt: skip
+    )
 
     return visible(re.sub(r"\n{3,}", "\n\n", text).rstrip()) + "\n"
 

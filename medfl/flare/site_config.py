@@ -51,8 +51,7 @@ from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
 from medfl.flare.wire import is_flare_name
-from medfl.policy.findings import TRAINING
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
 from medfl.runs import text_record

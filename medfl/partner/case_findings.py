@@ -198,13 +198,11 @@ class Findings:
                 yield Finding("labels", "ok", line)
 
             if bundle.task == "multilabel":
-                findings = self._lacking_outcome
+                yield from self._lacking_outcome(table)
             else:
-                findings = self._odd_numbers
+                yield from self._odd_numbers(table, [str(item["id"]) for item in items])
 
-            yield from findings(table, [str(item["id"]) for item in items])
-
-    def _lacking_outcome(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
+    def _lacking_outcome(self, table: Floats) -> Iterator[Finding]:
         """Name the findings that no item has, or none is known to lack, among (N, K)."""
         advice = "nothing, if this is so at your site"
         for outcome, text in ((1, "no image has"), (0, "no image is known to lack")):
@@ -219,11 +217,7 @@ class Findings:
             is_known = ~np.isnan(table[:, k])
             column = table[is_known, k]
             mean = float(means[k])
-            if len(column):
-                middle = float(np.median(column))
-            else:
-                middle = mean
-
+            middle = float(np.median(column)) if len(column) else mean
             sd = float(sds[k])
             if is_scaled and abs(middle - mean) > _FAR * sd:
                 text = f"the median of {printable(name)} is {middle:.4g}, in the bundle it is {mean:.4g} ± {sd:.4g}"
@@ -308,13 +302,11 @@ class Findings:
                     odd.append(name)
 
             rows = np.array(list(comparable.values()), np.float64)
+            unit = "voxels"
             if topic == "spacing":
                 unit = "mm"
-            else:
-                if usual == 2:
-                    unit = "pixels"
-                else:
-                    unit = "voxels"
+            elif usual == 2:
+                unit = "pixels"
 
             text = " x ".join(map(_span, rows.T))
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from medfl.core.untrusted import printable
-from medfl.policy.findings import File, Inspection
+from medfl.policy.inspection import File, Inspection
 
 _TEXT = (".py", ".json", ".yaml", ".yml", ".md", ".txt", ".cfg", ".conf", ".sh")
 _LARGEST = 1_000_000

@@ -119,10 +119,15 @@ def _of_case(empty: Fingerprint, image: str, mask: str, classes: Classes) -> Fin
     counts = np.bincount(target.ravel().astype(int), minlength=len(empty.classes) + 1)
     class_volumes = _lengths(counts[1:] * spacing.prod())
     return replace(
-        empty, cases=1, orders=orders, sizes=_lengths(sizes), spacings=_lengths(spacing),
-        extents=_lengths(sizes * spacing), foreground=tuple(map(Tally.of_intensities, foreground)),
+        empty,
+        cases=1,
+        orders=orders,
+        sizes=_lengths(sizes),
+        spacings=_lengths(spacing),
+        extents=_lengths(sizes * spacing),
+        foreground=tuple(map(Tally.of_intensities, foreground)),
         volumes=dict(zip(empty.classes, class_volumes, strict=True)),
-    )  # fmt: skip
+    )
 
 
 def _lengths(values: Floats) -> tuple[Tally, ...]:

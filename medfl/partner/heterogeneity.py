@@ -120,10 +120,9 @@ class FederationStatistics:
             images = ["?" if count is None else str(count) for count in site.images.values()]
             hidden = list(site.classes.values()).count(None)
             total = len(site.classes)
+            classes = "-"
             if total:
                 classes = f"{total - hidden} of {total}"
-            else:
-                classes = "-"
 
             distances = [_number(of_classes), _number(of_intensities)]
             rows.append([printable(site.name, 40), *images, classes, *distances])
@@ -329,16 +328,8 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
             )
 
         if has_room:
-            if count is None:
-                text = "?"
-            else:
-                text = f"{count:,}"
-
-            if share > 0.55:
-                color = "white"
-            else:
-                color = INK
-
+            text = "?" if count is None else f"{count:,}"
+            color = "white" if share > 0.55 else INK
             axes.text(x, y, text, ha="center", va="center", size=8, color=color)
 
     for y, distance in enumerate(federation.class_distances()):

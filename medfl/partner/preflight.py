@@ -27,14 +27,12 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.data import on_device
-from medfl.data.disk_cache import budget, free_ram
-from medfl.data.prepare import prepare
+from medfl.data.prepare import budget, free_ram, prepare
 from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
-from medfl.policy.findings import TRAINING
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
 from medfl.runs.plan import device_named, versions
@@ -82,11 +80,7 @@ class Preflight:
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             # an InputError's parts are joined by semicolons, so that they may have none themselves
-            if failed[1:]:
-                more = f" (and {len(failed) - 1} more)"
-            else:
-                more = ""
-
+            more = f" (and {len(failed) - 1} more)" * bool(failed[1:])
             raise InputError(
                 f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
                 "a site starts when nothing says FAILED",
@@ -117,11 +111,7 @@ class Preflight:
         if warnings := counts[WARNING]:
             summary.append(f"{warnings} {WARNING}{'s' if warnings > 1 else ''}")
 
-        if self.ok:
-            verdict = "READY"
-        else:
-            verdict = "NOT READY"
-
+        verdict = "READY" if self.ok else "NOT READY"
         return [*lines, "", ": ".join(filter(None, (verdict, ", ".join(summary))))]
 
 
@@ -180,9 +170,8 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            if options.kit is None:
-                kit = None
-            else:
+            kit = None
+            if options.kit is not None:
                 kit = Kit.open(options.kit)
 
             report.add("server", OK, reach(options.server, kit))
@@ -206,9 +195,11 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
         report.add("inspection", OK, text)
     else:
         report.add(
-            "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
+            "inspection",
+            WARNING,
+            "accepted, but not pinned: its files may change unnoticed",
             "medfl site inspect --write-policy FILE, then give --policy FILE",
-        )  # fmt: skip
+        )
 
     if not refusals and options.policy is not None:
         outbound = options.policy.outbound
@@ -272,10 +263,9 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             else:
                 report.add("data", OK, text)
 
+            problems = []
             if layout:
                 problems = read_table(bundle.dataset, opened.folder).problems
-            else:
-                problems = []
 
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
@@ -307,10 +297,7 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     protocol_size = bundle.protocol.get("batch_size")
     size = options.batch_size
     if not size:
-        if isinstance(protocol_size, int):
-            size = protocol_size
-        else:
-            size = bundle.batch_size
+        size = protocol_size if isinstance(protocol_size, int) else bundle.batch_size
 
     data = bundle.section("train")
     items = data.items
@@ -324,11 +311,23 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     ids = prepared.ids(range(len(prepared)))
     sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}
     run = Run(
-        bundle=bundle.name, bundle_path=bundle.source, bundle_sha256="", method="fedavg", options={},
-        config=dict(options.config), data=DataRecord("real", "", "", "", {}), versions={},
-        partition=PartitionRecord("iid", 0, (), sites), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
-        lr=None, lr_decay=1.0, device=device_named(options.device),
-    )  # fmt: skip
+        bundle=bundle.name,
+        bundle_path=bundle.source,
+        bundle_sha256="",
+        method="fedavg",
+        options={},
+        config=dict(options.config),
+        data=DataRecord("real", "", "", "", {}),
+        versions={},
+        partition=PartitionRecord("iid", 0, (), sites),
+        cohort=1.0,
+        rounds=1,
+        local_epochs=1,
+        batch_size=size,
+        lr=None,
+        lr_decay=1.0,
+        device=device_named(options.device),
+    )
 
     return Federation(
         bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medfl.core import terminal
 from medfl.core.task import SECTIONS
-from medfl.data.disk_cache import content_hash
+from medfl.data.prepare import content_hash
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import (
@@ -70,11 +70,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
     shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
     for index, item in enumerate(shown):
         ident = str(item["id"])
-        if data.source.is_list:
-            entry = data.source.entries[index]
-        else:
-            entry = None
-
+        entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
         except Exception as error:  # reported like any finding; the scan goes on
@@ -88,11 +84,9 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
 
         shape, spacing = _file(image, entry)
         changes = changes_of((image, label))
-        if NO_LABEL not in item:
-            label = item.get("label", label)
-        else:
+        label = item.get("label", label)
+        if NO_LABEL in item:
             label = None
-
         yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing, changes)
 
 
@@ -134,11 +128,7 @@ def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, .
         spacing = np.linalg.norm(affine[:3, : len(shape)], axis=0).tolist()
         return shape, tuple(round(side, 4) for side in spacing)
 
-    if isinstance(entry, Mapping):
-        uri = entry.get("image")
-    else:
-        uri = None
-
+    uri = entry.get("image") if isinstance(entry, Mapping) else None
     with suppress(Exception):
         if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
             return picture_shape, ()

@@ -201,25 +201,18 @@ class _Counts:
     def _targets(self, target: Sequence[float | None]) -> None:
         """Count what is known of findings, or of numbers; an image is in one cell of each table."""
         names = self._bundle.classes
-        if len(target) == len(names):
-            values = target
-        else:
-            values = (None,) * len(names)
+        if len(target) != len(names):
+            return
 
-        for name, value in zip(names, values, strict=True):
+        for name, value in zip(names, target, strict=True):
             if value is None:
                 continue
 
-            if name not in self._bands:
-                if value == 1:
-                    outcome = "present"
-                else:
-                    outcome = "absent"
-
-                self._preset[f"finding {name}"][outcome] += 1
-            else:
+            if name in self._bands:
                 self._preset[f"number {name}"][_band(value, self._bands[name], "")] += 1
                 self._numbers[name].append(value)
+            else:
+                self._preset[f"finding {name}"][_OUTCOMES[value != 1]] += 1
 
     def _structures(self, mask: Tensor) -> None:
         """Count a structure as present or absent: a case may have several."""
@@ -238,7 +231,7 @@ class _Counts:
                 continue
 
             counts = self._preset.setdefault(f"structure {name}", Counter(present=0, absent=0))
-            counts["present" if is_present else "absent"] += 1
+            counts[_OUTCOMES[not is_present]] += 1
 
     def released(self, options: StatisticsOptions) -> Document:
         images = self._images
@@ -294,7 +287,7 @@ class _Counts:
         for name in self._bundle.structures:
             if name != "background":
                 cells = self._preset.get(f"structure {name}", Counter())
-                tables[f"structure {name}"] = _recount(("present", "absent"), cells)
+                tables[f"structure {name}"] = _recount(_OUTCOMES, cells)
 
         for name, domain in _DOMAINS.items():
             cells = self._named_by_data.get(name, Counter())
@@ -339,11 +332,7 @@ def _recount(
 ) -> Counter[str]:
     """Return a table over cells that are known beforehand; unknown cells count as `other`, else as `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
-    if "other" in table:
-        rest = "other"
-    else:
-        rest = UNRECORDED
-
+    rest = "other" if "other" in table else UNRECORDED
     for name, count in cells.items():
         cell = (synonyms or {}).get(name, name)
         table[cell if cell in table else rest] += count
@@ -392,11 +381,7 @@ def _rounded(value: float | np.floating[Any]) -> float | None:
 
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
-    if unit:
-        unit = f" {unit}"
-    else:
-        unit = ""
-
+    unit = f" {unit}".rstrip()
     middle = [f"{low:g} to {high:g}{unit}" for low, high in pairwise(ends)]
     return [f"below {ends[0]:g}{unit}", *middle, f"{ends[-1]:g}{unit} and more"]
 
@@ -427,10 +412,7 @@ def _tables(statistics: Config) -> int:
 
 def _channels(part: Config) -> Sequence[Config]:
     """Return the released statistics of the channels of a section's images."""
-    channels: Sequence[Config] = ()
-    if part["intensity"]:
-        channels = part["intensity"]["channels"]
-
+    channels: Sequence[Config] = (part["intensity"] or {}).get("channels", ())
     return channels
 
 

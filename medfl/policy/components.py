@@ -9,13 +9,55 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from medfl.core.untrusted import Refused, printable
+
+_SYSTEM = re.compile(r"/+(etc|proc|sys|dev|root|boot|home|var)(/|$)")
+_PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
+
+
+class ElsewhereRefused(Refused):
+    """A look at a place that neither the bundle nor the user opens."""
+
+
+def check_path(text: str, *, absolute: bool = False) -> None:
+    """Check a text of a configuration that may be used as a path.
+
+    With `absolute` it may begin with a slash, as in an expression; where the zoo keeps its data it always may.
+
+    Raises:
+        Refused: it is a URL, leads upwards, to a home or to a system folder, or is absolute.
+    """
+    if "://" in text:
+        raise Refused("a URL: nothing is fetched")
+    if _PARENT.search(text):
+        raise Refused("a path that leads upwards ('..')")
+    if text.startswith("~") or text.startswith("\\\\") or re.match(r"[A-Za-z]:[\\/]", text):
+        raise Refused("a path outside of bundle and data folder")
+    if _SYSTEM.match(text):
+        raise Refused("a path into a folder of the system")
+    if text.startswith("/") and not absolute and not text.startswith("/workspace/"):
+        raise Refused("an absolute path")
+
+
+def check_place(path: str | Path, roots: Collection[Path]) -> None:
+    """Check that a file or folder is one that the bundle or the user opens; links in these are followed.
+
+    Raises:
+        ElsewhereRefused: it is not below one of `roots`.
+    """
+    place = Path(os.path.abspath(path))
+    if not any(part in roots for part in (place, *place.parents)):
+        raise ElsewhereRefused(
+            f"the path {printable(path)}, which is neither below the bundle nor below its data"
+        )
 
 
 def name_set(text: str) -> frozenset[str]:
@@ -24,28 +66,38 @@ def name_set(text: str) -> frozenset[str]:
 
 
 _LOADED = (
-    "monai.handlers", "torch.nn.parallel", "torch.utils.data.distributed", "torch.amp", "torch.cuda.amp",
-    "torchvision.models", "ignite.metrics", "ignite.handlers",
-)  # fmt: skip
+    "monai.handlers",
+    "torch.nn.parallel",
+    "torch.utils.data.distributed",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torchvision.models",
+    "ignite.metrics",
+    "ignite.handlers",
+)
 """Modules that are loaded to find components in; `import monai` loads its other ones."""
-_CLASSES = (
-    "monai.apps.datasets.", "monai.apps.deepedit.", "monai.apps.deepgrow.", "monai.apps.detection.",
-    "monai.apps.generation.", "monai.apps.nuclick.", "monai.apps.pathology.", "monai.apps.vista3d.", "monai.data.",
-    "monai.engines.", "monai.handlers.", "monai.inferers.", "monai.losses.", "monai.metrics.", "monai.networks.",
-    "monai.optimizers.", "monai.transforms.", "torch.nn.", "torch.optim.", "torch.utils.data.", "torch.amp.",
-    "torch.cuda.amp.", "ignite.metrics.", "ignite.handlers.",
-)  # fmt: skip
+_CLASSES = tuple(
+    name_set(
+        "monai.apps.datasets. monai.apps.deepedit. monai.apps.deepgrow. monai.apps.detection. "
+        "monai.apps.generation. monai.apps.nuclick. monai.apps.pathology. monai.apps.vista3d. "
+        "monai.data. monai.engines. monai.handlers. monai.inferers. monai.losses. monai.metrics. "
+        "monai.networks. monai.optimizers. monai.transforms. torch.nn. torch.optim. "
+        "torch.utils.data. torch.amp. torch.cuda.amp. ignite.metrics. ignite.handlers."
+    )
+)
 """Where a class is defined that may be made."""
 _FUNCTIONS = (
-    "monai.networks.nets.", "monai.apps.detection.networks.", "torchvision.models.", "ignite.metrics.",
-)  # fmt: skip
+    "monai.networks.nets.",
+    "monai.apps.detection.networks.",
+    "torchvision.models.",
+    "ignite.metrics.",
+)
 """Where a function is defined that makes a network or a metric."""
-_OTHERS = {
-    "torch.device", "medfl.datasets.CheckPatchd", "medfl.datasets.ReadPaird", "medfl.datasets.ReadPixelsd",
-    "medfl.datasets.ReadVolumed", "medfl.datasets.WriteMaskd", "medfl.networks.build",
-    "medfl.exported.network", "medfl.medsam.BoxOfMaskd", "medfl.medsam.load",
-    "medfl.training.site.mean_loss",
-}  # fmt: skip
+_OTHERS = name_set(
+    "torch.device medfl.datasets.CheckPatchd medfl.datasets.ReadPaird medfl.datasets.ReadPixelsd "
+    "medfl.datasets.ReadVolumed medfl.datasets.WriteMaskd medfl.networks.build "
+    "medfl.exported.network medfl.medsam.BoxOfMaskd medfl.medsam.load medfl.training.site.mean_loss"
+)
 _NEVER = re.compile(
     r"clearml|mlflow|perceptual|tcia|\.trt|gaussianmixture|lltm|transchex", re.IGNORECASE
 )
@@ -62,9 +114,15 @@ READERS = name_set(
 """What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
 _NAMED = ("reader", "writer", "merger_cls")
 _SWITCHES = (
-    "download", "pretrained", "allow_pickle", "trust_remote_code", "pickle_module", "model_url", "pretrained_url",
+    "download",
+    "pretrained",
+    "allow_pickle",
+    "trust_remote_code",
+    "pickle_module",
+    "model_url",
+    "pretrained_url",
     "pretrained_path",
-)  # fmt: skip
+)
 """Arguments by which something is fetched or unpickled."""
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
@@ -90,10 +148,9 @@ def component(target: str) -> Callable[..., Any]:
             return components[target]  # type: ignore[no-any-return]
         module, _, name = target.rpartition(".")
 
+        member = None
         if module in sys.modules:
             member = vars(sys.modules[module]).get(name)
-        else:
-            member = None
 
         if _is_component(member):
             return member

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.components import check_argument, name_set
-from medfl.policy.paths import check_path
+from medfl.policy.components import check_argument, check_path, name_set
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
 """The modules that MONAI offers every expression without an import."""
@@ -47,11 +46,12 @@ _MODULES = name_set(
     "monai.utils"
 )
 """Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
-_MEMBERS = {
-    "json.load", "json.loads", "os.getcwd", "os.listdir", "os.sep", "monai.data.load_decathlon_datalist",
-    "medfl.datasets.datalist", "medfl.datasets.locate", "medfl.datasets.unlabelled", "medfl.datasets.own.above",
-    "medfl.datasets.own.labelled", "medfl.datasets.own.listed", "medfl.datasets.own.paired",
-}  # fmt: skip
+_MEMBERS = name_set(
+    "json.load json.loads os.getcwd os.listdir os.sep monai.data.load_decathlon_datalist "
+    "medfl.datasets.datalist medfl.datasets.locate medfl.datasets.unlabelled "
+    "medfl.datasets.own.above medfl.datasets.own.labelled medfl.datasets.own.listed "
+    "medfl.datasets.own.paired"
+)
 """Further members, whatever their name says."""
 _ATTRIBUTES = {"eval", "load_state_dict", "load_old_state_dict", "removeprefix", "removesuffix"}
 _ACTS = re.compile(
@@ -64,9 +64,13 @@ _ACTS = re.compile(
 )
 """A name that acts, leads to a module that does, or to the interpreter; also `LoadImage` and the like."""
 _PERMISSIONS = {
-    "torch.load": "pickle", "torch.jit.load": "pickle", "sys.path.append": "sys.path", "sys.path.insert": "sys.path",
-    "torch.cuda.set_device": "distributed", "os.path.expanduser": "paths",
-}  # fmt: skip
+    "torch.load": "pickle",
+    "torch.jit.load": "pickle",
+    "sys.path.append": "sys.path",
+    "sys.path.insert": "sys.path",
+    "torch.cuda.set_device": "distributed",
+    "os.path.expanduser": "paths",
+}
 """Members that need a permission of the site's policy, and which."""
 _READING = ("r", "rb", "rt")
 _REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them

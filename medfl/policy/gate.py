@@ -25,7 +25,7 @@ from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors, Weights
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, BudgetExceeded
 from medfl.policy.suppression import Entropy, uniform
 

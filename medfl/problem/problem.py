@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError, MedflError, as_text, root_cause
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
-from medfl.data.disk_cache import DiskCache
-from medfl.data.prepare import prepare
+from medfl.data.prepare import DiskCache, prepare
 from medfl.data.prepared import Item, Prepared, moved
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED

@@ -10,9 +10,9 @@ from monai.data import list_data_collate
 
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
-from medfl.data.incomplete_entries import drop_label, fill_missing
 from medfl.data.prepared import Item
 from medfl.data.sampled import Collate
+from medfl.data.samples import drop_label, fill_missing
 from medfl.data.source import LACKS, NO_LABEL, Source
 
 

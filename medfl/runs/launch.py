@@ -21,8 +21,7 @@ from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
 from medfl.evaluation.metrics import higher_is_better
-from medfl.policy.findings import TRAINING
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem.parts import is_parts
 from medfl.problem.problem import prepared_sections

@@ -23,7 +23,7 @@ from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
-from medfl.datasets.readers import own_folder
+from medfl.datasets import own
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_volume, read_volume
@@ -122,7 +122,7 @@ def predict(
         if isinstance(source, str | Path):
             root = Path(source).expanduser()
             scored_by = Path(reference).expanduser() if reference else None
-            for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
+            for line in (*own.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {source}: {line}")
 
     with new_images.as_files(images, predictor.metadata) as files:

@@ -22,7 +22,7 @@ from medfl.core.task import OF_VECTORS
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import printable
-from medfl.data.incomplete_entries import allow_missing_labels
+from medfl.data.samples import allow_missing_labels
 from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import surface_metrics_of

@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.bundle.check_own import ids_of
-from medfl.bundle.open import bundle_of, is_recorded
+from medfl.bundle.open import bundle_of, ids_of, is_recorded
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.run import Run, withdrawn_settings

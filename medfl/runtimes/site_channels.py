@@ -10,8 +10,7 @@ from medfl.core.documents import Words
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import by_site
-from medfl.data.channels import Channels
-from medfl.data.prepared import Prepared
+from medfl.data.prepared import Channels, Prepared
 from medfl.problem.described import tensor_described
 from medfl.problem.problem import Problem
 from medfl.runtimes.site_settings import positions, require_sites

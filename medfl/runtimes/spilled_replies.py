@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.data.disk_cache import free_ram
+from medfl.data.prepare import free_ram
 from medfl.storage.files import writing
 
 BUDGET: int | None = None

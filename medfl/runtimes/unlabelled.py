@@ -8,9 +8,8 @@ from medfl import methods
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import site_names
-from medfl.data.prepared import Item, Shard
+from medfl.data.prepared import Item, Shard, unlabelled
 from medfl.data.source import NO_LABEL
-from medfl.data.unlabelled import unlabelled
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runtimes import site_labels

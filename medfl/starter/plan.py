@@ -193,9 +193,14 @@ def plan(
         clip = tuple(float(f"{value:.6g}") for value in (*ends, values.mean, values.sd))
 
     planned = Plan(
-        tuple(spacing.tolist()) * (pooled.kind == "volumes"), patch, batch, network, coarse,
-        clip, replace(pooled, channel_names=names),
-    )  # fmt: skip
+        tuple(spacing.tolist()) * (pooled.kind == "volumes"),
+        patch,
+        batch,
+        network,
+        coarse,
+        clip,
+        replace(pooled, channel_names=names),
+    )
     return replace(
         planned,
         choices=_choices(planned, shape, memory),

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,168 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text, listed, slug
 from medfl.core.terminal import bar
 from medfl.datasets import own
-from medfl.datasets.readers import cases, conventions, grouping, own_folder, pairs, tables, volumes
+from medfl.datasets.readers import (
+    cases,
+    conventions,
+    grouping,
+    matching,
+    pairs,
+    tables,
+    volumes,
+)
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.starter import folder_layouts
-from medfl.starter.folder_layouts import UserLayout
-from medfl.starter.picture_facts import (
+from medfl.starter.survey import (
     PictureFacts,
+    Survey,
     common_facts,
     depth_notes,
     duplicate_notes,
+    metadata_of,
     own_depth,
     sides,
 )
-from medfl.starter.survey import Survey, metadata_of
 from medfl.storage.places import require_new_bundle
+
+
+@dataclass(frozen=True)
+class UserLayout:
+    """Where images, and masks or a table of labels, lie.
+
+    Attributes:
+        folder: what is given with --data.
+        images, masks, labels: places in it, "." for the folder itself and "" where there is none.
+        classes: value -> name of the masks' classes, where a file says them.
+        ignored: value of pixels that nobody has labelled, by that file.
+        channels: names of the images' channels, by that file.
+        note: in which layout they are, where it is more than folders of their own.
+    """
+
+    folder: Path
+    images: str = ""
+    masks: str = ""
+    labels: str = ""
+    classes: Mapping[int, str] = field(default_factory=dict)
+    ignored: int | None = None
+    channels: tuple[str, ...] = ()
+    note: str = ""
+
+
+def find_layout(
+    images: str | Path,
+    masks: str | Path | None = None,
+    labels: str | Path | None = None,
+    named: bool = False,
+) -> UserLayout:
+    """Return the layout of folders.
+
+    Args:
+        images: folder of the images; without `masks` and `labels` it holds a folder for each class, images beside
+            their masks, nnU-Net's layout or BIDS.
+        masks: folder of the masks, beside that of the images or in it.
+        labels: table of the classes, beside the folder of the images or in it.
+        named: the user names the structures, whatever a file in the folder calls them.
+
+    Raises:
+        InputError: no such folder, or one that is elsewhere.
+    """
+    root = Path(images).expanduser().resolve()
+    if not root.is_dir():
+        raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
+
+    if labels is not None:
+        if masks is not None:
+            raise InputError(
+                "--labels with --masks", "labelled pictures, or images with masks", "leave one out"
+            )
+        return _beside(root, Path(labels), "--labels", "table of the classes")
+
+    if masks is not None:
+        return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"), named)
+
+    listed = conventions.NNUNET_FILE
+    if conventions.listed_files(root / listed):
+        return _with_names(
+            UserLayout(root, listed, listed, note=f"nnU-Net's layout: files by {listed}"), named
+        )
+
+    names = conventions.NNUNET_FOLDERS
+    if all((root / name).is_dir() for name in names):
+        left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
+        return _with_names(
+            UserLayout(root, *names, note=f"nnU-Net's layout: imagesTr and labelsTr{left_out}"),
+            named,
+        )
+
+    if (root / conventions.BIDS_FILE).is_file():
+        where = conventions.bids_masks(root)
+        return UserLayout(
+            root, ".", where, note=f"a BIDS data set: masks of {where}, patients are its subjects"
+        )
+
+    if note := _together(root):
+        return UserLayout(root, ".", ".", note=note)
+
+    return UserLayout(root)
+
+
+def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
+    """Return the layout of images and a folder or table in the same folder, or in that of the images."""
+    path = place.expanduser().resolve()
+    if not (path.is_file() if flag == "--labels" else path.is_dir()):
+        raise InputError(f"{flag} {place} is not there", f"the {kind}", "check the path")
+
+    if path != root and path.is_relative_to(root):
+        folder = root
+        images = "."
+    elif path.parent == root.parent and path != root:
+        folder = root.parent
+        images = root.name
+    else:
+        problem = f"--images {root} and {flag} {place}"
+        allowed = f"the {kind} and the images beside each other, or it among them"
+        raise InputError(problem, allowed, "put both into one folder")
+
+    where = path.relative_to(folder).as_posix()
+    if flag == "--labels":
+        return UserLayout(folder, images, labels=where)
+
+    return UserLayout(folder, images, where)
+
+
+def _with_names(layout: UserLayout, named: bool) -> UserLayout:
+    """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
+    path = layout.folder / conventions.NNUNET_FILE
+    of_nnunet = (conventions.NNUNET_FOLDERS[1], conventions.NNUNET_FILE)
+    if layout.masks not in of_nnunet or not path.is_file():
+        return layout
+    names, ignored = conventions.mask_labels(path, named)
+    note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
+        layout.note and names
+    )
+    channels = conventions.channel_names(path)
+    return replace(layout, classes=names, ignored=ignored, channels=channels, note=note)
+
+
+def _together(root: Path) -> str:
+    """Tell whether a folder has images and their masks beside each other: most images have one; "" where not."""
+    images, masks = own.paths(root, root, lacking=False)
+    if not masks or 2 * len(masks) < len(images):
+        return ""
+
+    matches = (matching.MASK_END.search(path) for path, _ in masks)
+    endings = sorted({match[0] for match in matches if match})
+    return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"
+
+
+# The survey, and the bundle
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
@@ -78,7 +219,7 @@ def survey(
 
     Args:
         images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or volumes;
-            or of both, as `medfl.starter.folder_layouts.find` knows it.
+            or of both, as `medfl.starter.find` knows it.
         masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
         labels: table of the pictures' classes, findings or numbers, likewise.
@@ -91,7 +232,7 @@ def survey(
             Or names that are no names of structures, or fewer than the masks have.
     """
     _check_structures(names)
-    layout = folder_layouts.find(images, masks, labels, bool(names))
+    layout = find_layout(images, masks, labels, bool(names))
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
         raise InputError("--classes without --masks", allowed, "rename these")
@@ -165,9 +306,12 @@ def write(
     words |= {"items_call": content.items_call, "items_end": content.items_end}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("medfl.starter"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     # a JSON value is a YAML value, whatever a class is called
     environment.filters["yaml"] = json.dumps
     files = {}
@@ -239,7 +383,7 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
         for name, count, count_in_test in zip(index.classes, counts, tested, strict=True)
         if count and not count_in_test
     ]
-    notes = [*index.notes, *own_folder.odd(root), *cases.notes(index.rows)]
+    notes = [*index.notes, *own.odd(root), *cases.notes(index.rows)]
     notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
         notes = [*own.beside_classes(root, index.records), *notes]
@@ -254,11 +398,24 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     columns = (f"{task}: {index.columns}",) if index.columns else ()
     return Survey(
-        "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
-        phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
-        own_depth=own_depth(facts), said=columns, task=task, label_column=index.column,
-        uncertain=wanted.uncertain, blank=wanted.blank, columns=wanted.roles, **fields,
-    )  # fmt: skip
+        "labelled",
+        str(root),
+        index.classes,
+        counts,
+        *common_facts(facts),
+        images=layout.images,
+        labels=layout.labels,
+        phantom=str(own.cohort_of(record.image for record in index.records) or ""),
+        notes=tuple(notes),
+        own_depth=own_depth(facts),
+        said=columns,
+        task=task,
+        label_column=index.column,
+        uncertain=wanted.uncertain,
+        blank=wanted.blank,
+        columns=wanted.roles,
+        **fields,
+    )
 
 
 def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]:
@@ -274,7 +431,7 @@ def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]
     return tuple(has.sum(0).tolist())
 
 
-def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> Document:
     """Return mean, standard deviation and range of the training images' numbers.
 
     Raises:
@@ -304,7 +461,7 @@ def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> dict[s
 def _class_folders(root: Path) -> own.OwnImages:
     classes = own.class_folders(root)
     if classes:
-        own_folder.refuse_other_folders(root, classes)
+        own.refuse_other_folders(root, classes)
 
     if not classes and any(volumes.is_volume(path.name) for path in root.rglob("*")):
         allowed = (
@@ -323,15 +480,15 @@ def _class_folders(root: Path) -> own.OwnImages:
             "--masks DIR",
         )
 
-    own_folder.refuse_masks_among(classes.values())
+    own.refuse_masks_among(classes.values())
     return own.in_folders(root, [*classes])
 
 
 def _patients(
     dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None
-) -> dict[str, Any]:
+) -> Document:
     """Return the fields of a survey about patients and folds."""
-    fields: dict[str, Any] = {
+    fields: Document = {
         "group_by": group_by,
         "tested": sum(section == "test" for _, section in divided),
     }
@@ -395,7 +552,7 @@ def _segmented(
     counts = tuple(sum(value in values for values in present) for value in names)
     absent = [str(value) for value, count in zip(names, counts, strict=True) if value and not count]
     facts = [picture for _, picture in pairs_read]
-    notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
+    notes = (*own.of_pairs(images, masks, records, endings), *own.odd(layout.folder))
     notes += (*cases.notes(dataset.rows),)
     if {1, 255} <= set[int]().union(*stored) and 255 not in values:
         count = sum(255 in values for values in stored)
@@ -417,12 +574,16 @@ def _segmented(
     notes += duplicate_notes(facts, records)
     notes += volumes.changes_told(picture.changes for picture in facts)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
-    fields: dict[str, Any] = {
-        "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
-        "phantom": str(own.cohort_of(paths) or ""), "mask_values": mask_values,
-        "channel_titles": layout.channels, "normalised": way,
+    fields: Document = {
+        "images": layout.images,
+        "masks": layout.masks,
+        "said": (layout.note,) if layout.note else (),
+        "phantom": str(own.cohort_of(paths) or ""),
+        "mask_values": mask_values,
+        "channel_titles": layout.channels,
+        "normalised": way,
         **_patients(dataset, divided, group_by),
-    }  # fmt: skip
+    }
     where = str(layout.folder)
     titles = tuple(names.values())
 

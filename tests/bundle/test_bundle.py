@@ -15,8 +15,7 @@ from ignite.metrics import MeanAbsoluteError
 from torch import nn
 
 from medfl import datasets
-from medfl.bundle.bundle import Bundle, read_protocol, shipped
-from medfl.bundle.own_metric import OwnMetric
+from medfl.bundle.bundle import Bundle, OwnMetric, read_protocol, shipped
 from medfl.core.errors import InputError
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases, higher_is_better, summarise

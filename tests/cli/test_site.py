@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from medfl.cli import verbs as cli
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import Policy
+from medfl.policy.policy import Outbound, Policy
 from tests.hostile.base import write
 
 

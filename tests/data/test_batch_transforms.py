@@ -25,8 +25,7 @@ from monai.transforms import (
     ToTensord,
 )
 
-from medfl.data.batch_steps import Affine, Crop, Rotate
-from medfl.data.batch_transforms import BatchRecipe, recipe
+from medfl.data.batch_transforms import Affine, BatchRecipe, Crop, Rotate, recipe
 from medfl.data.byte_codes import encode, stacked
 
 BOTH = ["image", "label"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from medfl.core.errors import InputError
-from medfl.data.channels import Channels
-from medfl.data.prepared import Shard, Stacked
+from medfl.data.prepared import Channels, Shard, Stacked
 
 
 def stacked(count: int = 6, channels: int = 3) -> Stacked:

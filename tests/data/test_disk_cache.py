@@ -22,10 +22,9 @@ from monai.transforms import (
 )
 
 from medfl.core.errors import InputError, RunError
-from medfl.data import disk_cache
+from medfl.data import prepare as module
 from medfl.data.byte_codes import Coded
-from medfl.data.disk_cache import DiskCache, OnDisk, budget, sample_key, size_of
-from medfl.data.prepare import prepare
+from medfl.data.prepare import DiskCache, OnDisk, budget, prepare, sample_key, size_of
 from medfl.data.prepared import Augmented, Prepared
 from medfl.data.sampled import Sampled
 from medfl.data.source import Source
@@ -266,7 +265,7 @@ def test_the_budget_is_half_of_the_free_memory_or_what_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MEDFL_MEMORY", raising=False)
-    monkeypatch.setattr(disk_cache, "free_ram", lambda: 6 * GIB)
+    monkeypatch.setattr(module, "free_ram", lambda: 6 * GIB)
     assert budget() == 3 * GIB
     monkeypatch.setenv("MEDFL_MEMORY", "0.5")
     assert budget() == GIB // 2
@@ -277,4 +276,4 @@ def test_the_budget_is_half_of_the_free_memory_or_what_is_given(
 
 
 def test_free_ram_is_known_here() -> None:
-    assert 1 << 20 < disk_cache.free_ram() < 1 << 50
+    assert 1 << 20 < module.free_ram() < 1 << 50

@@ -14,7 +14,8 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms.layouts import draw_medmnist, save
+from medfl.datasets.phantoms.phantom import draw_medmnist, save
+from medfl.datasets.readers.checking import read_with_mask
 from medfl.problem.tasks import KINDS
 from tests.support.sweeps import mostly_slow
 
@@ -65,7 +66,7 @@ def test_every_data_set_is_found_and_described():
         dataset, segments = datasets.get(name), name in SEGMENTED
         assert dataset.name == name
         assert dataset.task in KINDS
-        assert segments == (dataset.open_pair is not None)
+        assert segments == (dataset.task == "segmentation")
         assert (dataset.task == "classification") == bool(dataset.concepts)
         assert (
             len(dataset.classes)
@@ -127,9 +128,9 @@ def test_cases_of_every_split(phantoms, name):
             [item["id"] for item in part] == sorted(item["id"] for item in part)
             for part in found.values()
         )
-        dataset.open_pair(items[0]["image"], items[0]["label"])
+        read_with_mask(dataset, items[0]["image"], items[0]["label"])
         with pytest.raises(InputError):
-            dataset.open_pair(items[0]["image"], items[0]["label"] + ".gone")
+            read_with_mask(dataset, items[0]["image"], items[0]["label"] + ".gone")
 
 
 def test_lesion_split_keeps_lesions_together_and_the_published_ones_do_not(phantoms):

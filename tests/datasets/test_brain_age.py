@@ -11,7 +11,7 @@ from sklearn.metrics import r2_score
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms.layouts import save_volume
+from medfl.datasets.phantoms.phantom import save_volume
 
 NAME = "brain_age"
 SECTIONS = ("train", "validate", "test")

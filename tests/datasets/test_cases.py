@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.data.unlabelled import _WithoutLabels
+from medfl.data.prepared import _WithoutLabels
 from medfl.datasets.readers import cases
 from medfl.datasets.readers.splitting import Record
 

@@ -12,7 +12,7 @@ import torch
 from monai.data import MetaTensor
 from PIL import Image
 
-from medfl.bundle import check_own
+from medfl.bundle.open import check_folder
 from medfl.core.errors import InputError
 from medfl.data.prepared import Geometry
 from medfl.datasets import ReadPaird, ReadVolumed, WriteMaskd
@@ -131,7 +131,7 @@ def test_volumes_of_two_scales_have_one_structure(tmp_path: Path) -> None:
     assert survey.mask_values == ()
     assert "the value 255 is read as 1, which others have, in 4 masks" in survey.notes
     bundle = starter.write(tmp_path / "bundle", survey)
-    report = check_own.check(str(bundle), tmp_path)
+    report = check_folder(str(bundle), tmp_path)
     assert report.problems == ()
     image, mask = (str(tmp_path / folder / "1.nii") for folder in ("images", "masks"))
     _, labels = volumes.read_pair(image, mask, 2)

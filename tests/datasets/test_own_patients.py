@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.bundle import check_own
+from medfl.bundle.open import check_folder
 from medfl.core.errors import InputError
 from medfl.datasets.own import labelled, listed, paired
 from medfl.datasets.readers.grouping import by_names, offered
@@ -94,7 +94,7 @@ def test_a_word_for_no_patient_is_said_to_be_one(tmp_path: Path, name: str) -> N
     told = f"5 images are of a patient '{name}': one, as its cells are not empty"
     survey = starter.survey(tmp_path)
     assert told in survey.notes
-    report = check_own.check(str(starter.write(tmp_path / "bundle", survey)), tmp_path)
+    report = check_folder(str(starter.write(tmp_path / "bundle", survey)), tmp_path)
     assert told in report.notes
 
 

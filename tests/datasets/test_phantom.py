@@ -11,7 +11,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import balanced_accuracy_score
 
 import medfl.datasets as datasets
-import medfl.datasets.phantoms.layouts as layouts
+import medfl.datasets.phantoms.phantom as layouts
 from medfl.core.errors import InputError, RunError
 from tests.support.sweeps import mostly_slow
 

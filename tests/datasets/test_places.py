@@ -17,8 +17,8 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Orientationd
 
-from medfl.bundle import check_own
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import check_folder
 from medfl.core.errors import InputError
 from medfl.data.prepared import Geometry
 from medfl.datasets import ReadVolumed, WriteMaskd
@@ -325,7 +325,7 @@ def test_what_reading_changes_is_said(tmp_path: Path) -> None:
     survey = starter.survey(tmp_path / "images", tmp_path / "masks")
     assert set(lines) <= set(survey.notes)
     bundle = starter.write(tmp_path / "bundle", survey)
-    assert set(lines) <= set(check_own.check(bundle, tmp_path).notes)
+    assert set(lines) <= set(check_folder(bundle, tmp_path).notes)
     opened = Bundle(str(bundle), {"dataset_dir": str(tmp_path)})
     findings = Findings(opened)
     for section in ("train", "validate", "test"):

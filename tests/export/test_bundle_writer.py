@@ -33,8 +33,7 @@ from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import problems
 from medfl.export.formats import OnnxNetwork, parse_formats
 from medfl.networks.heads import head
-from medfl.policy.findings import INFERENCE
-from medfl.policy.inspection import inspect
+from medfl.policy.inspection import INFERENCE, inspect
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict

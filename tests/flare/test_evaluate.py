@@ -28,7 +28,7 @@ from medfl.flare.server import FlareWorkers
 from medfl.flare.site import FlareSite
 from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site
 from medfl.flare.wire import Payload
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.report import write_report
 from medfl.report.formatting import interval
 from medfl.runtimes.launch import Launch

@@ -12,8 +12,7 @@ from medfl import methods
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
-from medfl.data.batch_steps import Crop
-from medfl.data.batch_transforms import BatchRecipe
+from medfl.data.batch_transforms import BatchRecipe, Crop
 from medfl.data.prepared import Augmented, Shard
 from medfl.methods._parts.public import untracked
 from medfl.methods.fedhelp.lesson import Lesson

@@ -17,7 +17,7 @@ from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.data.unlabelled import unlabelled
+from medfl.data.prepared import unlabelled
 from medfl.flare.offer import offer
 from medfl.methods import load
 from medfl.methods.fedsemi import class_logits, masked_cross_entropy, strong_view

@@ -23,8 +23,7 @@ from medfl.partner.case_findings import Findings
 from medfl.partner.preflight import Preflight, PreflightOptions, check
 from medfl.partner.scanning import ScannedItem, scan
 from medfl.policy.inspection import inspect
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import Policy
+from medfl.policy.policy import Outbound, Policy
 from tests.hostile.base import write
 from tests.zoo.build import ZOO
 

@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.policy.gate import Gate, normal
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account
 from tests.support.toy import bits
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import Policy
+from medfl.policy.policy import Outbound, Policy
 
 
 def read(tmp_path: Path, text: str) -> Outbound:

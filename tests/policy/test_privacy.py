@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from medfl.core.errors import RunError
 from medfl.policy.gate import Gate
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, account_file, epsilon_of
 
 pytest.importorskip("dp_accounting")

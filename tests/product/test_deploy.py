@@ -16,8 +16,7 @@ from medfl.bundle.bundle import shipped_root
 from medfl.cli import verbs as cli
 from medfl.methods import names
 from medfl.policy.audit import verify
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import Policy
+from medfl.policy.policy import Outbound, Policy
 from medfl.policy.privacy import epsilon_of
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from tests.partner.test_connection import Authority, serving, trusting

@@ -21,8 +21,7 @@ from medfl.core.message import Message
 from medfl.data.source import Source
 from medfl.policy.audit import verify
 from medfl.policy.inspection import inspect
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import Policy
+from medfl.policy.policy import Outbound, Policy
 from medfl.runs import launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.step import score_site, score_site_on_all

@@ -17,7 +17,7 @@ from medfl.core.message import Message
 from medfl.evaluation import tally
 from medfl.evaluation.metrics import WHOLE, Cases
 from medfl.policy.audit import verify
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.monai_fl.held import HeldSite, Worker, cases_state
 from medfl.runtimes.monai_fl.view import Aborted, SiteView

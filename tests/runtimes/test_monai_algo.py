@@ -30,7 +30,7 @@ from medfl import datasets
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
-from medfl.datasets.readers.class_index import ClassIndex
+from medfl.datasets.readers.reading import ClassIndex
 from tests.support.sweeps import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs: only MONAI runs here

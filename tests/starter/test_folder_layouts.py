@@ -15,15 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-from medfl.bundle import check_own
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.open import check_folder
 from medfl.cli import main as medfl
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.own import listed, paired
 from medfl.datasets.readers import conventions, label_table
 from medfl.datasets.readers.volumes import read_pair, read_volume
-from medfl.starter import folder_layouts, starter
+from medfl.starter import starter
 
 SECTIONS = ("train", "validate", "test")
 DRAWS = np.random.default_rng(0)
@@ -286,7 +286,7 @@ def test_columns_have_the_names_that_are_given(tmp_path: Path) -> None:
     for item in items:
         assert (item["label"], item["group"], item["centre"]) == expected[item["id"]]
 
-    report = check_own.check(tmp_path / "own", tmp_path / "i")
+    report = check_folder(tmp_path / "own", tmp_path / "i")
     assert report.ok
     assert any("6 patients" in note for note in report.notes)
 
@@ -499,7 +499,7 @@ def test_files_that_nnunet_lists_are_read_wherever_they_lie(tmp_path: Path) -> N
     assert seen.channel_titles == ("T1", "T2")
     assert "3 images without a mask: left out, first deep/t2/b5.nii.gz" in seen.notes
     bundle = starter.write(tmp_path / "bundle", seen)
-    report = check_own.check(str(bundle), root)
+    report = check_folder(str(bundle), root)
     assert (report.problems, report.images) == ((), 5)
     opened = Bundle(str(bundle), {"dataset_dir": str(root)})
     found = [item for section in SECTIONS for item in opened.data(section)]
@@ -714,16 +714,16 @@ def test_masks_and_tables_lie_beside_the_images_or_among_them(tmp_path: Path) ->
     picture(tmp_path / "a" / "b" / "x.png")
     (tmp_path / "t.csv").write_text("image,label\n")
     (tmp_path / "a" / "t.csv").write_text("image,label\n")
-    beside = folder_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "a" / "t.csv")
+    beside = starter.find_layout(tmp_path / "a" / "b", labels=tmp_path / "a" / "t.csv")
     assert (beside.folder, beside.images, beside.labels) == (tmp_path / "a", "b", "t.csv")
-    within = folder_layouts.find(tmp_path / "a", labels=tmp_path / "a" / "t.csv")
+    within = starter.find_layout(tmp_path / "a", labels=tmp_path / "a" / "t.csv")
     assert (within.folder, within.images, within.labels) == (tmp_path / "a", ".", "t.csv")
     with pytest.raises(InputError, match="beside each other, or it among them"):
-        folder_layouts.find(tmp_path / "a" / "b", labels=tmp_path / "t.csv")
+        starter.find_layout(tmp_path / "a" / "b", labels=tmp_path / "t.csv")
     with pytest.raises(InputError, match="is not there"):
-        folder_layouts.find(tmp_path / "a", labels=tmp_path / "none.csv")
+        starter.find_layout(tmp_path / "a", labels=tmp_path / "none.csv")
     with pytest.raises(InputError, match="--labels with --masks"):
-        folder_layouts.find(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
+        starter.find_layout(tmp_path / "a", tmp_path / "a", tmp_path / "t.csv")
 
 
 # What somebody else wrote

@@ -32,8 +32,8 @@ from medfl.core.task import SECTIONS
 from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom
 from medfl.policy import admission
-from medfl.policy.findings import TRAINING
-from medfl.policy.paths import ElsewhereRefused
+from medfl.policy.components import ElsewhereRefused
+from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
 from medfl.problem.sections import Section
 from medfl.storage.files import writing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from medfl.policy.paths import ElsewhereRefused
+from medfl.policy.components import ElsewhereRefused
 
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
 _NAME = re.compile(

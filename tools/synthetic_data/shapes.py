@@ -13,7 +13,7 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.datasets.phantoms.layouts import save_volume
+from medfl.datasets.phantoms.phantom import save_volume
 
 VOLUMES, PICTURES = (".nii.gz", ".nii"), (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 ENDINGS = (*VOLUMES, *PICTURES, ".npy", ".npz")

@@ -24,10 +24,24 @@ from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"
 _SAME = {
-    "product": "prod", "cumproduct": "cumprod", "alltrue": "all", "sometrue": "any", "row_stack": "vstack",
-    "trapz": "trapezoid", "round_": "round", "float_": "float64", "complex_": "complex128", "unicode_": "str_",
-    "string_": "bytes_", "bool8": "bool_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan",
-}  # fmt: skip
+    "product": "prod",
+    "cumproduct": "cumprod",
+    "alltrue": "all",
+    "sometrue": "any",
+    "row_stack": "vstack",
+    "trapz": "trapezoid",
+    "round_": "round",
+    "float_": "float64",
+    "complex_": "complex128",
+    "unicode_": "str_",
+    "string_": "bytes_",
+    "bool8": "bool_",
+    "Inf": "inf",
+    "Infinity": "inf",
+    "infty": "inf",
+    "PINF": "inf",
+    "NaN": "nan",
+}
 """Names that NumPy 2 took away, and what was and is the same under another."""
 _PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy took away, and Python's own that they were."""

@@ -169,10 +169,9 @@ class CustomTrainer:
         return math.nan
 
     def _keep_loss(self, engine: Any) -> None:
+        output = engine.state.output
         if isinstance(engine.state.output, list):
             output = engine.state.output[0]
-        else:
-            output = engine.state.output
 
         losses_by_name = {
             str(key): value for key, value in output.items() if str(key).endswith("loss")

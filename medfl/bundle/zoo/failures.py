@@ -11,8 +11,8 @@ from pathlib import Path
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
-from medfl.policy.findings import NOT_LISTED
-from medfl.policy.paths import ElsewhereRefused
+from medfl.policy.components import ElsewhereRefused
+from medfl.policy.inspection import NOT_LISTED
 
 _NAME_DATA = (
     "a bundle looks into its own folder and those that you name",
@@ -77,10 +77,8 @@ def _reader(key: str, content: object) -> str:
     for number, part in enumerate(parts, 1):
         if isinstance(node, list):
             node = node[int(part)]
-        elif isinstance(node, Mapping):
-            node = node.get(part)
         else:
-            node = None
+            node = node.get(part) if isinstance(node, Mapping) else None
 
         # a reference: what is written elsewhere is changed there
         if isinstance(node, str) and node[:1] in ("@", "%"):

@@ -32,15 +32,11 @@ def notes(
 
     yield from map(compatibility.said, sorted(config.adapted))
     if (handlers := list(config.nodes("LrScheduleHandler"))) and not scheduled:
-        disabled = not trainer_class and all(
-            is_disabled(config, key, node) for key, node in handlers
-        )
+        why = " goes by steps or a metric, and"
         if trainer_class:
             why = ""
-        elif disabled:
+        elif all(is_disabled(config, key, node) for key, node in handlers):
             why = " is disabled, and"
-        else:
-            why = " goes by steps or a metric, and"
 
         yield f"its learning rate schedule{why} is not run; --lr-decay multiplies the rate"
 

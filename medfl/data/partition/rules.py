@@ -31,17 +31,20 @@ from medfl.core.names import composed, listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import targets
-from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import (
     Homes,
     Item,
     Rule,
     Sections,
+    by_counts,
     by_size,
     canonical,
     draw,
     group_of,
     homeless,
+    limit_centres,
+    read_count,
+    read_limits,
 )
 
 FORMS = (
@@ -196,8 +199,7 @@ def assign(
             "leave the number of sites out or make it agree",
         )
 
-    untrained = _untrained(kind, values)
-    _check_trained(spec, [name for name in order if name not in untrained], homes["train"])
+    _check_trained(spec, set(order) - _untrained(kind, values), homes["train"])
     held: dict[str, dict[str, tuple[int, ...]]] = {site: {} for site in order}
     for name, section in homes.items():
         positions = defaultdict[str | None, list[int]](list)
@@ -377,9 +379,9 @@ def _untrained(kind: str, values: Sequence[Any]) -> set[str]:
     return set()
 
 
-def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None]) -> None:
-    idle = sorted(set(order) - set(train), key=natural_key)
-    if idle or not order:
+def _check_trained(spec: str, trained: set[str], train: Sequence[str | None]) -> None:
+    idle = sorted(trained.difference(train), key=natural_key)
+    if idle or not trained:
         raise InputError(
             f"partition {spec!r} leaves {listed(idle) or 'everybody'} without training images",
             "every site needs at least one",

@@ -14,19 +14,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from medfl.core.arrays import Floats, Integers
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
-from medfl.data.partition.draw import Group, Homes, Item, Rule, Sections, gathered
+from medfl.data.partition.draw import (
+    Group,
+    Homes,
+    Item,
+    Rule,
+    Sections,
+    gathered,
+    named,
+    nowhere,
+    settle,
+)
 
 _TENTHS = 10
 NO_FINDING = "no finding"
 
-Numbers = NDArray[np.float64]
 
-
-def _rows(items: Sequence[Item]) -> Numbers:
+def _rows(items: Sequence[Item]) -> Floats:
     """Return the targets (N, D) of a section, NaN where one is unknown."""
     return np.array([item["target"] for item in items], dtype=np.float64).reshape(len(items), -1)
 
@@ -64,7 +72,7 @@ def with_strata(
 
 def _finding_strata(
     data: Sections, findings: Sequence[str]
-) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+) -> tuple[dict[str, Integers], list[str]]:
     counts = (_rows(data["train"]) == 1).sum(0)
     order = np.argsort(counts, kind="stable")
     strata = {}
@@ -79,7 +87,7 @@ def _finding_strata(
     return strata, [*findings, NO_FINDING]
 
 
-def _number_strata(data: Sections) -> tuple[dict[str, NDArray[np.int64]], list[str]]:
+def _number_strata(data: Sections) -> tuple[dict[str, Integers], list[str]]:
     edges = np.unique(np.quantile(_known(data["train"]), np.arange(1, _TENTHS) / _TENTHS))
     strata = {}
     for name, section in data.items():
@@ -89,9 +97,9 @@ def _number_strata(data: Sections) -> tuple[dict[str, NDArray[np.int64]], list[s
     return strata, [f"numbers, part {index + 1}" for index in range(len(edges) + 1)]
 
 
-def _known(items: Sequence[Item]) -> Numbers:
+def _known(items: Sequence[Item]) -> Floats:
     """Return the first number of each item; InputError where it is unknown."""
-    values: Numbers = _rows(items)[:, 0]
+    values: Floats = _rows(items)[:, 0]
     if (unknown := np.isnan(values)).any():
         first = items[int(unknown.argmax())]["id"]
         raise InputError(
@@ -114,40 +122,38 @@ def by_number(count: int, data: Sections, equal_width: bool) -> Homes:
     else:
         edges = train[(np.arange(1, count) * len(train) // count)]
 
-    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
-    placed: dict[str, str] = {}
+    homes = nowhere(data)
+    placed: dict[str, int] = {}
     for name in SECTIONS:
         if not data.get(name):
             continue
 
         values = _known(data[name])
-        for group in gathered(data[name], by_label=False):
+        groups = gathered(data[name], by_label=False)
+        for group in groups:
             part = int(np.searchsorted(edges, values[group.members[0]], "right"))
-            home = placed.setdefault(group.key, f"site-{part + 1}")
-            for member in group.members:
-                homes[name][member] = home
+            placed.setdefault(group.key, part)
 
-    return homes
+        settle(groups, placed, homes[name])
+
+    return named(homes)
 
 
 def stratified(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item so that each has the same share of every class, finding or stratum of numbers."""
-    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
+    homes = nowhere(data)
     placed: dict[str, int] = {}
     for name in SECTIONS:
         groups = gathered(data.get(name, ()), by_label=False)
         if groups:
             counts = _counts(data[name], groups)
             _stratify(groups, counts, rule.sites, rule.stream(0, name), placed)
+            settle(groups, placed, homes[name])
 
-        for group in groups:
-            for member in group.members:
-                homes[name][member] = f"site-{placed[group.key] + 1}"
-
-    return homes, []
+    return named(homes), []
 
 
-def _counts(items: Sequence[Item], groups: Sequence[Group]) -> Numbers:
+def _counts(items: Sequence[Item], groups: Sequence[Group]) -> Floats:
     """Return how many images of each group (G, K + 1) have each label or finding, and how many there are."""
     if all("label" in item for item in items):
         labels = np.array([int(item["label"]) for item in items])
@@ -164,7 +170,7 @@ def _counts(items: Sequence[Item], groups: Sequence[Group]) -> Numbers:
 
 def _stratify(
     groups: Sequence[Group],
-    counts: Numbers,
+    counts: Floats,
     sites: int,
     rng: np.random.Generator,
     placed: dict[str, int],

@@ -14,6 +14,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
 from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
+from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.volumes import is_volume, read_volume
@@ -161,12 +162,23 @@ def targets_told(
     return lines
 
 
+def read_with_mask(dataset: DataSet, image: str, mask: str) -> None:
+    """Read an image and its mask as this data set has them; InputError names what is wrong with them."""
+    classes = len(dataset.classes)
+    channels = dataset.channels
+    if is_volume(mask):
+        volumes.read_pair(image, mask, classes, channels)
+    else:
+        convert = dataset.mixed_channels
+        pairs.read_pair(image, mask, channels=channels, classes=classes, convert=convert)
+
+
 def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:
     problems = []
     for record in bar(records, desc=f"reading {dataset.name}", unit="image", shown=progress):
         try:
-            if dataset.open_pair is not None:
-                dataset.open_pair(record.image, record.mask)
+            if dataset.task == "segmentation":
+                read_with_mask(dataset, record.image, record.mask)
                 continue
 
             if is_volume(record.image):

@@ -109,13 +109,13 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     """
     images_of = defaultdict(list)
     for path, _ in images:
-        match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
+        match = _parsed(path)
         if match and match[3] not in _MASKS:
             images_of[match[1] + match[2]].append(path)
 
     renamed = []
     for path, uri in masks:
-        match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
+        match = _parsed(path)
         if not match or match[3] not in _MASKS:
             continue
 
@@ -140,7 +140,7 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     used = {path for path, _ in renamed}
     bids_images = []
     for path, uri in images:
-        if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2]):
+        if path in used or _parsed(path):
             bids_images.append((path, uri))
 
     return bids_images, renamed
@@ -166,20 +166,20 @@ def bids_masks(root: Path) -> str:
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
 
-    problem = (
-        f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
-    )
-    raise InputError(
-        problem
-        if having
-        else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
-        "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
-        f"name it: --masks {having[0] if having else root / 'derivatives' / 'NAME'}",
-    )
+    place = root / "derivatives"
+    problem = f"no folder in {place} has files ..._dseg.nii.gz or ..._mask.nii.gz"
+    place /= "NAME"
+    if having:
+        names = ", ".join(folder.name for folder in having)
+        problem = f"the derivatives {names} of {root} all have masks"
+        place = having[0]
+
+    allowed = "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/"
+    raise InputError(problem, allowed, f"name it: --masks {place}")
 
 
 def _is_mask(name: str) -> bool:
-    match = _BIDS_RE.fullmatch(volumes.bare(name.rpartition("/")[2]))
+    match = _parsed(volumes.bare(name))
     return bool(match and match[3] in _MASKS)
 
 
@@ -308,6 +308,11 @@ def normalised(names: Sequence[str]) -> str:
     """
     ways = {_WAYS.get(name.casefold(), "zscore") for name in names or ("",)}
     return ways.pop() if len(ways) == 1 else ""
+
+
+def _parsed(path: str) -> re.Match[str] | None:
+    """Return subject, entities and kind of a file's name, None where it is not one of BIDS."""
+    return _BIDS_RE.fullmatch(path.rpartition("/")[2])
 
 
 def _document(path: Path) -> Plain:

@@ -38,9 +38,17 @@ _MOST_FRAMES = 2**16
 _UNDEFINED = 2**32 - 1  # length of pixels that are compressed
 _DEEPEST = 16  # sequences in sequences
 _STORED = [
-    "SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated", "BitsStored",
-    "HighBit", "PixelRepresentation", "PixelData",
-]  # fmt: skip
+    "SamplesPerPixel",
+    "PhotometricInterpretation",
+    "NumberOfFrames",
+    "Rows",
+    "Columns",
+    "BitsAllocated",
+    "BitsStored",
+    "HighBit",
+    "PixelRepresentation",
+    "PixelData",
+]
 """What says how pixels are stored; of these alone SimpleITK returns them as they are."""
 
 

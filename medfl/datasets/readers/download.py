@@ -271,10 +271,9 @@ class _Transfer:
                 return self.open(0)
 
             if error.code in _NOT_WORTH_RETRYING:
+                word = error.reason
                 if error.code in (404, 410):
                     word = "there is no such file"
-                else:
-                    word = error.reason
 
                 raise RunError(f"{self.item.url}: {word} (HTTP {error.code}); {by_hand}") from error
 

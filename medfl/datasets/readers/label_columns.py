@@ -14,34 +14,15 @@ from medfl.core.names import composed, listed
 
 Rows = Sequence[Mapping[str, str]]
 
-FILES = (
-    "file",
-    "filename",
-    "file_name",
-    "image",
-    "image_id",
-    "image_name",
-    "image_index",
-    "isic_id",
-    "img",
-    "path",
-    "id",
-    "name",
-)
-LABELS = (
-    "diagnosis",
-    "dx",
-    "class",
-    "class_name",
-    "label_name",
-    "label",
-    "category",
-    "target",
-    "finding",
-    "finding_labels",
-    "findings",
-    "labels",
-)
+_WORDS = """
+    file filename file_name image image_id image_name image_index isic_id img path id name
+"""
+FILES = tuple(_WORDS.split())
+_WORDS = """
+    diagnosis dx class class_name label_name label category target finding finding_labels findings
+    labels
+"""
+LABELS = tuple(_WORDS.split())
 CASES = {
     "patient": ("patient", "patient_id", "subject", "subject_id"),
     "centre": ("centre", "center", "site"),
@@ -50,20 +31,27 @@ CASES = {
 KINDS = ("classification", "multilabel", "regression")
 UNCERTAIN = {"ignore": math.nan, "zeros": 0.0, "ones": 1.0}
 BLANK = {"ignore": math.nan, "zeros": 0.0}
+_TAKEN = {
+    "ignore": "unknown: no part of loss and scores",
+    "zeros": "taken as absent",
+    "ones": "taken as present",
+}
 NOTHING = {"nan", "none", "na", "n/a", "null"}
 """What some programs write for a missing value."""
 _SURE = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _UNSURE = {"-1", "-1.0", "?", "u", "uncertain"}
 _EMPTY = {"", "unknown", *NOTHING}
 _NO_FINDING = {"no_finding", "no_findings", "nofinding", "normal", "none"}
-_OF_CASES = {
-    "age", "age_approx", "age_at_diagnosis", "age_years", "patient_age", "sex", "gender", "patient_sex",
-    "patient_gender", "male", "female", "race", "view", "view_position", "laterality", "hospital", "institution",
-    "year", "number",
-}  # fmt: skip
+_WORDS = """
+    age age_approx age_at_diagnosis age_years patient_age sex gender patient_sex patient_gender male
+    female race view view_position laterality hospital institution year number
+"""
+_OF_CASES = {*_WORDS.split()}
 """What tables call columns about a case, and not about what its image shows."""
-_OF_FILES = {"id", "patient", "file", "path", "index", "pixel", "spacing", "width", "height", "split", "fold", "follow",
-             "date", "unnamed"}  # fmt: skip
+_WORDS = """
+    id patient file path index pixel spacing width height split fold follow date unnamed
+"""
+_OF_FILES = {*_WORDS.split()}
 """Words in the names of such columns."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _COMMA = re.compile(r"[+-]?\d+,\d+")
@@ -232,12 +220,8 @@ class _Table:
         requested = self._wanted
         cells = self._cells(column)
         task = requested.task or _task_of(cells)
-        if requested.columns:
-            column_name = column
-        else:
-            column_name = ""
-
         if task == "classification":
+            column_name = column if requested.columns else ""
             note: tuple[str, ...] = ()
             if not requested.task and all(map(_NUMBER.fullmatch, filter(None, cells))):
                 note = (
@@ -369,11 +353,9 @@ class _Table:
             )
 
         if requested.task == "multilabel":
-            meaning = self._findings
-        else:
-            meaning = self._numbers
+            return self._findings(columns)
 
-        return meaning(columns)
+        return self._numbers(columns)
 
     def _findings(self, columns: Sequence[str]) -> Meaning:
         requested = self._wanted
@@ -394,7 +376,7 @@ class _Table:
         contradicted = set[int]()
         for name, column in zip(names, columns, strict=True):
             numbers = []
-            for row, cell in enumerate(self._lower(column) if column else [""] * len(self._rows)):
+            for row, cell in enumerate(self._lower(column)):
                 value = _SURE.get(cell)
                 if value is None and cell in _UNSURE:
                     unsure[name] += 1
@@ -413,11 +395,6 @@ class _Table:
 
             by_column.append(numbers)
 
-        values = []
-        for row_values in zip(*by_column, strict=True):
-            is_known = not all(math.isnan(value) for value in row_values)
-            values.append(row_values if is_known else ())
-
         notes = []
         if contradicted:
             notes.append(
@@ -429,31 +406,16 @@ class _Table:
         if absent:
             notes.append(f"the table has no column {listed([*map(repr, absent)])}: unknown here")
 
-        for counts, subject, choice, if_ignored in (
-            (
-                unsure,
-                "uncertain (-1, ?)",
-                requested.uncertain,
-                "unknown: no part of loss and scores",
-            ),
-            (blanks, "blank", requested.blank, "unknown: no part of loss and scores"),
+        for counts, subject, choice, flag in (
+            (unsure, "uncertain (-1, ?)", requested.uncertain, "--uncertain ignore|zeros|ones"),
+            (blanks, "blank", requested.blank, "--blank ignore|zeros"),
         ):
             total = sum(count for name, count in counts.items() if name not in absent)
             if total:
-                means = {
-                    "ignore": if_ignored,
-                    "zeros": "taken as absent",
-                    "ones": "taken as present",
-                }[choice]
-                if counts is unsure:
-                    flag = "--uncertain ignore|zeros|ones"
-                else:
-                    flag = "--blank ignore|zeros"
-
-                notes.append(f"{total} cells are {subject}: {means} ({flag})")
+                notes.append(f"{total} cells are {subject}: {_TAKEN[choice]} ({flag})")
 
         taken = f"{len(names)} findings by the columns {', '.join(names)}"
-        return Meaning("multilabel", values, names, "", taken, tuple(notes))
+        return Meaning("multilabel", _rows_of(by_column), names, "", taken, tuple(notes))
 
     # Numbers
 
@@ -462,7 +424,7 @@ class _Table:
         by_column = []
         for column in columns:
             numbers = []
-            for row, cell in enumerate(self._lower(column) if column else [""] * len(self._rows)):
+            for row, cell in enumerate(self._lower(column)):
                 if cell in _EMPTY:
                     numbers.append(math.nan)
                 elif _NUMBER.fullmatch(cell) and math.isfinite(float(cell)):
@@ -472,13 +434,8 @@ class _Table:
 
             by_column.append(numbers)
 
-        values = []
-        for row_values in zip(*by_column, strict=True):
-            is_known = not all(math.isnan(value) for value in row_values)
-            values.append(row_values if is_known else ())
-
         text = f"numbers by column {listed([*map(repr, names)], 20)}"
-        return Meaning("regression", values, names, "", text)
+        return Meaning("regression", _rows_of(by_column), names, "", text)
 
     def _found(self) -> Meaning:
         """Return what the only column says that can have findings or numbers."""
@@ -531,6 +488,10 @@ class _Table:
         return self._texts[column]
 
     def _lower(self, column: str) -> list[str]:
+        """Return the cells of a column in lower case, empty ones where the table has none."""
+        if not column:
+            return [""] * len(self._rows)
+
         return [cell.lower() for cell in self._cells(column)]
 
     def _is_marks(self, column: str) -> bool:
@@ -582,6 +543,16 @@ class _Table:
         return InputError(
             f"{self._path}: {cell!r} in column {column!r}, {self._row(row)}", allowed, advice
         )
+
+
+def _rows_of(columns: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """Return the values of each row, () where all are unknown."""
+    rows = []
+    for values in zip(*columns, strict=True):
+        is_known = not all(map(math.isnan, values))
+        rows.append(values if is_known else ())
+
+    return rows
 
 
 def _is_about_cases(name: str) -> bool:

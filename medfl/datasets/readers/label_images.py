@@ -14,10 +14,8 @@ from monai.config.type_definitions import PathLike
 from monai.data.image_reader import ImageReader
 from monai.transforms.io.array import SUPPORTED_READERS
 from monai.utils import ensure_tuple
-from PIL import Image
 
-from medfl.datasets.readers.class_index import OF_CLASS
-from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
+from medfl.datasets.readers.reading import OF_CLASS, Pixels, read_pixels, split_uri
 
 
 class UriReader(ImageReader):  # type: ignore[misc]
@@ -41,13 +39,9 @@ class UriReader(ImageReader):  # type: ignore[misc]
     def get_data(self, img: str) -> tuple[Pixels, dict[str, Any]]:
         """Return pixels (W, H, C), those of a class (W, H, 1), and what MONAI has to know of them."""
         uri, _, index = img.partition(OF_CLASS)
-        if index and not split_uri(uri)[1]:
-            with Image.open(uri) as picture:
-                pixels = np.full((*picture.size, 1), int(index), np.float32)
-        else:
-            pixels = read_pixels(uri).swapaxes(0, 1)
-            if index:
-                pixels = np.full((*pixels.shape[:2], 1), int(index), np.float32)
+        pixels = read_pixels(uri).swapaxes(0, 1)
+        if index:
+            pixels = np.full((*pixels.shape[:2], 1), int(index), np.float32)
 
         return pixels, {"original_channel_dim": -1, "spatial_shape": np.array(pixels.shape[:2])}
 

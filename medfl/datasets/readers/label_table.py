@@ -79,12 +79,8 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             matches[name] = _matched(path, rows, heads[name], images)
 
     column = next((column for column, index in matches.items() if index), None)
-    if column is None:
-        column = next(
-            (column for column in matches if _by_number(path, rows, heads[column], images, {})),
-            None,
-        )
-
+    by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
+    column = column or next(by_number, None)
     if column is None:
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",

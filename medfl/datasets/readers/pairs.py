@@ -59,10 +59,9 @@ def picture_paths(root: Path) -> Files:
     The folder that an archive has around all of it, by its own name, is no part of the paths.
     """
     files = image_files(root)
+    around = ""
     if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in files):
         around = f"{root.stem}/"
-    else:
-        around = ""
     return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in files]
 
 

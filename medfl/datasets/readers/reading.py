@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,13 +24,15 @@ from typing import IO
 import numpy as np
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
+from PIL.TiffTags import TAGS_V2
 
 from medfl.core.arrays import Array
-from medfl.core.errors import InputError, refuse_folder
+from medfl.core.errors import InputError, refuse_folder, refusing
 from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
-from medfl.datasets.readers import dicom, many_bits, stacks
+from medfl.datasets.readers import dicom, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 
 # a page of PostScript, whatever its file is called, starts no program to draw it
@@ -172,46 +175,35 @@ def array(path: str | Path, name: str) -> Pixels:
     Raises:
         InputError: no such array, or it is damaged.
     """
-    try:
-        return _array(str(path), name, _version(path))
-    except KeyError as error:
-        names = ", ".join(Path(member).stem for member in archive(path).namelist())
-        raise InputError(
-            f"{path} has no array {name!r}", f"it has {names}", "download the file again"
-        ) from error
-    except InputError:
-        raise
-    except Exception as error:  # whatever readers of damaged files stumble over
-        raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})",
-            READABLE,
-            "download the file again",
-        ) from error
+    with refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"):
+        try:
+            return _array(str(path), name, _version(path))
+        except KeyError as error:
+            names = ", ".join(Path(member).stem for member in archive(path).namelist())
+            raise InputError(
+                f"{path} has no array {name!r}", f"it has {names}", "download the file again"
+            ) from error
 
 
 def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     """Return the shape of array `name`; of an .npz file from its header only."""
     if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
         return array(path, name).shape  # or raises, naming the arrays that are there
-    try:
-        with _member(path, f"{name}.npy") as file:
-            if np.lib.format.read_magic(file) == (1, 0):
-                shape, _, kind = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, _, kind = np.lib.format.read_array_header_2_0(file)
+    with (
+        refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"),
+        _member(path, f"{name}.npy") as file,
+    ):
+        if np.lib.format.read_magic(file) == (1, 0):
+            shape, _, kind = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, _, kind = np.lib.format.read_array_header_2_0(file)
 
-            # A header may lie: whoever trusts it would count rows that are not there.
-            stated = math.prod(shape) * kind.itemsize
-            if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
-                raise ValueError(f"its shape {shape} is more than it holds")
+        # A header may lie: whoever trusts it would count rows that are not there.
+        stated = math.prod(shape) * kind.itemsize
+        if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"its shape {shape} is more than it holds")
 
-            return tuple(shape)
-    except Exception as error:  # numpy's reader of headers raises whatever it stumbles over
-        raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})",
-            READABLE,
-            "download the file again",
-        ) from error
+        return tuple(shape)
 
 
 def _member(path: str | Path, name: str) -> IO[bytes]:
@@ -325,7 +317,8 @@ def read_pixels(
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
             converted.
     """
-    try:
+    advice = "copy the file again, or remove it from the data"
+    with refusing(f"image {uri} cannot be read", READABLE, advice):
         path, part = split_uri(uri)
         require_file(path)
         if path.endswith(".json"):
@@ -354,31 +347,22 @@ def read_pixels(
                         "save each page as a file of its own",
                     )
 
-                if many_bits.loses(image):
+                if loses(image):
                     content = content or Path(path).read_bytes()
                     # Eight bytes a value, which is what resizing takes.
                     check_unpacked(8 * math.prod(image.size) * len(image.getbands()), len(content))
                     turn = orientation(image)
-                    pixels = _upright(many_bits.read(image, content), turn)
+                    pixels = _upright(read_many_bits(image, content), turn)
                     image.load()  # which refuses a file that is damaged
                 else:
                     pixels = _decode(image, size, channels if convert else None, is_mask)
 
-                pixels = many_bits.white_is_high(image, pixels)
+                pixels = white_is_high(image, pixels)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
 
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
-    except InputError:
-        raise
-    except Exception as error:  # whatever readers of damaged files stumble over
-        reason = str(error) or type(error).__name__
-        raise InputError(
-            f"image {uri} cannot be read ({reason})",
-            READABLE,
-            "copy the file again, or remove it from the data",
-        ) from error
 
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if channels and pixels.shape[-1] != channels:
@@ -403,7 +387,7 @@ def _opened(source: IO[bytes]) -> ImageFile:
     except UnidentifiedImageError as error:
         reason = "no picture that is known"
         with suppress(Exception):  # of another kind, or damaged
-            reason = f"a TIFF with {many_bits.tags_of(source)}"
+            reason = f"a TIFF with {tags_of(source)}"
 
         raise ValueError(reason) from error
 
@@ -546,3 +530,135 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     values = scaled[0].permute(1, 2, 0).numpy()
 
     return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)
+
+
+# Pictures of more bits than Pillow keeps: it drops half of colours of 16 bits, and signs; SimpleITK reads all
+
+_BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT = (
+    258, 259, 262, 273, 274, 279, 284, 339,
+)  # fmt: skip
+"""Tags of TIFF."""
+_APART = 2
+_UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
+
+
+def loses(image: ImageFile) -> bool:
+    """Tell whether Pillow would drop bits or signs of an opened picture."""
+    if isinstance(image, PngImageFile):
+        return image.mode != "I;16" and "16" in str(image.tile[0].args)
+    if not isinstance(image, TiffImageFile):
+        return False
+
+    bits, kind = _stored(image)
+    return (kind == _SIGNED and bits == 8) or (
+        kind == _UNSIGNED and bits > 8 and (bits > 16 or len(image.getbands()) > 1)
+    )
+
+
+def read_many_bits(image: ImageFile, content: bytes) -> Array:
+    """Read such a picture, upright but for its EXIF, as (H, W) or (H, W, C) with C 3 or 4.
+
+    Raises:
+        ValueError: it cannot be read; it is grey with transparency, of inks, in packed planes or on its side.
+    """
+    layout = str(image.tile[0].args)
+    if "LA;" in layout or "CMYK" in layout:
+        raise ValueError("it is grey with transparency, or of inks, in 16 bits: save it without")
+
+    bits = 16
+    if isinstance(image, TiffImageFile):
+        bits, _ = _stored(image)
+        if image.tag_v2.get(_ORIENTATION, 1) != 1:
+            raise ValueError("it lies on its side by Orientation: save it as PNG")
+        if image.tag_v2.get(_PLANES) == _APART:
+            return _planes(image, content, bits)
+
+    sitk = dicom.sitk()
+    with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
+        path = Path(folder, "picture")
+        path.write_bytes(content)
+        try:
+            pixels: Array = sitk.GetArrayFromImage(
+                sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
+            )
+        except RuntimeError as error:
+            raise ValueError(" ".join(str(error).split())[-200:]) from error
+
+    if 8 * pixels.itemsize != bits:
+        raise ValueError(f"it has {bits} bits a channel: save it with 8 or 16")
+
+    return pixels
+
+
+def _planes(image: TiffImageFile, content: bytes, bits: int) -> Array:
+    """Return the channels (H, W, C) of a TIFF in which they lie one after the other."""
+    tags = image.tag_v2
+    sizes = tags.get(_SIZES, ())
+    length = math.prod(image.size) * len(tags[_BITS]) * bits // 8
+    if tags.get(_PACKING) != 1 or sum(sizes) != length:
+        raise ValueError(
+            "its channels lie apart by PlanarConfiguration, and packed or in tiles: save it as PNG"
+        )
+
+    planes = bytearray()
+    for start, size in zip(tags[_STRIPS], sizes, strict=True):
+        planes += content[start : start + size]
+
+    order = ">" if content.startswith(b"MM") else "<"
+    values = np.frombuffer(planes, f"{order}u{bits // 8}")
+    return np.moveaxis(values.reshape(-1, image.height, image.width), 0, -1)
+
+
+def tags_of(file: IO[bytes]) -> str:
+    """Return the tags by which a TIFF says how it is stored; an error means that it is none."""
+    file.seek(0)
+    tags = ImageFileDirectory_v2(file.read(8))
+    file.seek(tags.next)
+    tags.load(file)
+    present = tags.keys() & {_BITS, _FORMAT, _PHOTOMETRIC, _PACKING, _PLANES}
+    return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
+
+
+def white_is_high(image: ImageFile, pixels: Array) -> Array:
+    """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
+
+    Raises:
+        ValueError: they are no whole numbers, and so have no highest value.
+    """
+    if not isinstance(image, TiffImageFile) or image.tag_v2.get(_PHOTOMETRIC) != 0:
+        return pixels
+
+    bits, kind = _stored(image)
+    if kind == _FLOAT:
+        raise ValueError(
+            "0 is white in it by PhotometricInterpretation, and no value black: save it with black as 0"
+        )
+    if bits <= 8 and kind == _UNSIGNED:
+        return pixels
+
+    return (2**bits - 1 if kind == _UNSIGNED else -1) - pixels
+
+
+def _stored(image: TiffImageFile) -> tuple[int, int]:
+    """Return the bits of a channel, and the format of its numbers."""
+    return max(image.tag_v2.get(_BITS, (1,))), max(image.tag_v2.get(_FORMAT, (_UNSIGNED,)))
+
+
+# The class of an item in a data list: an int that can also be opened as a label image (see `label_images`)
+
+OF_CLASS = "?class="
+
+
+class ClassIndex(int):
+    """The index of an item's class, which as a path is that of its label image."""
+
+    def __new__(cls, index: int, image: str = "") -> ClassIndex:
+        """Take the index, and the URI of the image whose size the label image has."""
+        instance = super().__new__(cls, index)
+        instance.image = image
+        return instance
+
+    image: str
+
+    def __fspath__(self) -> str:
+        return f"{self.image}{OF_CLASS}{int(self)}"

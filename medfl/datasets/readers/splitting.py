@@ -77,7 +77,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
     return rule
 
 
-def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
+def by_findings(salt: str) -> Rule:
     """Return the rule that gives each section its share of the images with each finding, and keeps groups together.
 
     The findings are taken in turn, the rarest of the groups that are left first; each of its groups, in the order of a
@@ -92,9 +92,10 @@ def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
             counts[record.group].update(k for k, value in enumerate(record.target) if value == 1)
 
         totals = sum(counts.values(), Counter[int]())
-        room = {name: share * len(records) for name, share in zip(SECTIONS, shares, strict=True)}
+        room = {}
         requested = {}
-        for name, share in zip(SECTIONS, shares, strict=True):
+        for name, share in zip(SECTIONS, USUAL, strict=True):
+            room[name] = share * len(records)
             requested[name] = {k: share * total for k, total in totals.items()}
 
         section: dict[str, str] = {}

@@ -57,12 +57,11 @@ class Layout:
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
     """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
+    line = " | ".join(entries[:most])
     if len(entries) > most:
-        more = f" and {len(entries) - most} more {what}"
-    else:
-        more = ""
+        line += f" and {len(entries) - most} more {what}"
 
-    return " | ".join(entries[:most]) + more
+    return line
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -101,6 +100,12 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 def first(folder: Path, *names: str) -> Path | None:
     """Return the first of the files or folders `names` that `folder` holds."""
     return next((folder / name for name in names if (folder / name).exists()), None)
+
+
+def folders_and_zips(folder: Path, *patterns: str) -> list[Path]:
+    """Return the folders and zip archives in a folder that fit glob patterns, sorted: a folder before its archive."""
+    paths = sorted(itertools.chain.from_iterable(map(folder.glob, patterns)))
+    return [path for path in paths if path.is_dir() or path.suffix == ".zip"]
 
 
 def image_files(root: Path) -> Files:

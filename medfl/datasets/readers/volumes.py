@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 from medfl.core.arrays import Array, Floats
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
@@ -68,20 +68,11 @@ _UNITS = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 _HEAD = 1 << 16
-_PLACE = (
-    "xyzt_units",
-    "qform_code",
-    "sform_code",
-    "quatern_b",
-    "quatern_c",
-    "quatern_d",
-    "qoffset_x",
-    "qoffset_y",
-    "qoffset_z",
-    "srow_x",
-    "srow_y",
-    "srow_z",
-)
+_WORDS = """
+    xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
+    srow_x srow_y srow_z
+"""
+_PLACE = tuple(_WORDS.split())
 """What a NIfTI header says of place, beside pixdim."""
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
@@ -269,15 +260,14 @@ class _Raw(NamedTuple):
 def _read(uri: str) -> _Raw:
     path, part = split_uri(uri)
     kind = next((ending for ending in SUFFIXES if uri.lower().endswith(ending)), "")
-    try:
+    with refusing(f"volume {uri} cannot be read", _READABLE, "copy the file again, or convert it"):
         if os.path.isdir(uri):
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
         elif not kind:
+            reason = "no such file or folder"
             if os.path.exists(path):
                 reason = "not such a file by its name"
-            else:
-                reason = "no such file or folder"
 
             raise ValueError(reason)
         elif kind in NIFTI:
@@ -289,15 +279,6 @@ def _read(uri: str) -> _Raw:
                 raw = _itk(str(copy), kind)
         else:
             raw = _itk(uri, kind)
-    except InputError:
-        raise
-    except Exception as error:  # whatever nibabel and SimpleITK stumble over
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(
-            f"volume {uri} cannot be read ({reason})",
-            _READABLE,
-            "copy the file again, or convert it",
-        ) from error
 
     voxels = raw.voxels.reshape(_sides(uri, raw.voxels.shape))
     if voxels.dtype.kind not in "biuf":

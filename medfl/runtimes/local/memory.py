@@ -15,7 +15,7 @@ import torch
 
 from medfl.core.errors import MedflError
 from medfl.core.terminal import Print
-from medfl.data.disk_cache import free_ram
+from medfl.data.prepare import free_ram
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training.site import fit, snapshot

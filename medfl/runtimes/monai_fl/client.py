@@ -42,8 +42,7 @@ from medfl.core.task import SECTIONS
 from medfl.evaluation import tally
 from medfl.evaluation.metrics import CasesByName, summarise
 from medfl.evaluation.tally import Tally
-from medfl.policy.outbound import Outbound
-from medfl.policy.policy import JOBS
+from medfl.policy.policy import JOBS, Outbound
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words

@@ -18,7 +18,7 @@ from medfl.core.terminal import Print
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers
 from medfl.policy.gate import Gate
-from medfl.policy.outbound import Outbound
+from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
 from medfl.storage.files import State

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.data.partition.counts import Count, Limit, apportion, deal
-from medfl.data.partition.draw import Group
+from medfl.data.partition.draw import Count, Group, Limit, apportion, deal
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.datasets.readers.splitting import Record, by_group
 
