@@ -51,7 +51,7 @@ from medfl.storage.files import write_atomic
 HERE = Path(__file__).resolve().parent
 PAGES = [
     HERE.with_suffix(".md"),
-    *(HERE / f"{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")),
+    *(HERE / f"{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")),
 ]
 TABLES = HERE / "tables.yaml"
 SUMMARIES = HERE / "summaries.jsonl"
