@@ -71,7 +71,7 @@ _RUN = (
     "eval_every", "site_labels", "partial_loss", "unlabelled", "versions", "public", "bundle_sha256", "run_hash",
 )  # fmt: skip
 _LEFT_OUT = ("folder", "notes", "sites")
-_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy")
+_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy", "auroc", "mae")
 
 
 @dataclass(frozen=True)
