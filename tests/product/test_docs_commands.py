@@ -46,7 +46,10 @@ ELSEWHERE = {
     "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
     "plan.md": "starter/test_plan.py, from folders to a round",
 }
-RESULTS = [f"results/{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")]
+RESULTS = [
+    f"results/{name}.md"
+    for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")
+]
 OWN = ["guide.md", "papers.md", "performance.md", "troubleshooting.md", *RESULTS]
 """Pages with a test of their own here."""
 
