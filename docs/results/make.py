@@ -3,9 +3,9 @@
     python docs/results/make.py                      rewrite the pages
     python docs/results/make.py --collect FOLDER...  first renew summaries.jsonl from the run folders below FOLDER
 
-`summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, but findings, structures or numbers one by
-one in `last` alone, the rows of `sites.csv`, the rounds that were scored and what `run.json` says of the run, without item
-lists and folders. `tables.yaml` says what is shown:
+`summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, but findings, structures or numbers
+one by one in `last` alone, the rows of `sites.csv`, the rounds that were scored and what `run.json` says of the run,
+without item lists and folders. `tables.yaml` says what is shown:
 
     tables: name -> {columns: {title: template}, rows: {label: run hashes, or {runs, cells: {title: template}}}}
         a table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`
