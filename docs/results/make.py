@@ -3,8 +3,9 @@
     python docs/results/make.py                      rewrite the pages
     python docs/results/make.py --collect FOLDER...  first renew summaries.jsonl from the run folders below FOLDER
 
-`summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, the rows of `sites.csv`, the rounds
-that were scored and what `run.json` says of the run, without item lists and folders. `tables.yaml` says what is shown:
+`summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, but findings, structures or numbers
+one by one in `last` alone, the rows of `sites.csv`, the rounds that were scored and what `run.json` says of the run,
+without item lists and folders. `tables.yaml` says what is shown:
 
     tables: name -> {columns: {title: template}, rows: {label: run hashes, or {runs, cells: {title: template}}}}
         a table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`
@@ -51,7 +52,10 @@ from medfl.storage.files import write_atomic
 HERE = Path(__file__).resolve().parent
 PAGES = [
     HERE.with_suffix(".md"),
-    *(HERE / f"{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")),
+    *(
+        HERE / f"{name}.md"
+        for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")
+    ),
 ]
 TABLES = HERE / "tables.yaml"
 SUMMARIES = HERE / "summaries.jsonl"
@@ -71,7 +75,7 @@ _RUN = (
     "eval_every", "site_labels", "partial_loss", "unlabelled", "versions", "public", "bundle_sha256", "run_hash",
 )  # fmt: skip
 _LEFT_OUT = ("folder", "notes", "sites")
-_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy")
+_AT_SITES = ("accuracy", "balanced_accuracy", "dice", "pixel_accuracy", "auroc", "mae")
 
 
 @dataclass(frozen=True)
@@ -380,7 +384,7 @@ def _record(folder: RunFiles) -> dict[str, Any]:
     }
     record = {
         "run": {name: _without(value) for name, value in run.items()},
-        "summary": folder.summary,
+        "summary": _once(folder.summary or {}),
         "rounds": [
             {
                 "round": entry["round"],
@@ -399,6 +403,18 @@ def _record(folder: RunFiles) -> dict[str, Any]:
     }
     kept: dict[str, Any] = json.loads(_FOLDER.sub(r"runs/\1", json.dumps(record)))
     return kept
+
+
+def _once(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary that has the findings, structures or numbers one by one in its `last` alone."""
+    told = {name: _bare(value) for name, value in summary.items()}
+    return {**told, **{name: summary[name] for name in ("last",) if name in summary}}
+
+
+def _bare(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _bare(inner) for name, inner in value.items() if name != "classes"}
 
 
 def _without(value: Any) -> Any:

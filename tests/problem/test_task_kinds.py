@@ -144,6 +144,28 @@ def test_numbers_are_scored_as_by_scikit_learn_and_scipy(seed: int) -> None:
     assert by_name["weight"]["rmse"] == pytest.approx(expected["rmse"][1])
 
 
+@pytest.mark.parametrize(
+    ("said", "units"),
+    [
+        ({"unit": "months"}, {"mae": "months", "rmse": "months"}),
+        ({"unit": ["mm", "mm"]}, {"mae": "mm", "rmse": "mm"}),
+        ({"unit": ["mm", "kg"]}, {}),
+        ({"unit": [""]}, {}),
+        ({"unit": []}, {}),
+        ({"unit": 3}, {}),
+        ({"unit": "m" * 21}, {}),
+        ({"unit": "\x1b[2J"}, {}),
+        ({}, {}),
+    ],
+)
+def test_errors_have_the_unit_of_the_numbers_where_it_is_one(
+    said: dict[str, object], units: dict[str, str]
+) -> None:
+    metadata = {"network_data_format": {"outputs": {"pred": said}}}
+    assert KINDS["regression"].units(metadata) == units
+    assert KINDS["multilabel"].units(metadata) == {}
+
+
 def test_equal_targets_have_no_correlation() -> None:
     assert numbers.of_one(np.full(5, 3.0), np.arange(5.0)).keys() == {"mae", "rmse"}
     assert numbers.of_one(np.full(5, NAN), np.arange(5.0)) == {}

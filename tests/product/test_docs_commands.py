@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,10 @@ ELSEWHERE = {
     "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
     "plan.md": "starter/test_plan.py, from folders to a round",
 }
-RESULTS = [f"results/{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")]
+RESULTS = [
+    f"results/{name}.md"
+    for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")
+]
 OWN = ["guide.md", "papers.md", "performance.md", "troubleshooting.md", *RESULTS]
 """Pages with a test of their own here."""
 
@@ -208,6 +211,34 @@ def draw_cells(folder: Path) -> None:
     (folder / "labels.csv").write_text("\n".join(rows) + "\n")
 
 
+FINDINGS = (
+    "Atelectasis,Cardiomegaly,Consolidation,Edema,Effusion,Emphysema,Fibrosis,Hernia,Infiltration,Mass,Nodule,"
+    "Pleural_Thickening,Pneumonia,Pneumothorax"
+)
+
+
+def draw_numbered(folder: Path, head: str, rest: Callable[[int], str]) -> None:
+    """Draw grey pictures of two to a patient, and their table: file, patient, and what `rest` says of each."""
+    (folder / "images").mkdir(parents=True)
+    rows = [f"file,patient,{head}"]
+    for index in range(120):
+        picture = Image.new("L", (20, 20), 2 * index)
+        picture.save(folder / "images" / f"{index}.png")
+        rows.append(f"{index}.png,{index // 2},{rest(index)}")
+    (folder / "labels.csv").write_text("\n".join(rows) + "\n")
+
+
+def draw_chests(folder: Path) -> None:
+    """Draw pictures with two of the fourteen findings each, of two views."""
+    views = ("PA", "AP")
+
+    def rest(index: int) -> str:
+        found = {index % 14, index // 14 % 14}
+        return ",".join([views[index // 2 % 2], *(str(int(k in found)) for k in range(14))])
+
+    draw_numbered(folder, f"view,{FINDINGS}", rest)
+
+
 FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 """Partitions with fewer images a site."""
 
@@ -225,9 +256,12 @@ def test_the_results_commands_run_on_phantoms(
     )
     datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
+    draw_chests(elsewhere / "data" / "nih_cxr64")
+    heads = elsewhere / "data" / "hc18"
+    draw_numbered(heads, "hc_mm,mask_hc_mm", lambda index: f"{index + 50.5},{index + 50.7}")
     for given in (command for page in RESULTS for command in commands(page)):
         if given.startswith("medfl new "):
-            if not Path("bundles/wbc").exists():  # two sections say how it is made
+            if not Path(given.split()[2]).exists():  # two sections say how one of them is made
                 execute(given, capsys)
             continue
         command = re.sub(
@@ -243,7 +277,8 @@ def test_the_results_commands_run_on_phantoms(
             base = load_weights(Path("runs/base-brain/weights.safetensors"))
             cut = {name: w[:3] if name.startswith("final_conv.") else w for name, w in base.items()}
             save_weights(Path("base-brain.safetensors"), cut)
-        drawn = "bundles/wbc" in command
+        command = command.replace("--leave-out each", "--leave-out rosendahl")
+        drawn = " bundles/" in command
         more = ["--rounds", "1"] + (["--seeds", "0"] if "--seeds" in command else [])
         more += [] if drawn else ["--data", "phantom"]
         more += ["--local-epochs", "1"] if "--local-epochs" in command else []

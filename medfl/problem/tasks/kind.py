@@ -120,6 +120,10 @@ class Kind:
         """Return the metrics of each structure, finding or number; {} where there are none."""
         return {}
 
+    def units(self, metadata: Config) -> dict[str, str]:
+        """Return the unit of each metric that has one by what metadata.json says."""
+        return {}
+
     def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
         """Return the columns of predictions.csv, but id and site, of one case; `key` is the key metric."""
         row: Row = {}

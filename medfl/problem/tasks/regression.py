@@ -40,6 +40,7 @@ from medfl.problem.tasks.kind import (
 from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_LONGEST_UNIT = 20
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,19 @@ class Regression(Kind):
             results[name] = {**metrics, "cases": float((target[:, d] == target[:, d]).sum())}
 
         return results
+
+    def units(self, metadata: Config) -> dict[str, str]:
+        """Return the unit of the errors, where all numbers have the same."""
+        said = tensor_described(metadata, "outputs", "pred").get("unit")
+        units = said if isinstance(said, list) else [said]
+        unit = units[0] if units else None
+        if not isinstance(unit, str) or any(other != unit for other in units):
+            return {}
+        # any bundle's text, on its way to tables and pages
+        if not unit.strip() or not unit.isprintable() or len(unit) > _LONGEST_UNIT:
+            return {}
+
+        return {"mae": unit, "rmse": unit}
 
     def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
         """Return the true and the predicted numbers."""

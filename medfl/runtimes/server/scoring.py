@@ -423,14 +423,17 @@ class Scoring:
         return {"classes": class_metrics} if class_metrics else {}
 
     def _units(self, scored: Sequence[Document]) -> dict[str, Cells]:
-        """Return what a report cannot know without the images: the unit of distances on the test items."""
+        """Return what a report cannot know without the images and the bundle: the units of metrics that have one."""
         metrics: set[str] = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
-        if not distances:
-            return {}
-        geometry = self.federation.sections["test"].geometry
-        units = sorted(set(map(unit, geometry or (None,))))
-        return {"units": dict.fromkeys(distances, " or ".join(units))}
+        if distances:
+            geometry = self.federation.sections["test"].geometry
+            units = sorted(set(map(unit, geometry or (None,))))
+            return {"units": dict.fromkeys(distances, " or ".join(units))}
+
+        said = self.kind.units(self.federation.bundle.metadata)
+        of_metrics = {name: text for name, text in said.items() if name in metrics}
+        return {"units": of_metrics} if of_metrics else {}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
