@@ -11,6 +11,9 @@ without item lists and folders. `tables.yaml` says what is shown:
         a table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`
     said: list of {texts: [template, ...], runs: {group: run hashes, or "TABLE / LABEL"}, from: whence, without runs}
         pieces of prose, which must stand in the page once; their figures are brought up to date
+    claims: list of {paper, claim, where, row: "TABLE / LABEL", against: {name: "TABLE / LABEL"},
+                     metrics: {name: VALUE}, expect: higher or lower}
+        the lines of the table `claims`, one for each metric and reference, with verdicts by the rule of `judged`
     gone: hashes that the page names and of which no run folder is left
 
 A template is text with fields `{VALUE|FORM}`, or in prose `{GROUP VALUE|FORM}` and `{GROUP VALUE - GROUP VALUE|FORM}`.
@@ -19,7 +22,7 @@ VALUE: a path in summary.json, as `global.last.accuracy`, or
     sent: bytes both ways
     site_METRIC:NAME: at a site, or mean, sd or worst of the sites, by the model that each is judged by
     received_METRIC:NAME, personal_METRIC:NAME, local_METRIC:NAME: by the global, personalised, Local model
-    val:ROUND, loss:ROUND: key metric on the validation set, training loss
+    val:ROUND, loss:ROUND: key metric on the validation set, training loss; val:FIRST-LAST: the mean of these rounds
     PAPER/TABLE:METHOD:METRIC: the figure of `medfl/papers`; METHOD may be empty: the row's label
 FORM: a Python format of the mean over the runs, as `.3f`, after `%` times 100, after `M` in millions, with `±` and the
     standard deviation (ddof 0) where there are several runs, with `,` each run's value, or with `~` the 95 % interval
@@ -32,14 +35,17 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import re
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from scipy import stats
 
 from medfl.compare.comparison import MeanSd, t_interval
 from medfl.compare.papers import tables as paper_tables
@@ -61,6 +67,19 @@ TABLES = HERE / "tables.yaml"
 SUMMARIES = HERE / "summaries.jsonl"
 BREAK = "\f\n"
 """Between pages that are read as one text."""
+
+LEAST_SEEDS = 6
+LEAST_IMAGES = 20
+"""At each site."""
+MARGIN = 0.05
+"""Between the reference and chance, and between it and 1."""
+RESOLVED = 0.05
+"""The largest effect that may stay hidden where a claim is called not shown."""
+CLAIMS = (
+    "paper", "claim", "where tested", "difference", "effect", "smallest effect that shows", "reference", "chance",
+    "seeds", "images at the smallest site", "verdict",
+)  # fmt: skip
+SECTIONS = {"train": "to train on", "validate": "to validate", "test": "to test"}
 
 _FIELD = re.compile(r"\{([^{}|]+)\|([^{}|]+)\}")
 _FORM = re.compile(r"([%M]?)(\.\d[fg])([±,~]?)")
@@ -84,6 +103,70 @@ class Row:
 
     label: str
     runs: Sequence[RunFiles]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What runs say of a claim.
+
+    Attributes:
+        word: supported, contradicted, not shown, or cannot tell with the reasons.
+        shows: the smallest effect whose interval leaves out zero, with as many seeds as there are, at least six.
+    """
+
+    word: str
+    shows: float | None
+
+
+def judged(
+    effects: Sequence[float],
+    reference: Sequence[float],
+    *,
+    chance: float | None,
+    images: int | None,
+    expect: str = "higher",
+) -> Verdict:
+    """Return the verdict on a claim that runs are better than their reference, all by rule.
+
+    It can be told where there are at least six seeds and 20 images at each site, and where the 95 % interval of the
+    reference is more than 5 points above chance and below 95. Then an interval of the effect without zero decides. With
+    zero in it the claim is not shown if an effect of 5 points would have been seen, else that cannot be told.
+
+    Args:
+        effects: difference of each pair of runs with the same seed.
+        reference: each of its runs.
+        chance: None of a metric without one, which has no ceiling either.
+        images: the fewest that a site is scored on, None where runs do not record them.
+        expect: higher, or lower for an effect below zero.
+    """
+    planned = max(len(effects), LEAST_SEEDS)
+    shows = None
+    if len(effects) > 1:
+        t = float(stats.t.ppf(0.975, planned - 1))
+        shows = t * statistics.stdev(effects) / math.sqrt(planned)
+
+    reasons = []
+    if len(effects) < LEAST_SEEDS:
+        reasons.append(f"{len(effects)} seed{'s' if len(effects) > 1 else ''}")
+    if images is None:
+        reasons.append("images at the sites not recorded")
+    elif images < LEAST_IMAGES:
+        reasons.append(f"{images} images at a site")
+    low, high = t_interval(reference) or (min(reference), max(reference))
+    if chance is not None and low <= chance + MARGIN:
+        reasons.append("reference near chance")
+    if chance is not None and high >= 1 - MARGIN:
+        reasons.append("reference near the ceiling")
+
+    mean = statistics.fmean(effects)
+    ends = t_interval(effects) or (mean, mean)  # of equal effects
+    if not reasons and (ends[0] > 0 or ends[1] < 0):
+        return Verdict(
+            "supported" if (ends[0] > 0) == (expect == "higher") else "contradicted", shows
+        )
+    if not reasons and shows is not None and shows > RESOLVED:
+        reasons.append("too few seeds for so wide an interval")
+    return Verdict(f"cannot tell ({'; '.join(reasons)})" if reasons else "not shown", shows)
 
 
 class Results:
@@ -138,6 +221,43 @@ class Results:
             [self.asked["tables"][name].get("head", "method"), *columns], lines
         )
 
+    def below(self, name: str) -> str:
+        """Return what stands below a table: how many images its runs have."""
+        entries = self.asked["tables"][name]["rows"].values()
+        return shares([self.run(run) for entry in entries for run in _named(entry)])
+
+    def claims(self) -> str:
+        """Return the table of the papers' claims in Markdown."""
+        return tables.markdown_table(CLAIMS, [*self._judged()])
+
+    def _judged(self) -> Iterator[list[str]]:
+        for claim in self.asked["claims"]:
+            row = self._group(claim["row"])
+            for name, against in claim["against"].items():
+                reference = self._group(against)
+                for metric, value in claim["metrics"].items():
+                    ours, theirs = values(row, value), values(reference, value)
+                    effects = [a - b for a, b in zip(ours, theirs, strict=True)]
+                    both = [*row.runs, *reference.runs]
+                    chances = [chance(run, value) for run in both]
+                    least = None if None in chances else max(chances)
+                    images = fewest(both, "validate" if value.startswith("val:") else "test")
+                    verdict = judged(
+                        effects,
+                        theirs,
+                        chance=least,
+                        images=images,
+                        expect=claim.get("expect", "higher"),
+                    )
+                    yield [
+                        claim["paper"], claim["claim"], claim["where"], f"{metric}, over {name}",
+                        written(effects, "%.1f~", value),
+                        "–" if verdict.shows is None else f"{100 * verdict.shows:.1f}",
+                        written(theirs, "%.1f±", value),
+                        "–" if least is None else f"{100 * least:.1f}",
+                        str(len(effects)), "–" if images is None else str(images), verdict.word,
+                    ]  # fmt: skip
+
     def said(self) -> list[tuple[re.Pattern[str], str]]:
         """Return for each piece of prose how it is found and how it has to be."""
         made: list[tuple[re.Pattern[str], str]] = []
@@ -155,7 +275,7 @@ class Results:
         Raises:
             InputError: a table's lines or a piece of prose are missing, or there twice.
         """
-        for name in self.asked["tables"]:
+        for name in ("claims", *self.asked["tables"]):
             opening = f"<!-- table: {name} -->\n"
             start, found, rest = page.partition(opening)
             _, end, tail = rest.partition("\n<!-- end -->")
@@ -165,7 +285,10 @@ class Results:
                     f"{opening.strip()} … <!-- end -->",
                     "add the lines",
                 )
-            page = f"{start}{opening}{self.table(name)}{end}{tail}"
+            made = (
+                self.claims() if name == "claims" else f"{self.table(name)}\n\n{self.below(name)}"
+            )
+            page = f"{start}{opening}{made}{end}{tail}"
         for pattern, text in self.said():
             span = _found(page, pattern, text)
             spaces, words = re.findall(r"\s+", span.group()), text.split()
@@ -188,6 +311,36 @@ class Results:
             return self._row("", given)
         table, _, label = given.partition(" / ")
         return self._row(label, self.asked["tables"][table]["rows"][label])
+
+
+def chance(run: RunFiles, name: str) -> float | None:
+    """Return what guessing reaches: one over the classes, of sites' own images over those that the site has."""
+    if run.record["task"] != "classification":
+        return None
+    if name.endswith("auroc"):
+        return 0.5
+    if name.startswith(("global.", "val:")):
+        return 1 / len(run.classes)
+    owned = [sum(map(bool, counts)) for counts in run.record["site_class_counts"].values()]
+    return statistics.fmean(1 / count for count in owned)
+
+
+def fewest(runs: Sequence[RunFiles], section: str) -> int | None:
+    """Return how many images of a section the smallest site of the runs has, None where one records none."""
+    counts = [row.get(section) for run in runs for row in run.sites]
+    return None if None in counts or not counts else min(map(int, counts))
+
+
+def shares(runs: Sequence[RunFiles]) -> str:
+    """Return how many images the runs train on, validate and test with: what is validated on is not trained on."""
+    parts = []
+    for section, purpose in SECTIONS.items():
+        counts = sorted({sum(int(row[section]) for row in run.sites) for run in runs})
+        if counts == [0]:  # images that belong to no site
+            counts = sorted({run.record["data"]["counts"][section] for run in runs})
+        few = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+        parts.append(f"{few} {purpose}")
+    return f"Images of a run: {', '.join(parts)}."
 
 
 def stored() -> list[dict[str, Any]]:
@@ -267,8 +420,12 @@ def _value(run: RunFiles, name: str) -> Any:
         return summary["bytes_up"] + summary["bytes_down"]
     kind, _, which = name.partition(":")
     if kind in ("val", "loss"):
-        entry = next(entry for entry in run.rounds if entry["round"] == int(which))
-        return entry["train_loss"] if kind == "loss" else entry["val"][run.key]
+        first, _, last = which.partition("-")
+        rounds = {entry["round"]: entry for entry in run.rounds}
+        wanted = [rounds[number] for number in range(int(first), int(last or first) + 1)]
+        return statistics.fmean(
+            entry["train_loss"] if kind == "loss" else entry["val"][run.key] for entry in wanted
+        )
     if which:
         model, _, metric = kind.partition("_")
         known = run.site_values(run.judged if model == "site" else model, metric)

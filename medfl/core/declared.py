@@ -98,7 +98,7 @@ class Declared:
         if value == "None" and NoneType in kinds:
             return None
 
-        if isinstance(value, str) and str not in kinds:
+        if isinstance(value, str) and (str not in kinds or float in kinds):
             with suppress(Refused):  # not YAML: it stays text, which is refused
                 value = typed_value(value)
             if isinstance(value, str) and float in kinds:

@@ -6,9 +6,9 @@ text space, h = normalise(W x + b), with logits F_k = tau h mu_k + tau^2/2 h' Si
 CE(F, y) + tau^2/2 h' Sigma_y h, an upper bound of eq. 3. Body and projection are averaged as in FedAvg; the prompt
 embeddings are sent to a site once.
 
-Departures: tau scales the logits everywhere, as the bound needs (the paper's softmax leaves it out); class names are
-the bundle's, so no site sends its own; embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's
-(`plm=biomedclip`).
+Departures: tau scales the logits everywhere, as the bound needs (the paper's softmax leaves it out, as does
+`classifier=text_printed`); class names are the bundle's, so no site sends its own; embeddings of all-MiniLM-L6-v2,
+which the bundles ship, instead of BiomedCLIP's (`plm=biomedclip`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
-from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
+from medfl.methods._parts.text_classifier import COVARIANCES
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import option
 from medfl.storage.files import State
@@ -80,8 +80,7 @@ class FedCB(TextClassified):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection against the frozen classifier."""
         model, state = self.received_model(site, state, down)
-        objective = text_objective(self.loss == "finite") if self.from_text else None
-        return self.train_and_reply(model, site, state, objective)
+        return self.train_and_reply(model, site, state, self.objective(self.loss == "finite"))
 
 
 METHOD = FedCB

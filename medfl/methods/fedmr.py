@@ -7,8 +7,10 @@ Site:    l_cls + mu1~ l_intra + mu2 l_inter (eq. 5); then g_k^c, the mean of the
 Server:  FedAvg of the weights; g_c = sum_k N_k^c g_k^c / sum_k N_k^c. There is no g, hence no l_inter, in round 1.
 
 `mu1` is free of the network: mu1~ = mu1 / (d (d - 1)), about mu1 times the mean squared correlation; with another
-`intra_scale` it multiplies that loss itself (released: the code's mu, there 0.01). Values of mu1 and mu2 are ours: the
-paper names none. A class counts from 2 samples a batch, as in the released code; with 2 it has no gradient.
+`intra_scale` it multiplies that loss itself. `mu1=auto` is the released code's default, `intra_scale=released` with its
+mu of 0.01: mu1 = 0.01 (n - 1)^2 / n where a batch has n images of each class, 0.58 at 60 and 0.06 at 8. Other values of
+mu1 and mu2 are ours: the paper names none. A class counts from 2 samples a batch, as in the released code; with 2 it
+has no gradient.
 Departures. Eq. 4 as printed never reads the prototypes of missing classes, for which the text sends them:
 `inter_scope=present` is that. The standard deviation is unbiased as in the released code, without which lemma 1 does
 not hold. Class means are taken in evaluation mode.
@@ -21,6 +23,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
+from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
@@ -34,8 +37,10 @@ from medfl.training import FitReport, Host, Site, fit, snapshot
 class FedMR(Method):
     """FedAvg with features decorrelated inside each class and kept away from other classes' global prototypes."""
 
-    mu1: float = option(
-        0.1, "intra-class loss, on the mean squared correlation (ours: 0.001 to 0.5)", minimum=0.0
+    mu1: float | str = option(
+        0.1,
+        "intra-class loss, on the mean squared correlation (ours: 0.001 to 0.5); auto: as the released code",
+        minimum=0.0,
     )
     mu2: float = same_option(Sharing, "mu2")
     inter_scope: str = same_option(Sharing, "inter_scope")
@@ -60,8 +65,10 @@ class FedMR(Method):
     tasks = ("classification",)
 
     def __post_init__(self) -> None:
-        """Refuse a part of the sites outside (0, 1]."""
+        """Refuse a part of the sites outside (0, 1], and words but `auto` for mu1."""
         _ = self._sharing
+        if isinstance(self.mu1, str) and self.mu1 != "auto":
+            raise InputError(f"mu1={self.mu1}", "mu1 is a number >= 0, or auto", "choose one")
 
     @property
     def _sharing(self) -> Sharing:
@@ -97,19 +104,21 @@ class FedMR(Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with l_intra and, where there are prototypes, l_inter in the loss."""
+        scale = self.intra_scale if self.mu1 != "auto" else "released"
+        mu1 = 0.01 if isinstance(self.mu1, str) else self.mu1
 
         def intra(features: Tensor, labels: Tensor) -> Tensor:
             loss = intra_class_loss(
-                features, labels, std=self.std, min_count=self.min_count, scale=self.intra_scale
+                features, labels, std=self.std, min_count=self.min_count, scale=scale
             )
-            if self.intra_scale != "paper":
-                return loss * self.mu1
+            if scale != "paper":
+                return loss * mu1
 
             # mu1~ = mu1 / (d (d - 1)): M^c has d (d - 1) entries off the diagonal.
             d = features.shape[1]
-            return loss * (self.mu1 / max(d * (d - 1), 1))
+            return loss * (mu1 / max(d * (d - 1), 1))
 
-        decorrelated = shaped(site, intra) if self.mu1 else site
+        decorrelated = shaped(site, intra) if mu1 else site
         return fit(model, self._sharing.pushed(decorrelated, down, model))
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:

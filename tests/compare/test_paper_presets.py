@@ -33,6 +33,8 @@ def test_fedbm_as_printed(bundle: str) -> None:
         "g_every": 1, "g_start": 0, "keep_optimizer": False, "init_weights": "pytorch", "normalise": "read",
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
+    cycle = taken(bundle, "fedbm", "cycle")
+    assert {**found, "g_every": 5, "g_start": 5} == cycle, "section III-D and the code"
     assert taken(bundle, "fedcb")["covariance"] == "full"
     assert (
         found["tau"]

@@ -69,6 +69,11 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     record = json.loads(next((tmp_path / "out").rglob("run.json")).read_text())
     assert (record["decay_per"], record["site_weights"]) == ("epoch", "uniform")
     assert record["config"]["init_weights"] == "pytorch"
+    counts = record["data"]["counts"]
+    assert (
+        f"images: {counts['train']:,} to train on, {counts['validate']:,} to validate, {counts['test']:,} to test; a "
+        f"paper without validation prints {counts['train'] + counts['validate']:,} to train on"
+    ) in text
     assert table(lesions, tmp_path / "out", *PART, "--json") == 0
     captured = capsys.readouterr()
     assert "2 runs, 2 of them there already" in captured.err

@@ -213,7 +213,9 @@ def test_without_variance_the_loss_is_cross_entropy_over_the_means(classes: Toy)
 
 
 def test_it_learns(classes: Toy) -> None:
-    for options in ({}, {"covariance": "diag"}, {"loss": "finite"}, {"classifier": "text_mean"}):
+    for options in (
+        {}, {"covariance": "diag"}, {"loss": "finite"}, {"classifier": "text_mean"}, {"classifier": "text_printed"},
+    ):  # fmt: skip
         method = load("fedcb", options)
         toy = replace(classes, optimizer=adam(0.03), epochs=2).adapted(method)
         outcome = simulate(method, toy, 8)
@@ -320,6 +322,7 @@ def test_text_is_asked_for_where_the_head_is_built_from_it() -> None:
     wanted = {
         "text_distribution": "minilm",
         "text_mean": "minilm",
+        "text_printed": "minilm",
         "trainable": "",
         "random_frozen": "",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,53 @@ def test_one_step_of_the_intra_class_loss(scale: str, factor: float) -> None:
         )
     plain = simulate(FEDAVG, toy).replies["a"]["weights"]
     assert (reply["body.weight"] - plain["body.weight"]).norm() > 1e-4
+
+
+@pytest.mark.parametrize("sizes", [(12, 12, 12), (14, 3, 1)])
+def test_auto_is_the_released_codes_loss(sizes: tuple[int, ...]) -> None:
+    """0.01 sum_c (n_c - 1)^2 m_c / sum_c n_c over classes of two or more, m_c the mean squared correlation.
+
+    Derived in NumPy, the step by differences; with n of each class it is mu1 = 0.01 (n - 1)^2 / n.
+    """
+    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    x = blobs({"a": len(labels)})["a"][0]
+    toy = Toy({"a": (x, labels)}, Smooth, lambda output, target: 0 * output.sum(), sgd(1.0))
+    sent = simulate(load("fedmr", mu1="auto", mu2=0), toy).replies["a"]["weights"]
+    start = {
+        name: value.detach().numpy() for name, value in toy.networks.fresh().named_parameters()
+    }
+
+    def loss(weight: np.ndarray) -> float:
+        z = np.tanh(x.double().numpy() @ weight.T + start["body.bias"])
+        total = used = 0.0
+        for c in range(3):
+            own = z[labels.numpy() == c]
+            if len(own) >= 2:
+                used += len(own)
+                squares = np.corrcoef(own.T) ** 2
+                total += (len(own) - 1) ** 2 * (squares.sum() - np.trace(squares)) / (6 * 5)
+        return 0.01 * total / used
+
+    weight = start["body.weight"]
+    for at in ((0, 0), (3, 7), (5, 2)):
+        step = np.zeros_like(weight)
+        step[at] = 1e-5
+        slope = (loss(weight + step) - loss(weight - step)) / 2e-5
+        assert (weight - sent["body.weight"].numpy())[at] == pytest.approx(slope, rel=1e-4)
+    n = sizes[0]
+    if sizes == (n, n, n):
+        same = load("fedmr", mu1=str(0.01 * (n - 1) ** 2 / n), mu2=0)
+        torch.testing.assert_close(
+            simulate(same, toy).replies["a"]["weights"]["body.weight"], sent["body.weight"],
+            rtol=0, atol=1e-8,
+        )  # fmt: skip
+
+
+def test_mu1_is_a_number_or_auto() -> None:
+    assert load("fedmr", mu1="0.5").mu1 == 0.5
+    for value in ("free", "-1", "nan"):
+        with pytest.raises(InputError, match="mu1"):
+            load("fedmr", mu1=value)
 
 
 # What it reduces to

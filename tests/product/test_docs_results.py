@@ -107,10 +107,10 @@ def test_every_decimal_number_of_the_text_is_accounted_for() -> None:
 
 def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
     asked = RESULTS.asked["tables"]
-    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted(asked), (
+    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted([*asked, "claims"]), (
         "each once, and no other"
     )
-    assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
+    assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked) + 1
     assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
     shown = [
         line
@@ -182,23 +182,102 @@ def test_an_interval_is_of_the_differences_of_equal_seeds() -> None:
         assert len({tuple(run.record["seed"] for run in runs) for runs in groups}) <= 1, entry
 
 
-def test_no_claim_is_supported_or_contradicted_whose_interval_has_a_zero() -> None:
-    rows = [
-        line
-        for line in PAGE.partition("## Text")[0].splitlines()
-        if line.startswith("| Fed") or "| pFed" in line
+EFFECTS = [0.01, 0.02, 0.03, 0.01, 0.02, 0.03]
+"""Mean 0.02, sd 0.00894, half an interval of six t(0.975; 5) = 2.5706 times 0.00894 / sqrt(6) = 0.00939."""
+WIDE = [-0.3, 0.3, -0.2, 0.2, 0.1, 0.0]
+REFERENCE = [0.5, 0.52, 0.54, 0.5, 0.52, 0.54]
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({}, "supported"),
+        ({"expect": "lower"}, "contradicted"),
+        ({"effects": [-value for value in EFFECTS]}, "contradicted"),
+        ({"effects": [value - 0.015 for value in EFFECTS]}, "not shown"),
+        ({"effects": [0.0] * 6}, "not shown"),
+        ({"effects": [0.01] * 6}, "supported"),
+        ({"effects": WIDE}, "cannot tell (too few seeds for so wide an interval)"),
+        ({"effects": EFFECTS[:5], "reference": REFERENCE[:5]}, "cannot tell (5 seeds)"),
+        ({"effects": [0.1], "reference": [0.5]}, "cannot tell (1 seed)"),
+        ({"images": 19}, "cannot tell (19 images at a site)"),
+        ({"images": None}, "cannot tell (images at the sites not recorded)"),
+        ({"chance": 0.46}, "cannot tell (reference near chance)"),
+        ({"reference": [0.94, 0.95, 0.96] * 2}, "cannot tell (reference near the ceiling)"),
+        ({"reference": [0.94, 0.95, 0.96] * 2, "chance": None}, "supported"),
+        ({"reference": [0.2, 0.8] * 3, "images": 4},
+         "cannot tell (4 images at a site; reference near chance)"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_by_rule(changed: dict, word: str) -> None:
+    told = {"effects": EFFECTS, "reference": REFERENCE, "chance": 0.2, "images": 20, **changed}
+    assert make.judged(told.pop("effects"), told.pop("reference"), **told).word == word
+
+
+def test_the_smallest_effect_that_shows_is_of_six_seeds_or_more() -> None:
+    """Of three seeds, sd 0.01, as six would have it: 2.5706 * 0.01 / sqrt(6); of eight t(0.975; 7) = 2.3646."""
+    same = {"chance": 0.2, "images": 20}
+    shown = [
+        make.judged(effects, REFERENCE, **same).shows
+        for effects in (EFFECTS, [0.01, 0.02, 0.03], [0.01, 0.03] * 4, [0.1])
     ]
-    assert len(rows) >= 5
-    for row in rows:
-        effect, verdict = (cell.strip() for cell in row.strip("|").split("|")[-2:])
-        ends = [
-            float(end) for found in re.findall(r"\[(\S+)\s+to\s+(\S+)\]", effect) for end in found
-        ]
-        if verdict.startswith(("supported", "contradicted")):
-            assert ends, row
-            assert min(ends) > 0 if verdict.startswith("supported") else max(ends) < 0, row
-        else:
-            assert verdict.startswith(("not shown here", "not testable here")), row
+    assert shown[:3] == pytest.approx([0.00939, 0.01049, 0.00894], abs=1e-5)
+    assert shown[3] is None
+
+
+def test_chance_and_the_smallest_site_are_what_the_runs_record() -> None:
+    run = RESULTS.run(
+        "a92a5da393ef"
+    )  # sites of two, three, four and five classes, the smallest with 28 test images
+    owned = [2, 2, 2, 3, 4, 5, 5, 5, 5, 5]
+    counts = run.record["site_class_counts"].values()
+    assert sorted(sum(map(bool, row)) for row in counts) == owned
+    assert make.chance(run, "site_balanced_accuracy:mean") == pytest.approx(
+        sum(1 / count for count in owned) / 10
+    )
+    assert make.chance(run, "global.last.balanced_accuracy") == pytest.approx(1 / 6)
+    assert make.chance(run, "val:8") == pytest.approx(1 / 6)
+    assert make.chance(run, "global.last.auroc") == 0.5
+    assert make.chance(RESULTS.run("85ede805581a"), "site_dice:mean") is None
+    assert make.fewest([run], "test") == 28
+    record = {**RECORDS[0], "sites": [{"site": "a", "train": "3"}]}
+    assert make.fewest([run, make._folder(record)], "test") is None
+
+
+def test_the_claims_are_the_verdicts_of_the_runs() -> None:
+    lines = RESULTS.claims().splitlines()
+    assert RESULTS.claims() in PAGE
+    assert len(lines) == 2 + sum(
+        len(claim["metrics"]) * len(claim["against"]) for claim in RESULTS.asked["claims"]
+    )
+    for line in lines[2:]:
+        cells = dict(zip(make.CLAIMS, line.strip("| ").split(" | "), strict=True))
+        ends = [float(end) for end in re.findall(r"\[(\S+) to (\S+)\]", cells["effect"])[0]]
+        clear = min(ends) > 0 or max(ends) < 0
+        assert cells["verdict"].startswith(
+            ("cannot tell (", "supported", "contradicted", "not shown")
+        )
+        if cells["verdict"] in ("supported", "contradicted"):
+            assert clear, line
+        if not cells["verdict"].startswith("cannot"):
+            assert int(cells["seeds"]) >= 6, line
+            assert int(cells["images at the smallest site"]) >= 20, line
+
+
+def test_below_each_table_are_the_images_of_its_runs() -> None:
+    """Of seeds that draw their sites, from the fewest to the most."""
+    assert "Images of a run: 702 to train on, 106 to validate, 199 to test." in PAGE
+    assert RESULTS.below("fedmr").startswith(
+        "Images of a run: 400 to train on, 140 to 260 to validate"
+    )
+    assert RESULTS.below("partial").endswith("16 to train on, 2 to validate, 5 to test.")
+    assert PAGE.count("Images of a run:") == len(RESULTS.asked["tables"])
+
+
+def test_a_window_is_the_mean_of_its_rounds() -> None:
+    row = make.Row("FedAvg", [RESULTS.run("2d570d9c416f")])
+    rounds = [make.values(row, f"val:{number}")[0] for number in (6, 7, 8)]
+    assert make.values(row, "val:6-8") == [pytest.approx(statistics.fmean(rounds))]
 
 
 def test_rows_differ_in_their_seed_only() -> None:

@@ -119,7 +119,11 @@ def run(
             collected.append((comparison, labels))
             rows = paper_tables.beside(table, comparison, labels)
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
-            lines += [formatted_table(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
+            lines += [
+                formatted_table(_HEADS, rows, "md"),
+                _sizes(comparison),
+                f"tables: {folder / 'tables.md'}",
+            ]
 
         lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
 
@@ -148,6 +152,16 @@ def presets_of(grid: Grid, more: Names = ()) -> list[str]:
         return presets
 
     return [PAPER, *presets]
+
+
+def _sizes(comparison: Comparison) -> str:
+    """Say how many images runs train on: validation takes a part of those that a paper prints as training images."""
+    counts = comparison.rows[0].first.record["data"]["counts"]
+    train, validate, test = (counts[name] for name in ("train", "validate", "test"))
+    return (
+        f"images: {train:,} to train on, {validate:,} to validate, {test:,} to test; a paper without validation prints "
+        f"{train + validate:,} to train on"
+    )
 
 
 def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:

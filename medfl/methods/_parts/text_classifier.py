@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
@@ -26,7 +26,8 @@ from medfl.methods.base import Collated
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.training import Objective
 
-CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution")
+CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution", "text_printed")
+DISTRIBUTIONS = CLASSIFIERS[3:]
 COVARIANCES = ("full", "diag", "none")
 _DISTINCT = 1e-4  # two class means this near are one phrase to the language model
 _JITTER = 1e-4
@@ -104,6 +105,12 @@ class TextGaussians:
         """
         own_similarity = self.tau * (h * self.mean[labels]).sum(1)
         return self.logits(h).logsumexp(1) - own_similarity
+
+    def printed(self, h: Tensor, labels: Tensor) -> Tensor:
+        """Return eq. 4 as the main text prints it, without tau in the softmax, which is no bound of eq. 3."""
+        own = self.quadratic(h).gather(1, labels[:, None])[:, 0]
+        unscaled = self.logits(h) / self.tau
+        return cross_entropy(unscaled, labels, reduction="none") + 0.5 * self.tau**2 * own
 
     def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Draw z ~ N(mu_y, Sigma_y + 1e-4 I) for each label (eq. 9), on the CPU in the mean's precision.
@@ -251,7 +258,7 @@ def adapt(
         return network
 
     assert embeddings is not None
-    covariance = covariance if classifier == "text_distribution" else "none"
+    covariance = covariance if classifier in DISTRIBUTIONS else "none"
     if covariance != "none" and embeddings.shape[1] < 2:
         raise InputError(
             "one prompt a class with classifier=text_distribution",
@@ -267,8 +274,8 @@ def adapt(
     return replace_head(network, text_head)
 
 
-def text_objective(finite: bool = False) -> Objective:
-    """Return the loss of a network with a `TextHead`: eq. 4, or eq. 1 over the prompts themselves."""
+def text_objective(finite: bool = False, printed: bool = False) -> Objective:
+    """Return the loss of a network with a `TextHead`: eq. 4, also as printed, or eq. 1 over the prompts themselves."""
 
     def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
         features, _ = features_and_output(network, x)
@@ -279,6 +286,9 @@ def text_objective(finite: bool = False) -> Objective:
 
         if finite:
             return finite_loss(h, labels, layer.embeddings, layer.tau).mean()
+
+        if printed:
+            return layer.gaussians.printed(h, labels).mean()
 
         return layer.gaussians.surrogate(h, labels).mean()
 

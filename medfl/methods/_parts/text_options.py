@@ -18,6 +18,7 @@ from medfl.methods._parts.text_classifier import (
     embeddings_for,
     embeddings_of,
     install,
+    text_objective,
 )
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 from medfl.networks.heads import head, head_names
@@ -31,7 +32,7 @@ class TextClassified(TextEmbeddings, Method):
 
     classifier: str = option(
         "text_distribution",
-        "the head: FedAvg's own, its own but frozen, or built from text",
+        "the head: FedAvg's own, its own but frozen, or from text; text_printed: eq. 4 without tau in its softmax",
         choices=CLASSIFIERS,
     )
     tau: float = option(
@@ -74,6 +75,12 @@ class TextClassified(TextEmbeddings, Method):
     def from_text(self) -> bool:
         """Whether the head is built from text."""
         return self.classifier.startswith("text_")
+
+    def objective(self, finite: bool = False) -> Objective | None:
+        """Return the loss of a head built from text, None of another head."""
+        if not self.from_text:
+            return None
+        return text_objective(finite, self.classifier == "text_printed")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the text embeddings, which each site gets once."""

@@ -31,7 +31,6 @@ from medfl.methods._parts.text_classifier import (
     TextGaussians,
     TextHead,
     embeddings_of,
-    text_objective,
 )
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Collated, Group, option
@@ -279,9 +278,8 @@ class FedBM(MakesImages, TextClassified):
                 **sizes,
             }
 
-        objective = text_objective() if self.from_text else None
         feed = self.mixing(site, state) if state.get("generator") else None
-        return self.train_and_reply(model, site, state, objective, feed)
+        return self.train_and_reply(model, site, state, self.objective(), feed)
 
     def mixing(self, site: Site, state: State) -> Feed:
         """Return what makes the union of a real batch and fresh synthetic images (eq. 11).

@@ -201,12 +201,16 @@ def test_the_unscaled_misprint_is_no_bound() -> None:
     h, y = features(embeddings, 64)
     gaussians = TextGaussians.of(embeddings, 12.5)
     q = own(gaussians.quadratic(h), y)
-    misprint = (
-        nn.functional.cross_entropy(gaussians.logits(h) / 12.5, y, reduction="none")
-        + 0.5 * 12.5**2 * q
-    )
+    mean, quadratic = gaussians.mean.numpy(), gaussians.quadratic(h).numpy()
+    shown = np.exp(h.numpy() @ mean.T + 12.5 / 2 * quadratic)
+    share = shown[range(64), y] / shown.sum(1)
+    misprint = torch.from_numpy(-np.log(share)) + 0.5 * 12.5**2 * q
+    torch.testing.assert_close(gaussians.printed(h, y), misprint, rtol=0, atol=1e-10)
     wrong = (h * gaussians.mean[y]).sum(1) < 0.2  # far from the class
     assert (misprint < exact(h, y, gaussians))[wrong].double().mean() > 0.5
+    points = TextGaussians(torch.eye(2).double(), None, 10.0)
+    example = points.printed(torch.tensor([[0.0, 1.0]]).double(), torch.tensor([0]))
+    assert example.item() == pytest.approx(1.313, abs=1e-3)  # K = 2, the wrong class; eq. 3 has 10
 
 
 @both
