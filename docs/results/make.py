@@ -564,8 +564,11 @@ def _record(folder: RunFiles) -> dict[str, Any]:
 
 def _once(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary that has the findings, structures or numbers one by one in its `last` alone."""
-    told = {name: _bare(value) for name, value in summary.items()}
-    return {**told, **{name: summary[name] for name in ("last",) if name in summary}}
+    told: dict[str, Any] = _bare(summary)
+    if "last" in summary:
+        told["last"] = summary["last"]
+
+    return told
 
 
 def _bare(value: Any) -> Any:

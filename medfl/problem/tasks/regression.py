@@ -126,7 +126,7 @@ class Regression(Kind):
         said = tensor_described(metadata, "outputs", "pred").get("unit")
         units = said if isinstance(said, list) else [said]
         unit = units[0] if units else None
-        if not isinstance(unit, str) or any(other != unit for other in units):
+        if not isinstance(unit, str) or units.count(unit) < len(units):
             return {}
         # any bundle's text, on its way to tables and pages
         if not unit.strip() or not unit.isprintable() or len(unit) > _LONGEST_UNIT:
