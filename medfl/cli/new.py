@@ -156,12 +156,12 @@ def _planned(survey: Survey) -> Survey:
         "(docs/plan.json says why); for a CPU: --no-plan"
     )
     notes = list(survey.notes)
-    other = starter.otherwise_normalised(survey.channel_titles)
-    if planned.clip and other in notes:
-        notes.remove(other)
+    of_normalisation = starter.otherwise_normalised(survey.channel_titles)
+    if planned.clip and of_normalisation in notes:
+        notes.remove(of_normalisation)
 
-    said = (*survey.said, text)
-    return replace(survey, plan=planned, patch=planned.patch, said=said, notes=tuple(notes))
+    survey = replace(survey, plan=planned, patch=planned.patch, notes=tuple(notes))
+    return replace(survey, said=(*survey.said, text))
 
 
 def _offer(args: Namespace, survey: Survey) -> str:

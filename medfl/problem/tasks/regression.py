@@ -123,8 +123,10 @@ class Regression(Kind):
 
     def units(self, metadata: Config) -> dict[str, str]:
         """Return the unit of the errors, where all numbers have the same."""
-        said = tensor_described(metadata, "outputs", "pred").get("unit")
-        units = said if isinstance(said, list) else [said]
+        units = tensor_described(metadata, "outputs", "pred").get("unit")
+        if not isinstance(units, list):
+            units = [units]
+
         unit = units[0] if units else None
         if not isinstance(unit, str) or units.count(unit) < len(units):
             return {}

@@ -431,8 +431,8 @@ class Scoring:
             units = sorted(set(map(unit, geometry or (None,))))
             return {"units": dict.fromkeys(distances, " or ".join(units))}
 
-        said = self.kind.units(self.federation.bundle.metadata)
-        of_metrics = {name: text for name, text in said.items() if name in metrics}
+        units_of = self.kind.units(self.federation.bundle.metadata)
+        of_metrics = {name: text for name, text in units_of.items() if name in metrics}
         return {"units": of_metrics} if of_metrics else {}
 
     def masks(
