@@ -305,7 +305,7 @@ def an_audit_log(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
          "privacy": "words"},
     ] * 2  # fmt: skip
     return line_files(entries), written(
-        recorded.place / "log.jsonl", lambda path: text(audit.verify(path), 80)
+        recorded.place / "log.jsonl", lambda path: text(audit.verify(path))
     )
 
 
