@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from medfl.cli import arguments
+from medfl.cli.arguments import parse_pairs
+from medfl.cli.parser import Parser
 from medfl.core.errors import InputError
 from medfl.core.untrusted import override_value
 from medfl.policy import admission
@@ -18,11 +18,7 @@ from tools.synthetic_data.draw_data import draw_data
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw data for the bundle that the command line names, and print how to train on them."""
-    parser = argparse.ArgumentParser(
-        "python -m tools.synthetic_data",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m tools.synthetic_data", description=description)
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
@@ -32,13 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="seed of the drawing (default: 0)"
     )
-    arguments.add_config(parser, "id of the bundle's configuration; may be repeated")
-    arguments.add_trust(parser)
+    parser.add_config("id of the bundle's configuration; may be repeated")
+    parser.add_trust()
     args = parser.parse_args(argv)
     try:
         config = {
-            key: override_value(text)
-            for key, text in arguments.parse_pairs("--config", args.config).items()
+            key: override_value(text) for key, text in parse_pairs("--config", args.config).items()
         }
         with admission.trusting(args.trust):
             drawn = draw_data(
