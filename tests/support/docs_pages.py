@@ -72,7 +72,7 @@ BESIDES = {
     "run fmnist": "--rounds 1 --local-epochs 1 --config network=small_cnn",
     "tune pneumonia": "--local-epochs 1 --config network=small_cnn",
     "fedavg,fedcb": "--config network=small_cnn",
-    "compare ham10000": "--local-epochs 1 --config network=small_cnn",
+    "fedavg,feddgga": "--local-epochs 1 --config network=small_cnn",
     "compare mednist": "--local-epochs 1",
     "compare pneumonia": "--seeds 0,1 --local-epochs 1 --config network=small_cnn",
 }
