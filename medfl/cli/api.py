@@ -16,7 +16,7 @@ from medfl.compare.grid import Grid, compare as run_grid
 from medfl.compare.search import Entry, parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
-from medfl.core.documents import Config, Document, Names, Words
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -89,11 +89,11 @@ def run(
 @check_arguments
 def compare(
     bundle: str | Path | Parts,
-    methods: Names,
+    methods: Sequence[str],
     *,
     out: str | Path,
     seeds: Sequence[int] = (0, 1, 2),
-    partitions: Names = (),
+    partitions: Sequence[str] = (),
     options: Config | None = None,
     config: Config | None = None,
     jobs: int | None = None,
@@ -218,7 +218,7 @@ def tune(
     return best
 
 
-def bundles() -> Words:
+def bundles() -> tuple[str, ...]:
     """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
     return shipped()
 
@@ -231,7 +231,7 @@ def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
     )
 
 
-def _known(settings: Config, never: Names = ()) -> Document:
+def _known(settings: Config, never: Sequence[str] = ()) -> Document:
     """Return the settings as a run takes them; refuse what no run has."""
     if "folds" in settings:
         call = "medfl.runs.cross_validate(BUNDLE, K, requested={'method': NAME}, out=DIR)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Cells, Document, Names
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
@@ -242,7 +242,7 @@ def given_settings(args: Namespace, *more: str) -> Document:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def given_columns(args: Namespace) -> Cells:
+def given_columns(args: Namespace) -> dict[str, str]:
     """Return role -> column of the flags of `add_columns` that were given."""
     roles = {}
     for name, value in vars(args).items():
@@ -308,7 +308,7 @@ def _jobs(text: str) -> int | None:
     return int(text)
 
 
-def parse_pairs(flag: str, texts: Names) -> Cells:
+def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Return name -> value of texts NAME=VALUE."""
     values = {}
     for text in texts:

@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -64,7 +64,7 @@ def _calibrate(args: Namespace) -> int:
     if not 0 <= args.strength < math.inf or args.min_count < 0:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 
-    hold(args, runs=[args.run], folder=args.out or args.run)
+    hold(args, Use(runs=[args.run], folder=args.out or args.run))
     from medfl.runs.calibrate import Options, calibrate
     from medfl.runs.plan import device_named
     from medfl.runs.result import load_run

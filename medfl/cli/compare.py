@@ -8,7 +8,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.compare import papers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -107,7 +107,7 @@ def _compare(args: Namespace) -> int:
     check_places(args.bundle, shared["requested"])
     check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
-    hold(args, bundles=[args.bundle], folder=args.out)
+    hold(args, Use(bundles=[args.bundle], folder=args.out))
     from medfl.compare.search import Entry, tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core.errors import InputError
 
 
@@ -36,7 +36,7 @@ def add(verbs: Any) -> None:
 
 
 def _concepts(args: Namespace) -> int:
-    hold(args, bundles=[args.bundle], file="out")
+    hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli.parser import add_actions, add_verb, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
@@ -77,7 +77,7 @@ def _check(args: Namespace) -> int:
     from medfl import datasets
 
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
-        hold(args, bundles=[args.bundle])
+        hold(args, Use(bundles=[args.bundle]))
         from medfl.bundle.open import check_folder
 
         report = check_folder(args.bundle, args.data, progress=sys.stderr.isatty())

@@ -9,7 +9,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.run import launch_of, result_lines
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -83,7 +83,7 @@ def run(args: Namespace) -> int:
     else:
         runs = []
 
-    hold(args, bundles=[bundle], runs=runs, folder=args.out)
+    hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 

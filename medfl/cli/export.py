@@ -8,7 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core.documents import Config
 from medfl.storage.places import check_which, require_for_export
 
@@ -51,7 +51,7 @@ def add(verbs: Any) -> None:
 def _export(args: Namespace) -> int:
     check_which(args.which)
     require_for_export(args.out)
-    hold(args, runs=[args.run], file="out")
+    hold(args, Use(runs=[args.run], file="out"))
     from medfl.export.formats import parse_formats
 
     formats = parse_formats(args.formats)

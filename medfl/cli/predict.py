@@ -10,8 +10,8 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
-from medfl.cli.walls import hold
-from medfl.core.documents import Config, Names
+from medfl.cli.walls import Use, hold
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
 from medfl.core.tables import text_table
 from medfl.storage.places import check_which, is_run, require_there, require_unused
@@ -81,9 +81,11 @@ def _predict(args: Namespace) -> int:
     is_of_run = (model / "run.json").is_file()
     hold(
         args,
-        bundles=[] if is_of_run else [model],
-        runs=[model] if is_of_run else [],
-        folder=args.out.expanduser(),
+        Use(
+            bundles=[] if is_of_run else [model],
+            runs=[model] if is_of_run else [],
+            folder=args.out.expanduser(),
+        ),
     )
     from medfl.runs.predict import predict
 
@@ -170,7 +172,7 @@ def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
     return ["", *text_table(["", "cases", *map(title, names)], rows)] if rows else []
 
 
-def _vectors(rows: Sequence[Config], names: Names) -> list[str]:
+def _vectors(rows: Sequence[Config], names: Sequence[str]) -> list[str]:
     """Return in how many images each finding is called present, or the range of each number."""
     lines = []
     heads = ["finding", "present", "mean probability"]

@@ -13,7 +13,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import portable
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
@@ -119,7 +119,7 @@ def run(args: Namespace) -> int:
     launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
-        hold(args, bundles=[_bundle_of_folds(args.out)], folder=args.out)
+        hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -172,11 +172,13 @@ def _hold(args: Namespace) -> None:
     is_elsewhere = (args.track or "").partition(":")[2]
     hold(
         args,
-        bundles=[args.bundle] if args.bundle else [],
-        runs=[path for path in (args.source, args.out if args.resume else None) if path],
-        folder=_run_folder(args),
-        connects=f"--track {args.track}" if is_elsewhere else "",
-        compiles=args.compile,
+        Use(
+            bundles=[args.bundle] if args.bundle else [],
+            runs=[path for path in (args.source, args.out if args.resume else None) if path],
+            folder=_run_folder(args),
+            connects=f"--track {args.track}" if is_elsewhere else "",
+            compiles=args.compile,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli.arguments import bundle_folder, existing, parse_names, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import tables
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
@@ -201,7 +201,7 @@ def _inspect(args: Namespace) -> int:
                 "give a file outside of it",
             )
 
-    hold(args, bundles=[args.bundle], file="write_policy")
+    hold(args, Use(bundles=[args.bundle], file="write_policy"))
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
@@ -362,7 +362,7 @@ def _check(args: Namespace) -> int:
 
     server = None if args.server is None else address(args.server)
     ports = [] if server is None else [server[1]]
-    hold(args, bundles=[args.bundle], folder=args.folder, ports=ports)
+    hold(args, Use(bundles=[args.bundle], folder=args.folder, ports=ports))
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
@@ -391,7 +391,7 @@ def _stats(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, bundles=[args.bundle], file="out")
+    hold(args, Use(bundles=[args.bundle], file="out"))
     from medfl.partner.statistics import (
         StatisticsOptions,
         bins_of,
@@ -471,7 +471,7 @@ def _fingerprint(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, bundles=[args.bundle] if args.bundle else [], file="out")
+    hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
     from medfl.partner import fingerprint
 
     policy, least = _rules(args)

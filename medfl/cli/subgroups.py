@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add(verbs: Any) -> None:
 
 
 def _subgroups(args: Namespace) -> int:
-    hold(args, runs=[args.run])
+    hold(args, Use(runs=[args.run]))
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 

@@ -9,7 +9,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.walls import hold
+from medfl.cli.walls import Use, hold
 from medfl.core import tables
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
@@ -61,7 +61,7 @@ def _tune(args: Namespace) -> int:
 
     check_places(args.bundle, requested)
     check_driver(args.device or "")
-    hold(args, bundles=[args.bundle], folder=args.out)
+    hold(args, Use(bundles=[args.bundle], folder=args.out))
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from medfl.cli.parser import log, warn
 from medfl.core.errors import InputError
@@ -59,10 +58,8 @@ class Use:
     ports: Sequence[int] = ()
 
 
-def hold(args: Namespace, **opened: Any) -> None:
+def hold(args: Namespace, use: Use) -> None:
     """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
-
-    What is opened has the names of `Use`.
 
     Only the program `medfl` divides itself: a process of somebody else's, which calls `main`, works as it is.
 
@@ -70,7 +67,6 @@ def hold(args: Namespace, **opened: Any) -> None:
         InputError: there are no walls on this machine and no `--trust`, the verb needs what they refuse, or
             `--sandbox` is asked of a process of somebody else's.
     """
-    use = Use(**opened)
     if use.file:
         args.shown_file = getattr(args, use.file)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.compare.labels import labels
-from medfl.core.documents import Cells, Config, Names, Texts, Values
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values, printable
@@ -95,11 +95,11 @@ def check_folder(settings: Config, out: Path) -> None:
         )
 
 
-def _listed(values: Texts, names: Names) -> str:
+def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {values.get(name, 'not set')}" for name in names)
 
 
-def _flat(settings: Config) -> Cells:
+def _flat(settings: Config) -> dict[str, str]:
     """Return the settings of a grid by name, as text."""
     flat = {"bundle": setting(settings.get("bundle"))}
     for part, prefix in _PARTS.items():
@@ -133,7 +133,7 @@ def _is_finite(text: str) -> bool:
         return False
 
 
-def differing_settings(first: Values, second: Values) -> list[str]:
+def differing_settings(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
     """Name the settings in which the records of two runs (run.json) differ, each with both values.
 
     Paths are no settings, and what older records lack counts as its default.
@@ -144,7 +144,7 @@ def differing_settings(first: Values, second: Values) -> list[str]:
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
 
-def _record_settings(document: Values) -> dict[str, object]:
+def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
     flat = {}
     for field in dataclasses.fields(Run):

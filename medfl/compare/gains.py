@@ -13,7 +13,6 @@ from medfl.compare.checks import require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core import tables
-from medfl.core.documents import Words
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
@@ -51,14 +50,14 @@ class Gains:
     """
 
     key: str
-    sites: Words
+    sites: tuple[str, ...]
     train: Mapping[str, int]
     small: frozenset[str]
     values: Mapping[str, Mapping[str, list[float]]]
     gains: Mapping[str, Mapping[str, Mapping[str, list[float]]]]
     words: Mapping[str, Mapping[str, Mapping[str, str]]]
     phantom: bool = False
-    notes: Words = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def methods(self) -> list[str]:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.search import Entry
 from medfl.core import terminal
-from medfl.core.documents import Cells, Config, Document, Names, Values
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
 from medfl.report.formatting import duration
@@ -82,7 +82,7 @@ class Cell:
         return read_summary(path) if path.is_file() else {}
 
     @property
-    def undefined(self) -> Names:
+    def undefined(self) -> Sequence[str]:
         """What a trial says of rounds whose validation metric is undefined."""
         return self._summary().get("undefined") or ()
 
@@ -110,8 +110,8 @@ class Grid:
     entries: tuple[Entry, ...]
     partitions: tuple[str | None, ...] = (None,)
     seeds: tuple[int, ...] = (0, 1, 2)
-    options: Values = field(default_factory=dict)
-    config: Values = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     requested: Config = field(default_factory=dict)
     search: str = ""
 
@@ -145,7 +145,7 @@ class Grid:
 
 def compare(
     grid: Grid, launch: Launch, *, against: str | None = None, target: str | None = None
-) -> tuple[Comparison | None, Cells]:
+) -> tuple[Comparison | None, dict[str, str]]:
     """Run what is missing of a grid in a folder, and read what is there.
 
     Args:
@@ -172,7 +172,7 @@ def compare(
 
 def run_missing(
     grid: Grid, launch: Launch, against: str | None = None, target: str | None = None
-) -> tuple[list[Cell], Cells]:
+) -> tuple[list[Cell], dict[str, str]]:
     """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
     out = launch.folder
     if launch.jobs is not None and launch.jobs < 1:
@@ -261,7 +261,7 @@ def _request(grid: Grid, cell: Cell) -> Request:
     return Request(grid.bundle, options=options, config=grid.config, **requested)
 
 
-def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> Cells:
+def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> dict[str, str]:
     """Run the cells in order, at most `launch.jobs` at a time; return title -> error of the failed ones."""
     context = multiprocessing.get_context("fork")
     say = launch.say

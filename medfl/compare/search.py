@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 
-from medfl.core.documents import Config, Names, Texts, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
@@ -25,7 +25,7 @@ _FORM: Config = {
 }  # fmt: skip
 
 
-def parse_grid(texts: Iterable[str]) -> dict[str, Words]:
+def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the values of each name in `NAME=A,B,C`.
 
     Raises:
@@ -53,7 +53,7 @@ def parse_grid(texts: Iterable[str]) -> dict[str, Words]:
 
 
 def trials(
-    method: str, values: Mapping[str, Names], count: int | None, seed: int
+    method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int
 ) -> tuple[Entry, ...]:
     """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
 
@@ -181,7 +181,7 @@ class Entry:
 
     label: str
     method: str
-    options: Texts
+    options: Mapping[str, str]
     settings: Config = field(default_factory=dict)
     trials: int | None = None
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, Entry, trials
-from medfl.core.documents import Cells, Document, Names, Values
+from medfl.core.documents import Document
 from medfl.core.errors import RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
@@ -24,13 +24,13 @@ TESTED = "best"
 def searched(
     bundle: str,
     method: str,
-    values: Mapping[str, Names],
+    values: Mapping[str, Sequence[str]],
     count: int | None,
     seeds: tuple[int, ...],
     partition: str | None,
-    options: Values,
-    config: Values,
-    requested: Values,
+    options: Mapping[str, object],
+    config: Mapping[str, object],
+    requested: Mapping[str, object],
 ) -> Grid:
     """Return the grid of a search's trials; `values` and `count` as of `search.trials`, the others as of `Grid`."""
     text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
@@ -43,7 +43,7 @@ def searched(
     )
 
 
-def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, Cells]:
+def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[str, str]]:
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
     The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
@@ -105,5 +105,5 @@ def _validated(cells: Sequence[Cell], key: str) -> Document:
     return {"validation": mean, "validated": len(defined)}
 
 
-def _settings(options: Values, entry: Entry) -> dict[str, object]:
+def _settings(options: Mapping[str, object], entry: Entry) -> dict[str, object]:
     return {"options": {**options, **entry.options}, "requested": dict(entry.settings)}

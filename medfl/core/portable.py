@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from medfl.core.documents import Cells, Config, Texts
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 
-ENVIRONMENT: Texts = {
+ENVIRONMENT: Mapping[str, str] = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "COMPATIBLE",  # MKL takes other kernels on AMD than on Intel under AVX2
@@ -28,7 +29,7 @@ _NEEDED = {"avx2", "fma"}
 _begun = False
 
 
-def active(environment: Texts | None = None) -> bool:
+def active(environment: Mapping[str, str] | None = None) -> bool:
     """Return whether the variables of an environment, default this process's, are those of a portable process."""
     variables = os.environ if environment is None else environment
     return all(variables.get(name) == value for name, value in ENVIRONMENT.items())
@@ -84,7 +85,7 @@ def enable_if_requested(run: Config) -> None:
         enable()
 
 
-def _at_the_start() -> Cells:
+def _at_the_start() -> dict[str, str]:
     """Return the variables that this process was started with, whatever was set since."""
     try:
         text = Path("/proc/self/environ").read_bytes().decode(errors="replace")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from medfl.core.documents import Config, Document, Texts, Words
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
@@ -37,7 +37,7 @@ class DataRecord:
     checksum: str
     split: str
     counts: Mapping[str, Count]
-    notes: Words = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PartitionRecord:
 
     spec: str
     seed: Count
-    notes: Words
+    notes: tuple[str, ...]
     sites: Mapping[str, Mapping[str, list[str]]]
 
 
@@ -118,10 +118,10 @@ class Run(GeneralSettings, ProtocolSettings):
     config: Config
     data: DataRecord
     partition: PartitionRecord
-    versions: Texts
+    versions: Mapping[str, str]
     public: PublicRecord | None = None
     text: TextRecord | None = None
-    adapted: Words = ()
+    adapted: tuple[str, ...] = ()
 
     def to_dict(self) -> Document:
         """Return the record as plain JSON values; without empty optional parts and later settings at their defaults."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from medfl.core.documents import Words
 from medfl.core.errors import InputError, did_you_mean
 
 MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
@@ -88,13 +87,13 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
     return kind, 0.0, int(number), None
 
 
-def by_site(flag: str) -> Callable[[str], dict[str, Words]]:
+def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
     """Return what reads the text of a flag that says something of some sites, as `north=liver,spleen;south=auto`.
 
     It gives site -> names, and raises an InputError for text of another form.
     """
 
-    def read(text: str) -> dict[str, Words]:
+    def read(text: str) -> dict[str, tuple[str, ...]]:
         sites = {}
         for part in text.split(";") if text.strip() else []:
             site, _, rest = (piece.strip() for piece in part.partition("="))

@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from medfl.core.documents import Names
-
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
@@ -26,10 +24,10 @@ def screen_width() -> int:
 
 
 def text_table(
-    head: Names,
-    rows: Sequence[Names],
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
     width: int | None = None,
-    spare: Names = (),
+    spare: Sequence[str] = (),
 ) -> list[str]:
     """Return the lines of a table, columns of numbers aligned to the right.
 
@@ -64,11 +62,11 @@ def text_table(
     return lines
 
 
-def _longest_word(column: Names) -> int:
+def _longest_word(column: Sequence[str]) -> int:
     return max(max(map(len, cell.split()), default=0) for cell in column)
 
 
-def _wrapped_row(row: Names, widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
     wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
@@ -93,23 +91,23 @@ def wrap(text: str, width: int | None, first: str = "", others: str = "") -> lis
     )
 
 
-def label_row(cells: Names, widths: Sequence[int]) -> str:
+def label_row(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Return a line of a label and numbers: the first cell aligned to the left, the others to the right."""
     label, *numbers = cells
     first, *sizes = widths
     return label.ljust(first) + "".join(map(str.rjust, numbers, sizes))
 
 
-def markdown_table(head: Names, rows: Sequence[Names]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table, its columns not padded."""
     return "\n".join([_markdown_row(head), "|" + "---|" * len(head), *map(_markdown_row, rows)])
 
 
-def _markdown_row(cells: Names) -> str:
+def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def formatted_table(head: Names, rows: Sequence[Sequence[object]], format_: str) -> str:
+def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], format_: str) -> str:
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # here: only comparisons print in these formats
 

@@ -17,7 +17,7 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.documents import Metrics, Names, Numbers, Words
+from medfl.core.documents import Metrics
 from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
 from medfl.core.message import Tensors
 from medfl.data.known_labels import AnnotatedClasses
@@ -44,7 +44,12 @@ class Evaluator(Protocol):
     """Scores a network on a shard."""
 
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return one outcome per item, in the shard's order; the network, on `device`, is put in evaluation mode.
 
@@ -68,7 +73,12 @@ class ClassEvaluator:
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
@@ -118,14 +128,19 @@ class MaskEvaluator:
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
-    classes: Words
+    classes: tuple[str, ...]
     inferer: Callable[..., Tensor]
     tolerance: float = 1.0
     background_limit: float | None = None
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return one (N,) tensor per metric; of surfaces only those asked for.
 
@@ -282,7 +297,7 @@ class CaseEvaluator:
         inferer: Callable[..., Foreign],
         postprocessing: Callable[[Foreign], Foreign] | None = None,
         tolerance: float | None = None,
-        structures: Names = (),
+        structures: Sequence[str] = (),
     ) -> None:
         """Attach the metric to an engine of its own, as MONAI's metrics require."""
         self.name = name
@@ -299,7 +314,12 @@ class CaseEvaluator:
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
@@ -384,8 +404,8 @@ class CaseEvaluator:
         cases: Sequence[Foreign],
         prepared: Prepared,
         index: int,
-        surface_metrics: Names,
-        names: Names,
+        surface_metrics: Sequence[str],
+        names: Sequence[str],
     ) -> Metrics:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
@@ -432,7 +452,7 @@ def _naming_item(ident: str) -> Iterator[None]:
         ) from error
 
 
-def _cases(shard: Shard, rows: Sequence[Numbers]) -> Cases:
+def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
     names: dict[str, None] = {}  # in order; cases of different forms have different metrics
     for row in rows:
         names.update(dict.fromkeys(row))

@@ -6,7 +6,7 @@ Surfaces of all structures are found in one pass over a case; only those that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Metrics, Names, Numbers, Words
+from medfl.core.documents import Metrics
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import slug
 from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
@@ -28,7 +28,7 @@ _Surfaces = tuple[float, float]
 """HD95, in the unit of the spacing, and surface Dice of one class: in the order of `SURFACE_METRICS`."""
 
 
-def surface_metrics_of(text: str, structures: Names | None) -> Words:
+def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
     """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
 
     Args:
@@ -68,11 +68,11 @@ def surface_metrics_of(text: str, structures: Names | None) -> Words:
 def scores(
     prediction: Tensor,
     reference: Tensor,
-    classes: Names,
+    classes: Sequence[str],
     spacing: Sequence[float],
     tolerance: float,
     *,
-    surface_metrics: Names = (),
+    surface_metrics: Sequence[str] = (),
 ) -> Metrics:
     """Return the metrics of one case.
 
@@ -139,8 +139,8 @@ def channel_scores(
     spacing: Sequence[float],
     tolerance: float,
     *,
-    surface_metrics: Names = (),
-    names: Names = (),
+    surface_metrics: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> Metrics:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
@@ -186,7 +186,7 @@ def channel_scores(
     return result
 
 
-def foreground(names: Names, count: int) -> list[str]:
+def foreground(names: Sequence[str], count: int) -> list[str]:
     """Return names for this many structures: these, without the background's, or class 1, class 2, ...
 
     They are numbered where there are not as many names, or the names of metrics could not tell them apart.
@@ -200,7 +200,7 @@ def foreground(names: Names, count: int) -> list[str]:
 
 
 def by_structure(
-    summary: Numbers, measured: Collection[str], names: Names, cases: int
+    summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
@@ -236,8 +236,8 @@ def _exclusive(channels: Tensor) -> bool:
 
 
 def _of_surfaces(
-    surface_metrics: Names,
-    names: Names,
+    surface_metrics: Sequence[str],
+    names: Sequence[str],
     present: Sequence[bool],
     measured: Callable[[int], _Surfaces],
     mean: Callable[[list[_Surfaces]], Iterable[float]],

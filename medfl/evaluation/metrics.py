@@ -18,7 +18,7 @@ import torch
 from scipy.stats import rankdata
 
 from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Document, Metrics, Names, Values, Words
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Tensors, Weights
 from medfl.evaluation import findings, numbers
@@ -176,7 +176,7 @@ class Cases:
         ValueError: a tensor's first dimension is not the number of ids.
     """
 
-    ids: Words
+    ids: tuple[str, ...]
     values: Weights
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class Cases:
             )
         return index
 
-    def select(self, which: Names | Sequence[int]) -> Cases:
+    def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
         """Return these cases, by id or by index, in this order.
 
         Raises:
@@ -367,7 +367,7 @@ def spread(
     return result
 
 
-def without_repeats(names: Names, rows: Iterable[Values]) -> list[str]:
+def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
     rows = [*rows]
     distinct = []
@@ -406,7 +406,7 @@ def _case_means(values_of: Mapping[str, Array]) -> Metrics:
     return result
 
 
-def _check_labels(ids: Words, label: Array, classes: int) -> None:
+def _check_labels(ids: tuple[str, ...], label: Array, classes: int) -> None:
     outside = (label < 0) | (label >= classes)
     if outside.any():
         first = int(outside.argmax())
@@ -417,7 +417,7 @@ def _check_labels(ids: Words, label: Array, classes: int) -> None:
         )
 
 
-def _check_finite(ids: Words, name: str, outputs: Array) -> None:
+def _check_finite(ids: tuple[str, ...], name: str, outputs: Array) -> None:
     bad = ~np.isfinite(outputs).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from medfl.core.documents import Values
 from medfl.evaluation.findings import LEAST
 from medfl.evaluation.metrics import Cases
 
 _NAMED = 6  # rounds, sites, seeds or folds of a line
 
 
-def reason(name: str, metrics: Values | None, cases: Cases | None) -> str:
+def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None) -> str:
     """Return why a metric is not among those of these cases, "" where it is."""
     if cases is None or not len(cases):
         return "there are none"
@@ -54,7 +53,7 @@ def of_rounds(name: str, reasons: Mapping[int, str]) -> list[str]:
 
 
 def of_tests(
-    name: str, metrics: Values | None, cases: Cases | None, sites: Mapping[str, str]
+    name: str, metrics: Mapping[str, object] | None, cases: Cases | None, sites: Mapping[str, str]
 ) -> list[str]:
     """Return what is said of a metric that test images do not have: all of them, some, or those of some sites.
 

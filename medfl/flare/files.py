@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
 from medfl.core.type_checks import matches_type, type_errors
@@ -80,7 +81,7 @@ def read_resources(path: Path) -> Document:
     return {"format_version": 2}
 
 
-def allow_classes(resources: Path, classes: Names) -> None:
+def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     """Change the list of classes that FLARE may make at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.core.documents import Config, Document, Names
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
 from medfl.core.run import DataRecord, PartitionRecord, Run
@@ -54,7 +55,7 @@ def as_evaluation(requested: Config) -> Document:
 
 def offer(
     bundle: str,
-    sites: Names,
+    sites: Sequence[str],
     *,
     options: Config | None = None,
     config: Config | None = None,
@@ -120,7 +121,7 @@ def offer(
 
 def export(
     bundle: str,
-    sites: Names,
+    sites: Sequence[str],
     out: Path,
     *,
     resume: bool = False,

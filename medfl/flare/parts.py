@@ -31,7 +31,6 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl.core.documents import Cells
 from medfl.core.errors import InputError, MedflError, errors_safe_to_send
 from medfl.core.names import NO_WALLS
 from medfl.core.run import Run, examines, without_round_limit
@@ -80,8 +79,8 @@ class _Controller(ModelController):  # type: ignore[misc]
         self._questions: dict[int, tuple[Task, set[str]]] = {}
         self._count = 0
         self._lock = threading.Lock()
-        self._disconnected: Cells = {}
-        self._flare_names: Cells = {}
+        self._disconnected: dict[str, str] = {}
+        self._flare_names: dict[str, str] = {}
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         """Register the transfer of tensors."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from medfl.core.documents import Config, Document, Metrics, Numbers
+from medfl.core.documents import Config, Document, Metrics
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Prepared, Stacked
@@ -116,7 +116,7 @@ def mean_reported(reported: Mapping[str, Reported]) -> Metrics:
     return means
 
 
-def _mean(values: Numbers, weights: Mapping[str, int]) -> float:
+def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
     """Return the weighted mean of the values that are not NaN, NaN if there are none."""
     total = 0
     weighted_sum = 0.0

@@ -7,7 +7,7 @@ medfl relies on neither: `medfl.flare.serve` names this validator in the kit's `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nvflare.apis.app_validation import AppValidator
@@ -17,7 +17,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
@@ -40,7 +40,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
         classes: class paths that a job's configuration may name.
     """
 
-    def __init__(self, classes: Names) -> None:
+    def __init__(self, classes: Sequence[str]) -> None:
         """Remove FLARE's commands that read or change a site's files."""
         self.classes = frozenset(classes)
         processors = ClientRequestProcessors.request_processors

@@ -14,14 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
 from medfl.flare.files import read_kit_file, read_resources
@@ -283,7 +283,7 @@ _OPERATION = ("operate", "shell_commands")
 _WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_log", "call", *_CODE)
 
 
-def secure(kit: Path, kind: str, classes: Names) -> None:
+def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
     """Write and check the permissions of a kit of a "site" or "server", whose jobs may name these classes.
 
     Raises:
@@ -339,7 +339,7 @@ def _permissions(path: Path, kind: str) -> Document:
     return {"format_version": "1.0", "permissions": roles}
 
 
-def _granted(document: Document, never: Names) -> Iterator[tuple[str, str]]:
+def _granted(document: Document, never: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the (role, right) pairs of `never` that a policy grants, as FLARE reads it."""
     from nvflare.fuel.sec.authz import parse_policy_config
     from nvflare.security.security import COMMAND_CATEGORIES
@@ -371,7 +371,7 @@ def _nobody(expression: Any) -> bool:
     return bool(allowed) and all(word in (["none"], ["no"]) for word in allowed)
 
 
-def _resources(path: Path, kind: str, classes: Names) -> None:
+def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     from medfl.storage.files import write_atomic
 
     document = read_resources(path)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medfl.core.documents import Config, Document, Metrics, Names, Numbers
+from medfl.core.documents import Config, Document, Metrics
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.run import examines
@@ -75,7 +75,7 @@ class Link(Protocol):
     def ask(
         self,
         task_name: str,
-        sites: Names,
+        sites: Sequence[str],
         payload: Payload,
         answers: queue.SimpleQueue[Answer],
     ) -> int:
@@ -101,7 +101,7 @@ class _Question:
     index: int
     site: str
     task_name: str
-    numbers: Numbers
+    numbers: Mapping[str, float]
     message: Message
     read: Callable[[Payload], Any]
     extra: Weights = field(default_factory=dict)
@@ -195,7 +195,7 @@ class FlareWorkers(Workers):
 
         assert isinstance(task, RoundTask)
         message = self._federation.compress_broadcast(task.round, name, task.broadcast)
-        sections: Names = ()
+        sections: Sequence[str] = ()
         save = {}
         extra = {}
         match task:
@@ -397,7 +397,7 @@ class FlareWorkers(Workers):
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
-    def _tallied(self, name: str, sections: Names, payload: Payload) -> CasesByName:
+    def _tallied(self, name: str, sections: Sequence[str], payload: Payload) -> CasesByName:
         """Keep the tables of a site's outcomes, of which no single case is known."""
         arrived = payload.group("tally")
         for section in sections:
@@ -412,7 +412,7 @@ class FlareWorkers(Workers):
 
         return dict.fromkeys(sections, Cases((), {}))
 
-    def _cases(self, name: str, sections: Names, payload: Payload) -> CasesByName:
+    def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> CasesByName:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
             metrics = reported_metrics(payload, sections)
@@ -431,7 +431,7 @@ def _weights(payload: Payload) -> Tensors:
     return payload.group("own")
 
 
-def _masks(ids: Names, payload: Payload) -> dict[str, Masks]:
+def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
     parts: dict[int, Tensors] = {}
     for key, tensor in payload.group("masks").items():
         position, _, part = key.partition("/")
@@ -448,7 +448,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left is right or (left.dtype == right.dtype and torch.equal(left, right))
 
 
-def reported_metrics(payload: Payload, sections: Names) -> Metrics:
+def reported_metrics(payload: Payload, sections: Sequence[str]) -> Metrics:
     """Return the metrics that a site reported of these sections, ignoring others.
 
     Raises:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, 
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
-from medfl.core.documents import Config, Document, Names, Words
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run, examines
@@ -86,18 +86,18 @@ class SiteConfig:
     folder: str
     data: str = ""
     policy: str = ""
-    permits: Words = ()
+    permits: tuple[str, ...] = ()
     device: str = "cpu"
     audit: str = ""
     threads: int = 8
-    classes: Words = ()
+    classes: tuple[str, ...] = ()
     track: str = ""
     roster: Mapping[str, int] = field(default_factory=dict)
-    labels: Words = ()
-    channels: Words = ()
+    labels: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
 
     @property
-    def declared_data(self) -> dict[str, Words]:
+    def declared_data(self) -> dict[str, tuple[str, ...]]:
         """What the site says of its data, by setting of a run; () where it says nothing."""
         return {"site_labels": self.labels, "site_channels": self.channels}
 
@@ -381,7 +381,7 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
         )
 
 
-def _check_config(run: Run, protocol: Config, permits: Names, refuse: Refuse) -> None:
+def _check_config(run: Run, protocol: Config, permits: Sequence[str], refuse: Refuse) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:

@@ -9,14 +9,14 @@ that fails says why in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Cells, Document, Metrics, Names, Numbers, Words
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.names import is_name
@@ -60,9 +60,9 @@ class Payload:
     """
 
     tensors: Weights = field(default_factory=dict)
-    numbers: Numbers = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     failure_reason: str = ""
-    metrics: Numbers = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def group(self, group: str) -> Tensors:
         """Return the tensors named `group/...`, without that prefix."""
@@ -88,12 +88,12 @@ class Payload:
         return int(value)
 
     @property
-    def sections(self) -> Words:
+    def sections(self) -> tuple[str, ...]:
         """The sections that are asked for."""
         return tuple(section for section in SECTIONS if self.numbers.get(section))
 
 
-def message_payload(message: Message, numbers: Numbers, extra: Weights) -> Payload:
+def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
     """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
     tensors = {f"message/{name}": tensor for name, tensor in message.flat().items()}
     return Payload(cpu_copies({**tensors, **extra}), dict(numbers))
@@ -221,7 +221,7 @@ def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     return replace(payload, tensors={**payload.tensors, **cpu_copies(tensors)}, numbers=numbers)
 
 
-def read_cases(payload: Payload, ids: Mapping[str, Names], sender: str) -> CasesByName:
+def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) -> CasesByName:
     """Return the outcomes in a payload that `with_cases` made, section -> cases.
 
     `ids` are section that was asked for -> ids of its cases, in their order.
@@ -249,7 +249,7 @@ def read_cases(payload: Payload, ids: Mapping[str, Names], sender: str) -> Cases
 # Names
 
 
-def wire_names(participants: Names) -> Cells:
+def wire_names(participants: Sequence[str]) -> dict[str, str]:
     """Return participant -> its name in FLARE: the same, unless FLARE does not allow one of them."""
     if all(map(is_flare_name, participants)):
         return {name: name for name in participants}

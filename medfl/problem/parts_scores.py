@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, Evaluator, MaskEvaluator
@@ -31,7 +30,12 @@ class OwnVectors:
     metrics: Metrics
 
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return what the evaluator does, and one (N,) tensor per metric."""
         cases = self.evaluator(network, shard, device, surface_metrics=surface_metrics)
@@ -50,7 +54,12 @@ class OwnMasks(MaskEvaluator):
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
@@ -68,7 +77,12 @@ class OwnCases(CaseEvaluator):
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return one (N,) tensor per metric, and of the loss."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)

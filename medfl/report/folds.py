@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from medfl.core import tables, terminal
-from medfl.core.documents import Config, Document, Metrics, Numbers, Words
+from medfl.core.documents import Config, Document, Metrics
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -190,7 +190,7 @@ class Folds:
         }  # fmt: skip
 
     @property
-    def notes(self) -> Words:
+    def notes(self) -> tuple[str, ...]:
         """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
         notes = (NOTE, *told_by(undefined))
@@ -215,7 +215,7 @@ class Folds:
         names = self.names[:_COLUMNS]
         spreads = list(map(self.spread, names))
 
-        def numbers(values: Numbers) -> list[str]:
+        def numbers(values: Mapping[str, float]) -> list[str]:
             return [formatting.number(values.get(name)) for name in names]
 
         rows = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.core.arrays import Integers
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.data.partition.table import shorten
 from medfl.report.picture import (
     ENTRY,
@@ -40,7 +40,7 @@ _MIN_ITEMS = 30
 _MIN_ITEMS_OF_CLASS = 10
 
 
-def generated_grid(images: Floats, classes: Names, round_: int, mark: str = "") -> Picture:
+def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
     """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
     rows = len(classes)
     count, channels, height, width = images.shape
@@ -78,7 +78,7 @@ def generated_grid(images: Floats, classes: Names, round_: int, mark: str = "") 
     )
 
 
-def text_similarities(means: Floats, classes: Names) -> Picture:
+def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
     """Draw the cosines between the classes' mean text embeddings (K, D) as a heat map."""
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     cosine = unit @ unit.T
@@ -118,7 +118,7 @@ def feature_scatters(
     labels: Integers,
     synthetic: Floats,
     synthetic_labels: Integers,
-    classes: Names,
+    classes: Sequence[str],
     seed: int,
     round_: int,
 ) -> list[Picture]:
@@ -217,7 +217,9 @@ def imbalance(values: Floats) -> float:
     return float(((values - values.mean()) ** 2).sum() / 128)
 
 
-def spectrum(features: Floats, labels: Integers, classes: Names, round_: int) -> Picture | None:
+def spectrum(
+    features: Floats, labels: Integers, classes: Sequence[str], round_: int
+) -> Picture | None:
     """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
 
     Returns:

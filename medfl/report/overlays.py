@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from medfl.core.arrays import Array
-from medfl.core.documents import Cells, Config, Document, Names, Numbers
+from medfl.core.documents import Config, Document
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Plane, planes, unit
@@ -57,14 +57,14 @@ class Example:
 
     rank: str
     ident: str
-    scores: Numbers
+    scores: Mapping[str, float]
     image: Array
     reference: Array
     prediction: Array
     geometry: Geometry | None
 
 
-def ranked(dice: Numbers) -> Cells:
+def ranked(dice: Mapping[str, float]) -> dict[str, str]:
     """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
@@ -82,7 +82,7 @@ def ranked(dice: Numbers) -> Cells:
 
 
 def mask_overlays(
-    name: str, site: str, examples: Sequence[Example], structures: Names, median: float
+    name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float
 ) -> Picture:
     """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
 
@@ -149,7 +149,7 @@ def _case(
     figure: Figure,
     example: Example,
     cut: Sequence[Plane],
-    structures: Names,
+    structures: Sequence[str],
     panel: float,
     scale: float,
     top: float,
@@ -187,7 +187,7 @@ def _case(
         top -= height + _GAP
 
 
-def _score_line(example: Example, structures: Names) -> str:
+def _score_line(example: Example, structures: Sequence[str]) -> str:
     parts = [shorten(example.ident, 36), f"Dice {example.scores['dice']:.3f}"]
     dice = [value for name, value in example.scores.items() if name.startswith("dice_")]
     if 1 < len(dice) == len(structures) <= 3:  # more do not fit in the line
@@ -305,7 +305,7 @@ def _palette(count: int) -> list[Colour]:
     return colours(count)
 
 
-def _legend(figure: Figure, structures: Names, confused: bool) -> None:
+def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.core.documents import Document, Names, Words
+from medfl.core.documents import Document
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, LETTER, SOFT, TINTS
 
@@ -30,9 +30,9 @@ SMALLEST = 2.0  # points; the least diameter of a disc that can be seen
 class _Layout:
     """Sizes and positions of the chart's parts in inches; sites in rows, classes in columns."""
 
-    sites: Words
-    classes: Words
-    shown: Words
+    sites: tuple[str, ...]
+    classes: tuple[str, ...]
+    shown: tuple[str, ...]
 
     @property
     def step_x(self) -> float:
@@ -101,7 +101,9 @@ class _Layout:
         return axes
 
 
-def plot(partition: Partition, sections: Sections, classes: Names | None, path: str | Path) -> None:
+def plot(
+    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path
+) -> None:
     """Draw a disc for each site and class, its area in proportion to the training images, and totals at the margins.
 
     The ending of `path` (png, svg, pdf) decides the file format. Without classes one column holds all images.

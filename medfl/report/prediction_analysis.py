@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from medfl.core.arrays import Array, Flags, Floats, Integers
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
@@ -359,14 +359,14 @@ class PredictionAnalysis:
 
     def _of_reference(
         self,
-    ) -> tuple[list[str], Floats, Integers, list[Names]] | None:
+    ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
         """Return heads, badness, case, and cells of each candidate for the worst cases."""
         probabilities = self._values("probabilities")
         label = self._values("label")
         if label is not None and probabilities is not None:
             of_reference = probabilities[np.arange(len(label)), label]
             predicted = probabilities[np.arange(len(label)), self._predicted]
-            cells: list[Names] = [
+            cells: list[Sequence[str]] = [
                 [self.classes[index] for index in label.tolist()],
                 [self.classes[index] for index in self._predicted.tolist()],
                 _numbers(predicted),

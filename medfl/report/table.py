@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core.documents import Config, Numbers
+from medfl.core.documents import Config
 from medfl.core.tables import label_row, screen_width
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
@@ -88,7 +88,9 @@ def _has_one(run: RunFiles) -> bool:
     return run.kind.noun == "structure" and cases == [tested]
 
 
-def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Numbers]]) -> list[str]:
+def _site_lines(
+    run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, float]]]
+) -> list[str]:
     """Return two heading lines, the sites, then mean, sd and worst of each column."""
     shown = list(run.site_names)
     if len(shown) > _TABLE_SITES:

@@ -18,7 +18,7 @@ import numpy as np
 
 from medfl.core import tables, terminal
 from medfl.core.arrays import Floats
-from medfl.core.documents import Document, Names
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.core.setting_values import WAYS, check_coverage
@@ -151,7 +151,7 @@ def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) 
     judges = result.judges(which)
     sites = {}
 
-    def scored(name: str, section: str, ids: Names) -> Scored | None:
+    def scored(name: str, section: str, ids: Sequence[str]) -> Scored | None:
         network = judges.get(name, judges.get(""))
         if network is None or not ids:
             return None
@@ -164,8 +164,8 @@ def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) 
     for name in terminal.bar(partition, desc="calibrating", unit="site", shown=progress):
         section = "validate"
         source = "validation"
-        calibration: Names = partition[name].get(section, ())
-        test: Names = partition[name].get("test", ())
+        calibration: Sequence[str] = partition[name].get(section, ())
+        test: Sequence[str] = partition[name].get("test", ())
         if not calibration:
             section = "test"
             source = f"half of test, seed {result.run.seed}"
@@ -184,7 +184,7 @@ def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) 
     return sites
 
 
-def _halves(result: Result, ids: Names) -> tuple[list[str], list[str]]:
+def _halves(result: Result, ids: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide test images by patients, in an order that depends on the run's seed alone."""
     patient_of = {}
     for item in result.plan.bundle.items("test"):
@@ -281,7 +281,7 @@ class _Table:
         return rows
 
     def _row(
-        self, name: str, way: str, sites: Names, ids: Collection[str] | None = None
+        self, name: str, way: str, sites: Sequence[str], ids: Collection[str] | None = None
     ) -> CoverageRow:
         """Return what the thresholds of some sites reach, of all their test cases or of those with these ids."""
         outcomes = [np.zeros((3, 0))]

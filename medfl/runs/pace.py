@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from medfl.core.documents import Config, Document, Words
+from medfl.core.documents import Config, Document
 from medfl.core.run import Run
 
 AUTO = "auto"
@@ -54,7 +54,7 @@ def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -
     return values
 
 
-def rounds_note(chosen: Config, run: Run) -> Words:
+def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
     """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
     if chosen["rounds"] != AUTO:
         return ()

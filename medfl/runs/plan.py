@@ -5,7 +5,7 @@ What can be refused without looking at the images is refused before they are loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from medfl.bundle.open import (
 )
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
-from medfl.core.documents import Cells, Config, Document, Names, Words
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, PublicRecord, Run
@@ -83,7 +83,7 @@ class Request(GeneralSettings, OpenProtocolSettings):
     data: str | None = None
     sites: int | None = None
     partition: str | None = None
-    presets: Names = ()
+    presets: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Plan:
     run: Run
     bundle: Problem
     method: Method
-    notes: Words
+    notes: tuple[str, ...]
     public: PublicPlan | None = None
 
     @cached_property
@@ -105,7 +105,7 @@ class Plan:
         return _items(self.bundle)
 
     @cached_property
-    def counted(self) -> Words:
+    def counted(self) -> tuple[str, ...]:
         """The classes, if the data list gives each item's label; () if only the images show it."""
         if any("label" in item for item in self.sections["train"]):
             return self.bundle.classes
@@ -276,7 +276,7 @@ def _protocol_settings(request: Request, protocol: Config) -> Document:
 
 def _settled_method(
     name: str, options: Config, rounds: int, sizes: Mapping[str, int]
-) -> tuple[Method, Words]:
+) -> tuple[Method, tuple[str, ...]]:
     """Return a method with options that suit the sites' training images, and a note on each that was changed."""
     schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
     method = methods.load(name, {**schedule, **options})
@@ -417,7 +417,7 @@ def _recorded_data(run: Run) -> str | None:
     return run.data.folder or None
 
 
-def versions() -> Cells:
+def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return versions_of("medfl", "torch", "monai", "numpy")
 
@@ -458,7 +458,7 @@ def device_named(name: str) -> str:
     return name
 
 
-def check_names(names: Iterable[str], known: Names) -> None:
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """Raise an InputError if a name is none of the known settings."""
     for name in names:
         if name not in known:

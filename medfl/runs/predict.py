@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -18,7 +18,7 @@ from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
 from medfl.core import terminal
 from medfl.core.arrays import Bytes
-from medfl.core.documents import Document, Metrics, Names, Texts, Words
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
@@ -75,7 +75,7 @@ def predict(
     out: str | Path,
     *,
     reference: str | Path | None = None,
-    columns: Texts | None = None,
+    columns: Mapping[str, str] | None = None,
     which: str = "last",
     site: str | None = None,
     device: str = "cpu",
@@ -146,7 +146,7 @@ def predict(
 
 
 def _references(
-    path: Path, predictor: Predictor, files: Texts, columns: Texts
+    path: Path, predictor: Predictor, files: Mapping[str, str], columns: Mapping[str, str]
 ) -> Mapping[str, Reference]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
@@ -173,7 +173,7 @@ class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
     predictor: Predictor
-    files: Texts
+    files: Mapping[str, str]
     targets: Mapping[str, Reference]
     folder: Path
     predictions: Predictions = field(default_factory=Predictions)
@@ -200,7 +200,7 @@ class _Writer:
         self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
         return self.predictions
 
-    def _groups(self) -> Iterator[Names]:
+    def _groups(self) -> Iterator[Sequence[str]]:
         """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
         if isinstance(evaluator, VectorEvaluator):
@@ -218,7 +218,9 @@ class _Writer:
 
         yield from _batched(pictures, _PICTURES)
 
-    def _outcomes(self, files: Texts, targets: Mapping[str, Reference]) -> Iterator[_Outcome]:
+    def _outcomes(
+        self, files: Mapping[str, str], targets: Mapping[str, Reference]
+    ) -> Iterator[_Outcome]:
         """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
@@ -230,7 +232,7 @@ class _Writer:
         yield outcome
 
     def _apart(
-        self, files: Texts, labels: Mapping[str, Reference], error: Exception
+        self, files: Mapping[str, str], labels: Mapping[str, Reference], error: Exception
     ) -> Iterator[_Outcome]:
         """Retry a failed batch: the readable images together, the rest one by one."""
         if len(files) > 1:
@@ -279,13 +281,13 @@ class _Writer:
             return False
         return True
 
-    def _read(self, files: Texts, labels: Mapping[str, Reference]) -> Prepared:
+    def _read(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> Prepared:
         predictor = self.predictor
         return new_images.of_files(
             predictor.transforms, predictor.task, files, labels, len(predictor.classes)
         )
 
-    def _judged(self, files: Texts, labels: Mapping[str, Reference]) -> _Outcome:
+    def _judged(self, files: Mapping[str, str], labels: Mapping[str, Reference]) -> _Outcome:
         predictor = self.predictor
         prepared = self._read(files, labels)
         shard = Shard.of(prepared, range(len(prepared)))
@@ -380,11 +382,11 @@ class _Writer:
         return row
 
 
-def _batched(idents: Names, size: int) -> Iterator[Names]:
+def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     return (idents[start : start + size] for start in range(0, len(idents), size))
 
 
-def _names(classes: Words, count: int) -> Names:
+def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
     """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
     if len(classes) == count:
         return classes
@@ -392,7 +394,7 @@ def _names(classes: Words, count: int) -> Names:
     return [f"class {index}" for index in range(count)]
 
 
-def _class_row(ident: str, probabilities: list[float], classes: Words) -> Record:
+def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> Record:
     names = _names(classes, len(probabilities))
     row: Record = {"id": ident, "prediction": names[probabilities.index(max(probabilities))]}
     for name, probability in zip(names, probabilities, strict=True):
@@ -402,7 +404,7 @@ def _class_row(ident: str, probabilities: list[float], classes: Words) -> Record
     return row
 
 
-def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: Words) -> Metrics:
+def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]) -> Metrics:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
     # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres
@@ -420,7 +422,7 @@ def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: Words) -> Met
     return amounts
 
 
-def _mask_paths(files: Texts) -> dict[str, Path]:
+def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
     taken = set()
@@ -489,7 +491,7 @@ def _problem(error: Exception) -> str:
 
 def _document(
     predictor: Predictor,
-    files: Texts,
+    files: Mapping[str, str],
     predictions: Predictions,
     folder: Path,
     targets: Mapping[str, Reference],

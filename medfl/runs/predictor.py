@@ -14,7 +14,7 @@ from medfl import methods
 from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
-from medfl.core.documents import Config, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text, slug
 from medfl.core.setting_values import SURFACE_METRICS
@@ -64,7 +64,7 @@ class Predictor:
 
     title: str
     task: str
-    classes: Words
+    classes: tuple[str, ...]
     network: nn.Module
     transforms: Transform
     open_places: Callable[[Iterable[str]], None]
@@ -72,7 +72,7 @@ class Predictor:
     device: torch.device
     metadata: Config
     data_source: str
-    surface_metrics: Words = SURFACE_METRICS
+    surface_metrics: tuple[str, ...] = SURFACE_METRICS
     threads: int | None = None
     tf32: bool = False
     thresholds: tuple[float, ...] = ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core.documents import Cells, Names, Texts, Words
 from medfl.core.errors import InputError
 from medfl.core.names import as_number
 from medfl.datasets import own
@@ -21,7 +21,7 @@ from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
 
-def masks_of(path: Path, files: Texts) -> Cells:
+def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
     """Return id -> URI of its reference mask, of the images that have one.
 
     Args:
@@ -52,7 +52,9 @@ def masks_of(path: Path, files: Texts) -> Cells:
     return mask_uris
 
 
-def labels_of(path: Path, files: Texts, classes: Names, columns: Texts) -> dict[str, int]:
+def labels_of(
+    path: Path, files: Mapping[str, str], classes: Sequence[str], columns: Mapping[str, str]
+) -> dict[str, int]:
     """Return id -> index of its reference class, of the images that have one.
 
     Args:
@@ -106,10 +108,10 @@ def labels_of(path: Path, files: Texts, classes: Names, columns: Texts) -> dict[
 
 def vectors_of(
     path: Path,
-    files: Texts,
-    names: Names,
+    files: Mapping[str, str],
+    names: Sequence[str],
     task: str,
-    columns: Texts,
+    columns: Mapping[str, str],
 ) -> dict[str, tuple[float, ...]]:
     """Return id -> true findings (1 or 0) or numbers, NaN where unknown, of the images of which one is known.
 
@@ -133,13 +135,13 @@ def vectors_of(
     return dict(vectors)
 
 
-def _wanted(task: str, names: Names, columns: Texts) -> Wanted:
+def _wanted(task: str, names: Sequence[str], columns: Mapping[str, str]) -> Wanted:
     labels = (columns["label"],) if "label" in columns else ()
     roles = {role: name for role, name in columns.items() if role != "label"}
     return Wanted(task, labels, (*names,), roles=roles)
 
 
-def _in_folders(root: Path, classes: Names) -> list[tuple[str, int]]:
+def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     folders = own.class_folders(root)
     unknown = [name for name in folders if name not in classes]
     if unknown or not folders:
@@ -159,7 +161,9 @@ def _in_folders(root: Path, classes: Names) -> list[tuple[str, int]]:
     return labels
 
 
-def _in_table(file: Path, files: Texts, classes: Names, columns: Texts) -> dict[str, int]:
+def _in_table(
+    file: Path, files: Mapping[str, str], classes: Sequence[str], columns: Mapping[str, str]
+) -> dict[str, int]:
     if not file.is_file():
         raise InputError(
             f"--reference {file} is not there", "a folder of classes or a table", "check the path"
@@ -184,7 +188,7 @@ def _in_table(file: Path, files: Texts, classes: Names, columns: Texts) -> dict[
     return {ident: labels[label] for ident, label in label_of.items()}
 
 
-def _forms(name: str) -> Words:
+def _forms(name: str) -> tuple[str, ...]:
     """Return what an image may be called, the most exact first."""
     bare = name.rpartition("/")[2]
     return name, without_ending(name), bare, without_ending(bare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +14,7 @@ from torch import nn
 
 from medfl.bundle import case_metadata, new_images
 from medfl.core.arrays import Floats, Integers
-from medfl.core.documents import Cells, Document, Names, Words
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.task import OF_VECTORS, SECTIONS
@@ -113,7 +113,7 @@ class Result(ResultTables):
         return str(self._files.record["task"])
 
     @property
-    def classes(self) -> Words:
+    def classes(self) -> tuple[str, ...]:
         """Class names in label order, names of findings or numbers, () where there are none."""
         return tuple(self._files.record.get("classes") or ())
 
@@ -311,7 +311,7 @@ class Result(ResultTables):
         """Return site -> the network that it is judged by, "" -> the one of all sites, in evaluation mode."""
         return self._networks(which, None if self.plan.method.judged == "global" else "all")
 
-    def examined(self, network: nn.Module, section: str, ids: Names | None) -> Examined:
+    def examined(self, network: nn.Module, section: str, ids: Sequence[str] | None) -> Examined:
         """Return a network with some of the run's items of a section, None for all, to be examined on them."""
         bundle = self.plan.bundle
         shard = _shard(self._prepared(section), ids)
@@ -322,7 +322,7 @@ class Result(ResultTables):
 
     def maps(
         self,
-        images: Names | Images,
+        images: Sequence[str] | Images,
         *,
         target: int | str | None = None,
         section: str = "test",
@@ -380,7 +380,7 @@ class Result(ResultTables):
             self._held[section] = self.plan.bundle.prepared(section)
         return self._held[section]
 
-    def _owners(self, section: str) -> Cells:
+    def _owners(self, section: str) -> dict[str, str]:
         """Return id -> site of a section's items, "" where no site has it."""
         owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
         for name, sections in self.run.partition.sites.items():
@@ -411,7 +411,7 @@ class Result(ResultTables):
         self,
         network: nn.Module,
         section: str,
-        ids: Names | None,
+        ids: Sequence[str] | None,
         which: str,
         site: str | None,
     ) -> list[Record]:
@@ -484,7 +484,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> Result:
     return Result(folder, device)
 
 
-def _shard(prepared: Prepared, ids: Names | None) -> Shard:
+def _shard(prepared: Prepared, ids: Sequence[str] | None) -> Shard:
     """Return these items of prepared data, None for all."""
     places = range(len(prepared))
     if ids is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from medfl.core.documents import Document, Texts
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.evaluation.metrics import title
 
@@ -160,7 +161,7 @@ def with_same_keys(rows: list[Record]) -> list[Record]:
     return [{name: row.get(name) for name in names} for row in rows]
 
 
-def parse_row(row: Texts) -> Record:
+def parse_row(row: Mapping[str, str]) -> Record:
     """Return a line of a table with its numbers parsed; ids and sites stay text, even of digits ("007")."""
     record: Record = {}
     for name, cell in row.items():

@@ -24,7 +24,7 @@ from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
 from medfl.core.arrays import Array, Flags, Integers
-from medfl.core.documents import Config, Names, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
@@ -66,7 +66,7 @@ class Subgroup:
     count: int | None
     metrics: dict[str, Estimate]
     areas: Mapping[str, Area]
-    small_classes: Words = ()
+    small_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Subgroups:
     groups: tuple[Subgroup, ...]
     total: Subgroup
     min_count: int
-    unread: Words = ()
+    unread: tuple[str, ...] = ()
     findings: bool = False
 
     @property
@@ -158,7 +158,7 @@ class Subgroups:
 def of(
     rows: Sequence[Config],
     by: str,
-    classes: Names = (),
+    classes: Sequence[str] = (),
     *,
     task: str = "",
     min_count: int = MIN_COUNT,
@@ -243,7 +243,7 @@ def group_order(name: str) -> tuple[bool, float, str]:
 
 
 def _classified(
-    name: str, rows: Sequence[Config], classes: Names, min_count: int, seed: int
+    name: str, rows: Sequence[Config], classes: Sequence[str], min_count: int, seed: int
 ) -> Subgroup:
     label = np.array([int(row["label"]) for row in rows])
     hit = np.array([int(row["predicted"]) for row in rows]) == label
@@ -285,7 +285,7 @@ class _Measured:
 
     rows: Sequence[Config]
     kind: Kind
-    classes: Names
+    classes: Sequence[str]
     min_count: int
     seed: int
     groups: Sequence[Integers]
@@ -310,7 +310,7 @@ class _Measured:
 
         cases = self._cases(index)
         areas: dict[str, Area] = {}
-        silent: Words = ()
+        silent: tuple[str, ...] = ()
         if self.common is not None:
             areas, silent = self._of_findings(cases)
             remaining = torch.from_numpy(~self.common)
@@ -346,7 +346,7 @@ class _Measured:
         truth = cases.values["findings"].numpy()
         return findings.scored(truth, self.min_count)
 
-    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], Words]:
+    def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
         truth = cases.values["findings"].numpy()
         probabilities = cases.values["probabilities"].numpy()

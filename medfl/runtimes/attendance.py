@@ -7,11 +7,11 @@ sites that failed, and the user is told which and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from medfl.core.documents import Cells, Document, Names, Texts
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
@@ -97,9 +97,9 @@ class Attendance:
         say: where a missing site is told.
     """
 
-    names: Names
+    names: Sequence[str]
     least: int | None
-    left_out: Cells
+    left_out: dict[str, str]
     label: str
     say: Print
 
@@ -111,7 +111,7 @@ class Attendance:
             else:
                 yield self.names[index], answer
 
-    def drop(self, reasons: Texts) -> None:
+    def drop(self, reasons: Mapping[str, str]) -> None:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         sender = "site {!r}".format
         if self.least is None and reasons:

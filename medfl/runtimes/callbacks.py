@@ -8,7 +8,7 @@ that uses `RoundEnd.history` alone then decides the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Numbers
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Tensors, Weights
 from medfl.evaluation.metrics import higher_is_better
@@ -40,9 +39,9 @@ class RoundEnd:
 
     round: int
     rounds: int
-    metrics: Numbers
+    metrics: Mapping[str, float]
     train_loss: float
-    history: Sequence[tuple[int, Numbers]]
+    history: Sequence[tuple[int, Mapping[str, float]]]
     key_metric: str
     folder: Path
     _weights: Callable[[], Weights]

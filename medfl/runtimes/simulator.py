@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from medfl.core import terminal
-from medfl.core.documents import Document, Values, Words
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.report.formatting import duration
@@ -293,7 +293,7 @@ class Simulator:
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
         cohort = self.federation.cohort(round_)
         evaluate = self._is_eval_round(round_)
-        scored: Words = ()
+        scored: tuple[str, ...] = ()
         if evaluate and self.method.judged == "global" and not self.method.pools_data:
             scored = ("validate",)
 
@@ -483,7 +483,7 @@ class Simulator:
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
 
 
-def _unless_empty(**entries: Values) -> Document:
+def _unless_empty(**entries: Mapping[str, object]) -> Document:
     """Return the entries that have something in them: a record has no others, so that older ones are equal."""
     return {name: entry for name, entry in entries.items() if entry}
 

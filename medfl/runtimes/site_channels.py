@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from medfl.core.documents import Words
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import by_site
@@ -18,7 +17,7 @@ from medfl.runtimes.site_settings import positions, require_sites
 _FLAG = "--site-channels"
 
 
-def names(bundle: Problem) -> Words:
+def names(bundle: Problem) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
@@ -119,7 +118,7 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
     return filled_sections
 
 
-def notes(bundle: Problem, run: Run) -> Words:
+def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
     """Return a note on each site that lacks channels, for the user and the report."""
     if not run.site_channels:
         return ()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Config, Names, Texts, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.names import slug
 from medfl.core.run import Run
@@ -23,7 +23,9 @@ from medfl.runtimes.site_settings import positions, require_sites
 _FLAG = "--site-labels"
 
 
-def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
+def read(
+    text: str, structures: Sequence[str], sites: Collection[str]
+) -> dict[str, tuple[int, ...] | None]:
     """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
 
     Raises:
@@ -46,12 +48,12 @@ def read(text: str, structures: Names, sites: Collection[str]) -> dict[str, tupl
     return classes
 
 
-def names_of(bundle: Problem) -> Words:
+def names_of(bundle: Problem) -> tuple[str, ...]:
     """Return the names of a bundle's structures, or of its findings."""
     return bundle.structures or bundle.classes
 
 
-def foreground_classes(structures: Names) -> set[int]:
+def foreground_classes(structures: Sequence[str]) -> set[int]:
     """Return the positions of all that a site may annotate: of the structures without the background."""
     slugs = map(slug, structures)
     return {index for index, name in enumerate(slugs) if name != "background"}
@@ -145,7 +147,9 @@ def for_summary(
     return {"labels": labels}
 
 
-def with_recorded_classes(shard: Shard, owner: Texts, summary: Config, bundle: Problem) -> Shard:
+def with_recorded_classes(
+    shard: Shard, owner: Mapping[str, str], summary: Config, bundle: Problem
+) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
     annotated = {}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import resolved
-from medfl.core.documents import Config, Document, Names, Texts
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.run import Run
 from medfl.core.setting_values import by_site, site_names
 from medfl.core.terminal import Print
 
-EMPTY: Texts = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+EMPTY: Mapping[str, str] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
 """The settings of single sites, at the values that set nothing."""
 
 
@@ -40,7 +40,7 @@ def of_request_for(site: str, bundle: str, requested: Config) -> Document:
     return {**as_texts(of_site), "unlabelled": site if without else ""}
 
 
-def with_declared(run: Run, site: str, declared: Mapping[str, Names], say: Print) -> Run:
+def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], say: Print) -> Run:
     """Return a run with what a site declares of itself in the place of the run's word; `say` a difference."""
     settings = {}
     for setting, names in declared.items():
@@ -63,11 +63,11 @@ def _flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
-def _read(setting: str, text: str) -> Mapping[str, Names]:
+def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
     return by_site(_flag(setting))(text)
 
 
-def as_texts(settings: Mapping[str, Mapping[str, Names]]) -> Document:
+def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> Document:
     """Return setting -> its text, of setting -> site -> names."""
     texts = {}
     for setting, by_name in settings.items():
@@ -96,7 +96,7 @@ def allowed_sites(sites: Collection[str]) -> str:
 def positions(
     kind: str,
     site: str,
-    names: Texts,
+    names: Mapping[str, str],
     position: Mapping[str, int],
     allowed: str,
     advice: str,

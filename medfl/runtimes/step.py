@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor, nn
 from torch.func import replace_all_batch_norm_modules_
 
-from medfl.core.documents import Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Tensors
 from medfl.core.names import readable_file_name
@@ -67,7 +66,7 @@ def site_step(
     name: str,
     state: State | None,
     down: Message,
-    score_on: Names = (),
+    score_on: Sequence[str] = (),
 ) -> StepResult:
     """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
@@ -132,7 +131,7 @@ def score_site(
     name: str,
     state: State | None,
     down: Message,
-    sections: Names,
+    sections: Sequence[str],
 ) -> CasesByName:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
@@ -140,7 +139,7 @@ def score_site(
 
 
 def score_newcomer(
-    federation: SiteContext, round_: int, name: str, down: Message, sections: Names
+    federation: SiteContext, round_: int, name: str, down: Message, sections: Sequence[str]
 ) -> CasesByName:
     """Score on its own items what a site is given that has trained nothing: what the server sends, and a first State.
 
@@ -178,7 +177,7 @@ def segment_site(
     name: str,
     state: State | None,
     down: Message,
-    ids: Names,
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with the network that it is judged by.
@@ -277,7 +276,9 @@ def copied_weights(network: nn.Module) -> Tensors:
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 
 
-def _scores(federation: SiteContext, network: nn.Module, site: str, sections: Names) -> CasesByName:
+def _scores(
+    federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
+) -> CasesByName:
     """Score a network on a site's own sections."""
     cases = {}
     for section in sections:
@@ -303,7 +304,7 @@ def segment(
     federation: SiteContext,
     network: nn.Module,
     name: str,
-    ids: Names,
+    ids: Sequence[str],
     folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from medfl.core.documents import Words
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
 from medfl.evaluation.evaluators import Masks
@@ -141,7 +140,7 @@ class Train(RoundTask):
     """Train at one site, write its next State, if it has any, and score the trained model on some sections."""
 
     new_state: Path
-    sections: Words = ()
+    sections: tuple[str, ...] = ()
 
     function = site_step
     part = TRAINING
@@ -166,7 +165,7 @@ class Train(RoundTask):
 class TrainToScore(RoundTask):
     """Train at one site only to score the trained model: nothing is sent or saved."""
 
-    sections: Words
+    sections: tuple[str, ...]
 
     function = site_step
     part = TRAINING
@@ -181,7 +180,7 @@ class TrainToScore(RoundTask):
 class ScoreSite(RoundTask):
     """Score the network that a site is judged by on the site's own items: section -> outcomes."""
 
-    sections: Words
+    sections: tuple[str, ...]
 
     function = score_site
 
@@ -247,7 +246,7 @@ class ScoreNewcomer(WorkerTask):
     round: int
     server: State
     site: str
-    sections: Words
+    sections: tuple[str, ...]
 
     def run(self, federation: Federation) -> CasesByName | None:
         """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""

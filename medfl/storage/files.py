@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from medfl.core.documents import Values
 from medfl.core.errors import RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
@@ -105,7 +104,7 @@ def _reason(error: Exception) -> str:
     return os.strerror(number) if number else str(error)
 
 
-def save_state(path: Path, state: Values, round_: int | None = None) -> None:
+def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:
     """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
     tree, numbered = split_state(state)
     if round_ is not None:
@@ -127,7 +126,7 @@ def load_state(path: Path) -> State:
         raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
 
 
-def split_state(state: Values) -> tuple[str, Tensors]:
+def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
     """Return a State's shape and numbers as JSON, and its tensors, contiguous on the CPU, by their numbers in it."""
     tensors = []
 
@@ -206,7 +205,7 @@ def to_device(state: State, device: torch.device) -> State:
     return placed
 
 
-def write_json(path: Path, document: Values) -> None:
+def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write plain values as JSON, indented; raises as `write_atomic`."""
     write_atomic(path, (json.dumps(document, indent=1, default=list) + "\n").encode())
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from medfl.core.documents import Cells, Config, Document, Names
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
@@ -254,7 +254,7 @@ def round_lines(path: Path) -> list[bytes]:
         raise damaged(path, str(error)) from None
 
 
-def read_rows(path: Path, columns: Names = ()) -> list[tuple[int, Cells]]:
+def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
     """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for lacking cells.
 
     Raises:

@@ -22,7 +22,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from medfl.core.documents import Cells, Config, Document, Names
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
@@ -72,7 +72,7 @@ class RunFolder:
         self._stale: list[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, beside: Names = ()) -> RunFolder:
+    def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
         """Make a new folder, in which only what `beside` names may exist already; InputError if that cannot be."""
         require_unused(path, beside)
         folder = cls(path)
@@ -93,7 +93,7 @@ class RunFolder:
         require_run(path)
         return cls(path)
 
-    def remove_unstarted(self, beside: Names = ()) -> None:
+    def remove_unstarted(self, beside: Sequence[str] = ()) -> None:
         """Remove the files of a run that was refused before its first round, except what `beside` names."""
         for path in self.path.iterdir():
             if path.name not in beside:
@@ -223,7 +223,7 @@ class RunFolder:
         return files
 
     @cached_property
-    def _sums(self) -> Cells:
+    def _sums(self) -> dict[str, str]:
         """SHA-256 of the States' files, kept from commit to commit: only a repeated round writes a file again."""
         return dict((self.manifest() or {}).get("sha256") or {})
 

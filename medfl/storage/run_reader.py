@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from medfl.core.arrays import Floats
-from medfl.core.documents import Cells, Config, Metrics, Names, Texts, Words
+from medfl.core.documents import Config, Metrics
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.storage.places import CALIBRATION
@@ -63,7 +63,7 @@ class Table:
         """The names of its columns, [] without any row."""
         return list(self.rows[0][1]) if self.rows else []
 
-    def texts(self, name: str) -> Words:
+    def texts(self, name: str) -> tuple[str, ...]:
         """Return a column, "" where there is none."""
         return tuple(str(row.get(name, "")) for _, row in self.rows)
 
@@ -136,7 +136,7 @@ class RunReader:
         return [read_round(path, line, number) for number, line in lines if line.strip()]
 
     @cached_property
-    def sites(self) -> Sequence[Texts]:
+    def sites(self) -> Sequence[Mapping[str, str]]:
         """The rows of `sites.csv` without blank cells."""
         rows = self._rows("sites.csv") or []
         return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
@@ -167,12 +167,14 @@ class RunReader:
         rows = self._rows(name)
         return None if rows is None else Table(self.path / name, rows)
 
-    def prediction_rows(self) -> list[Cells] | None:
+    def prediction_rows(self) -> list[dict[str, str]] | None:
         """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
-    def _rows(self, name: str, columns: Names = ()) -> list[tuple[int, Cells]] | None:
+    def _rows(
+        self, name: str, columns: Sequence[str] = ()
+    ) -> list[tuple[int, dict[str, str]]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
 
@@ -214,7 +216,7 @@ class RunReader:
         return self.record.get("options") or {}
 
     @property
-    def classes(self) -> Words:
+    def classes(self) -> tuple[str, ...]:
         """The classes of a classification."""
         return tuple(self.record.get("classes") or ())
 
@@ -271,7 +273,7 @@ class RunReader:
         return manifest["record"].get("best") or (self.final_summary or {}).get("best")
 
     @property
-    def undefined(self) -> Names:
+    def undefined(self) -> Sequence[str]:
         """What the run says of its key metric where that is undefined."""
         return (self.summary or {}).get("undefined") or ()
 
@@ -309,7 +311,7 @@ class RunReader:
         return str((self.summary or {}).get("personal_model") or "")
 
     @cached_property
-    def site_names(self) -> Words:
+    def site_names(self) -> tuple[str, ...]:
         """The sites in the order of `sites.csv`, then the partition's further ones."""
         planned = self.record["partition"].get("sites") or ()
         return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))

@@ -437,9 +437,9 @@ def test_a_worker_writes_embeddings_into_its_own_cache_and_reads_those_of_all(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     used: list[Use] = []
 
-    def hold(args: Any, **opened: Any) -> None:
-        walls.hold(args, **opened)
-        used.append(Use(**opened))
+    def hold(args: Any, use: Use) -> None:
+        walls.hold(args, use)
+        used.append(use)
 
     monkeypatch.setattr(concepts, "hold", hold)
     command = ["concepts", "mednist", "--plm", "bert", "--model", str(bert)]

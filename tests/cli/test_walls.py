@@ -278,7 +278,7 @@ def test_a_record_with_expressions_of_its_own_is_held_like_a_foreign_bundle(
     divided: list[object] = []
     monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
     monkeypatch.setattr(sandbox, "lacking", lambda: "")
-    walls.hold(SimpleNamespace(own_process=True, given=[]), runs=[tmp_path / "run.json"])
+    walls.hold(SimpleNamespace(own_process=True, given=[]), walls.Use(runs=[tmp_path / "run.json"]))
     assert len(divided) == held
 
 
@@ -296,14 +296,14 @@ def test_a_shipped_bundle_that_was_changed_is_held_and_inspected(
     monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
     monkeypatch.setattr(admission, "admit", lambda folder, *_: inspected.append(folder))
     args = SimpleNamespace(own_process=True, given=[])
-    walls.hold(args, bundles=[given])
+    walls.hold(args, walls.Use(bundles=[given]))
     bundle = Bundle(given)
     assert not divided
     assert not inspected
 
     file = installed / "configs" / "train.yaml"
     file.write_text(file.read_text() + "# changed")
-    walls.hold(args, bundles=[given])
+    walls.hold(args, walls.Use(bundles=[given]))
     assert len(divided) == 1
     assert Bundle(given).dataset == bundle.dataset == "mednist"
     assert inspected == [installed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from medfl.bundle.bundle import Bundle
@@ -16,7 +16,7 @@ from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import write_tables
-from medfl.core.documents import Cells, Config, Document, Names, Texts, Values
+from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.tables import formatted_table
 from medfl.methods import load, method_class, options_of, values_of
@@ -34,12 +34,12 @@ def run(
     launch: Launch,
     *,
     bundle: str | None = None,
-    methods: Names = (),
+    methods: Sequence[str] = (),
     seeds: Sequence[int] | None = None,
-    partitions: Names | None = None,
+    partitions: Sequence[str] | None = None,
     scale: float = 1.0,
-    options: Values,
-    config: Values,
+    options: Mapping[str, object],
+    config: Mapping[str, object],
     requested: Config,
 ) -> tuple[list[str], int, Document]:
     """Run what is missing of a published table, a folder for each grid, and compare.
@@ -144,7 +144,7 @@ def run(
     return lines, 1 if document["failed"] else 0, document
 
 
-def presets_of(grid: Grid, more: Names = ()) -> list[str]:
+def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
     """Return the presets of a grid's runs: `paper` of the bundle unless the grid has one of its own, and `more`."""
     presets = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
     has_own = any(name.partition("-")[0] == PAPER for name in presets)
@@ -181,7 +181,9 @@ def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
     return departures(methods, protocols, table.notes)
 
 
-def departures(methods: Iterable[str], protocols: Texts, notes: Iterable[str]) -> list[str]:
+def departures(
+    methods: Iterable[str], protocols: Mapping[str, str], notes: Iterable[str]
+) -> list[str]:
     """Return lines of a list: the notes, what protocols and presets say of themselves, and each method's departures."""
     lines = [f"- {note}" for note in notes]
     lines += [f"- {source}: {text}" for source, text in protocols.items() if text]
@@ -241,7 +243,7 @@ def published(comparison: Comparison) -> list[str]:
 
 
 def restricted(
-    table: PaperTable, grid: Grid, methods: Names, partitions: Names | None = None
+    table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None
 ) -> Grid:
     """Return a grid with only these methods and partitions; where none are given, with all.
 
@@ -271,7 +273,7 @@ def _spec(grid: Grid, partition: str | None) -> str:
     return partition or str(protocol["partition"])
 
 
-def _labels(grid: Grid, comparison: Comparison) -> Cells:
+def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
     """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
     for row in comparison.rows:

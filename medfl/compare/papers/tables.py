@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +43,7 @@ from medfl.compare.comparison import Comparison, MeanSd, Row
 from medfl.compare.grid import Grid
 from medfl.compare.papers import ROOT, check_name
 from medfl.compare.search import Entry
-from medfl.core.documents import Config, Metrics, Texts, Words
+from medfl.core.documents import Config, Metrics
 from medfl.core.errors import InputError
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
@@ -89,9 +89,9 @@ class PaperTable:
     paper: str
     title: str
     grids: tuple[Grid, ...]
-    names: Texts
+    names: Mapping[str, str]
     figures: tuple[Figure, ...]
-    notes: Words = field(default=())
+    notes: tuple[str, ...] = field(default=())
     round: str = "last"
     spread: str = "seeds"
 
@@ -224,7 +224,7 @@ def scaled(grid: Grid, factor: float, protocol: Config) -> tuple[Grid, str]:
     return replace(grid, requested=requested), text
 
 
-def beside(table: PaperTable, comparison: Comparison, labels: Texts) -> list[list[str]]:
+def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
     """Return rows (partition, method, metric, ours, published, difference) for the published figures, in percent.
 
     `comparison` has our runs of one bundle; `labels` leads from the label of a row of it to that of the grid's entry.
@@ -241,7 +241,9 @@ def beside(table: PaperTable, comparison: Comparison, labels: Texts) -> list[lis
     return rows
 
 
-def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Texts]]) -> list[list[str]]:
+def averages(
+    table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[str, str]]]
+) -> list[list[str]]:
     """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
     Ours is the mean over the seeds that have all of them. `comparisons` has our runs by grid, labels as in `beside`.
@@ -274,7 +276,7 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Texts]])
     return rows
 
 
-def _name(table: PaperTable, labels: Texts, row: Row) -> str:
+def _name(table: PaperTable, labels: Mapping[str, str], row: Row) -> str:
     return table.names.get(labels.get(row.method, row.method), row.method)
 
 

@@ -12,7 +12,6 @@ from monai.losses import FocalLoss
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core.documents import Names
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws
@@ -235,7 +234,12 @@ class FindingEvaluator:
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return "probabilities" (N, K), "findings" (N, K) of 1, 0 and -1 (unknown), and "loss" (N,).
 

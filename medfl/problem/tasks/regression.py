@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core.documents import Names
 from medfl.core.errors import InputError
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
@@ -227,7 +226,12 @@ class NumberEvaluator:
 
     @torch.no_grad()
     def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+        self,
+        network: nn.Module,
+        shard: Shard,
+        device: torch.device,
+        *,
+        surface_metrics: Sequence[str] = (),
     ) -> Cases:
         """Return "prediction" and "target" (N, D) float64, NaN where unknown, and "loss" (N,), NaN without a known one.
 

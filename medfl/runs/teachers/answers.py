@@ -25,7 +25,7 @@ from torch import Tensor
 
 from medfl.core import terminal
 from medfl.core.arrays import Array, Shape
-from medfl.core.documents import Config, Names, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
@@ -51,14 +51,14 @@ _OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
 class Noted(Protocol):
     """A teacher with something to tell a reader of results that were taught by it."""
 
-    def notes(self, questions: Questions) -> Names:
+    def notes(self, questions: Questions) -> Sequence[str]:
         """Return lines for the user."""
 
 
 # Teachers by name
 
 
-def split_names(text: str) -> Words:
+def split_names(text: str) -> tuple[str, ...]:
     """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
     if not text.strip():
         return ()
@@ -163,7 +163,7 @@ class _Cached:
     path: Path
     about: Config
     name: str
-    notes: Words
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, teacher: Teacher, questions: Questions) -> _Cached:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.arrays import Array, Bytes, Shape
-from medfl.core.documents import Config, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
@@ -38,7 +38,7 @@ class Questions:
     bundle: Problem
     section: str
     indices: tuple[int, ...]
-    ids: Words
+    ids: tuple[str, ...]
     checksum: str
     public: Public
 
@@ -99,7 +99,7 @@ class Teacher(Protocol):
         """
 
 
-def public_classes(bundle: Problem) -> Words:
+def public_classes(bundle: Problem) -> tuple[str, ...]:
     """Return the names of a bundle's classes; in segmentation of the mask's values."""
     return bundle.classes or bundle.structures
 

@@ -22,7 +22,7 @@ from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
 from medfl.bundle.text_embeddings import unlike
-from medfl.core.documents import Config, Names, Words
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Tensors, Weights
 from medfl.core.release import versions_of
@@ -77,7 +77,7 @@ class Trained:
     ends_in_sigmoid: bool = False
     learned: frozenset[str] = frozenset()
     chosen_by: frozenset[str] = frozenset()
-    remarks: Words = ()
+    remarks: tuple[str, ...] = ()
     batch_size: int = _BATCH
 
     def notes(self, questions: Questions) -> list[str]:
@@ -213,7 +213,7 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
         "versions": versions_of("torch", "monai"),
     }  # fmt: skip
 
-    remarks: Words = ()
+    remarks: tuple[str, ...] = ()
     if run.data.source != "real":
         remarks = (f"teacher {name} was trained on drawn images, not on real ones",)
 
@@ -331,7 +331,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
         "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
         "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
-    remarks: Words = ()
+    remarks: tuple[str, ...] = ()
     modules = own_modules(opened.root) if bundle.policy.runs_scripts else ()
     if modules:
         remarks = (
@@ -354,7 +354,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
 # Both
 
 
-def _refuse_others(name: str, task: str, classes: Names, bundle: Problem) -> None:
+def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Problem) -> None:
     """Raise an InputError if a teacher's task or classes are not those of the public data, in their order."""
     if task != bundle.task:
         raise InputError(

@@ -35,7 +35,6 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import methods
-from medfl.core.documents import Values
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
@@ -426,7 +425,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             )
             return round_, base, received
 
-    def _as_message(self, arrived: Values) -> Message:
+    def _as_message(self, arrived: Mapping[str, object]) -> Message:
         """Return what came as the message that it is."""
         tensors: Tensors = {}
         for name, value in arrived.items():
@@ -472,7 +471,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._outgoing(view, wire, numbers, activity), state
 
     def _outgoing(
-        self, view: SiteEnd, message: Message, numbers: Values, activity: Activity
+        self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
         samples = view.training_items
@@ -498,7 +497,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
     return Message({**reply.tensors, "weights": totals}, reply.scalars)
 
 
-def exchange_object(tensors: Weights, numbers: Values) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.core.documents import Document, Values
+from medfl.core.documents import Document
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
 from medfl.core.terminal import Print
@@ -141,7 +141,7 @@ class Guard:
 
         return self._gate.reply(message, received, samples)
 
-    def allowed_numbers(self, numbers: Values, *optional: str) -> Document:
+    def allowed_numbers(self, numbers: Mapping[str, object], *optional: str) -> Document:
         """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
         if self._gate is None:
             return dict(numbers)
@@ -162,7 +162,7 @@ class Guard:
             )
 
     def admit_sent(
-        self, activity: Activity, wire: Message, numbers: Values, *, from_images: bool
+        self, activity: Activity, wire: Message, numbers: Mapping[str, object], *, from_images: bool
     ) -> None:
         """Check an introduction that is about to leave; write down any message.
 
@@ -214,7 +214,7 @@ class Guard:
         if self._gate is not None or self._log is not None:
             values: dict[str, object] = {}
             for section, outcome in cases.items():
-                numbers_of_section: Values = {}
+                numbers_of_section: Mapping[str, object] = {}
                 if isinstance(outcome, Cases):
                     numbers_of_section = summarise(outcome)
                     if counted and len(outcome):
@@ -232,7 +232,7 @@ class Guard:
             )
             self._numbers(activity, "metrics", values, from_images=from_images)
 
-    def check_statistics(self, activity: Activity, numbers: Values) -> None:
+    def check_statistics(self, activity: Activity, numbers: Mapping[str, object]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
@@ -241,7 +241,7 @@ class Guard:
         self._numbers(activity, "data_stats", numbers, from_images=True)
 
     def _numbers(
-        self, activity: Activity, group: str, values: Values, *, from_images: bool
+        self, activity: Activity, group: str, values: Mapping[str, object], *, from_images: bool
     ) -> None:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
@@ -254,7 +254,7 @@ class Guard:
             entry = {**describe_document(values), "numbers": numbers(plain)}
             self._add(activity, "left", entry)
 
-    def _add(self, activity: Activity, direction: str, entry: Values) -> None:
+    def _add(self, activity: Activity, direction: str, entry: Mapping[str, object]) -> None:
         assert self._log is not None
         line = {"round": activity.round, "direction": direction, "kind": activity.kind, **entry}
         if self._gate is not None and direction == "left":

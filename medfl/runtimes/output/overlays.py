@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from medfl.core.documents import Cells, Metrics
+from medfl.core.documents import Metrics
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -23,7 +23,7 @@ SITES = 60
 """Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""
 
 
-def chosen(cases: Mapping[str, Cases]) -> dict[str, Cells]:
+def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
     """Return the ids of each drawn site's cases to be shown, and why; none where the cases have no Dice."""
     return {site: overlays.ranked(dice) for site, dice in _drawn_sites(_dice(cases)).items()}
 

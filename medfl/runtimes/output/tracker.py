@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from medfl.core.documents import Cells, Document, Metrics, Numbers, Values
+from medfl.core.documents import Document, Metrics
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.storage.files import write_atomic
@@ -61,7 +61,7 @@ class Tracker(ABC):
         """Begin the run there, or go on with it."""
 
     @abstractmethod
-    def _log(self, round_: int, numbers: Numbers) -> None:
+    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
         """Write a round's numbers, unless they are there."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Tracker(ABC):
                     self._log(entry["round"], scalars(entry))
             self._on = True
 
-    def log(self, round_: int, numbers: Numbers) -> None:
+    def log(self, round_: int, numbers: Mapping[str, float]) -> None:
         """Write a round's numbers."""
         if self._on:
             with self._kept_going():
@@ -93,7 +93,7 @@ class Tracker(ABC):
         """Write down where the run is tracked, also before anything is there: a resumed run then tries again."""
         write_atomic(self.folder.path / self.file, json.dumps(place).encode())
 
-    def _known(self) -> Cells:
+    def _known(self) -> dict[str, str]:
         try:
             document = json_values(self.folder.path / self.file, 2**16)
         except Refused:
@@ -123,7 +123,7 @@ class Tracker(ABC):
             )
 
 
-def settings_of(document: Values, above: str = "") -> Document:
+def settings_of(document: Mapping[str, object], above: str = "") -> Document:
     """Return the settings of a record under dotted names."""
     settings: Document = {}
     for key, value in document.items():

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from medfl.core.documents import Numbers
 from medfl.core.errors import InputError
 from medfl.core.release import pip_install
 from medfl.core.terminal import Print
@@ -66,7 +65,7 @@ class Wandb(Tracker):
         self.say(f"{self.title}: run {self.id} of {self.shown}")
         self._there = int(self._run.step or 0)  # it takes no numbers of earlier rounds than this
 
-    def _log(self, round_: int, numbers: Numbers) -> None:
+    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
         if round_ >= self._there:
             self._run.log(dict(numbers), step=round_)
 
@@ -131,7 +130,7 @@ class Tracking(Tracker):
 
         self.say(f"MLflow: run {self.id} at {self.shown}")
 
-    def _log(self, round_: int, numbers: Numbers) -> None:
+    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
         if round_ in self._there:
             return
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Cells, Metrics, Numbers
+from medfl.core.documents import Metrics
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Messages, Weights
 from medfl.core.untrusted import printable
@@ -64,12 +64,12 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 
 def far_replies(
     federation: Federation, replies: Messages, broadcast: Mapping[str, Weights]
-) -> Cells:
+) -> dict[str, str]:
     """Return site -> why, of replies whose change of a group, or number, is over `FARTHEST` times the middle one.
 
     A tensor that the server did not send has changed from 0.
     """
-    reasons: Cells = {}
+    reasons: dict[str, str] = {}
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
 
@@ -94,7 +94,7 @@ def far_replies(
     return reasons
 
 
-def _far(label: str, sizes: Numbers) -> Cells:
+def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose size is far beyond the middle one, each with why."""
     middle = sorted(sizes.values())[len(sizes) // 2]
     # where most have not moved at all, any change is infinitely many times the middle one

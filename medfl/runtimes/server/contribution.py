@@ -25,7 +25,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from medfl import methods
-from medfl.core.documents import Document, Metrics, Names, Words
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError
 from medfl.core.settings import MEAN
 from medfl.runtimes.federation import Federation
@@ -81,7 +81,7 @@ def cost(federation: Federation) -> str:
     )
 
 
-def contributions(names: Names, value: Value, seed: int) -> dict[str, Metrics]:
+def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, Metrics]:
     """Return "shapley" and "left_out" -> site -> what it contributes; {} where a model's value is undefined."""
     value = cache(value)
     everybody = frozenset(names)
@@ -114,7 +114,7 @@ def contributions(names: Names, value: Value, seed: int) -> dict[str, Metrics]:
     return {SHAPLEY: gains, LEFT_OUT: left_out}
 
 
-def _orders(names: Names, seed: int) -> list[Words]:
+def _orders(names: Sequence[str], seed: int) -> list[tuple[str, ...]]:
     """Return all orders of few sites, and of many as many as there are sites, each of which begins one."""
     if len(names) <= EXACT:
         return list(permutations(names))

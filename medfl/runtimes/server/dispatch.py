@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from medfl.core.documents import Cells, Names
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.terminal import Print, bar
@@ -34,7 +33,7 @@ class Dispatcher:
     # whether scores show a bar on stderr as they come
     progress: bool = False
 
-    def introductions(self, missing: Cells) -> Iterator[tuple[str, Message]]:
+    def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
         """Yield the introductions; `missing` takes the reason of each site without one.
 
         Raises:
@@ -48,9 +47,9 @@ class Dispatcher:
         self,
         round_: int,
         server: State,
-        names: Names,
-        sections: Names,
-        left_out: Cells,
+        names: Sequence[str],
+        sections: Sequence[str],
+        left_out: dict[str, str],
         on_result: Callable[[], object],
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
         """Start the training of a round; yield the result of each site, and whether it has a new State.
@@ -79,9 +78,9 @@ class Dispatcher:
 
     def _present(
         self,
-        names: Names,
+        names: Sequence[str],
         results: Results,
-        left_out: Cells,
+        left_out: dict[str, str],
         label: str,
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
@@ -110,8 +109,8 @@ class Dispatcher:
         task: Callable[..., RoundTask],
         round_: int,
         server: State,
-        names: Names,
-        sections: Names = (),
+        names: Sequence[str],
+        sections: Sequence[str] = (),
     ) -> Iterator[tuple[str, Any]]:
         """Yield the result of a task at each site; where some sites may be missing, one is enough.
 
@@ -142,7 +141,7 @@ class Dispatcher:
             site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast
         )
 
-    def _sizes(self, names: Names, *sections: str) -> list[int]:
+    def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
         sizes = []
         for name in names:
             shards = [self.federation.participant_shard(name, section) for section in sections]

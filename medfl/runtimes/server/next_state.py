@@ -19,13 +19,13 @@ its arguments, and what is tried leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from medfl.core.documents import Cells, Config, Metrics, Names, Numbers
+from medfl.core.documents import Config, Metrics
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Message, Messages, Weights, is_finite
 from medfl.core.terminal import Print
@@ -47,7 +47,7 @@ class NextState(NamedTuple):
 
     server: State
     replies: Messages
-    observed: Numbers
+    observed: Mapping[str, float]
 
 
 def next_state(
@@ -56,7 +56,7 @@ def next_state(
     server: State,
     replies: Messages,
     tolerance: Tolerance,
-    left_out: Cells,
+    left_out: dict[str, str],
     say: Print,
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
@@ -73,7 +73,7 @@ def next_state(
     before = object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
-    def attempt(names: Names) -> NextState:
+    def attempt(names: Sequence[str]) -> NextState:
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
@@ -96,7 +96,7 @@ def first_state(
     federation: Federation,
     introductions: Messages,
     tolerance: Tolerance,
-    absent: Cells,
+    absent: dict[str, str],
     say: Print,
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
@@ -111,7 +111,7 @@ def first_state(
     least = tolerance.min_replies
     attendance = Attendance([*introductions, *absent], least, absent, "introductions", say)
 
-    def attempt(names: Names) -> State:
+    def attempt(names: Sequence[str]) -> State:
         with federation.scope():
             usable = _only(introductions, names)
             first = method.init_server(federation.host(0), federation.networks.initial, usable)
@@ -158,7 +158,7 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Config) -
 
 def _from_usable(
     messages: Messages,
-    attempt: Callable[[Names], T],
+    attempt: Callable[[Sequence[str]], T],
     fatal: type[InputError],
     attendance: Attendance,
 ) -> T:
@@ -175,7 +175,7 @@ def _from_usable(
         attendance.drop(reasons)
 
 
-def _only(messages: Messages, names: Names) -> Messages:
+def _only(messages: Messages, names: Sequence[str]) -> Messages:
     if len(names) == len(messages):
         return messages
 
@@ -213,7 +213,9 @@ def _checked_state(
 # Whose fault it is
 
 
-def _at_fault(names: Names, attempt: Callable[[Names], Any], error: Exception, label: str) -> Cells:
+def _at_fault(
+    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, label: str
+) -> dict[str, str]:
     """Return whose replies an attempt failed because of, and why.
 
     Raises:
@@ -221,7 +223,7 @@ def _at_fault(names: Names, attempt: Callable[[Names], Any], error: Exception, l
         InputError: as above, if it is one.
     """
 
-    def failure(some: Names) -> Exception | None:
+    def failure(some: Sequence[str]) -> Exception | None:
         try:
             attempt(some)
         except Exception as raised:  # as above
@@ -229,7 +231,7 @@ def _at_fault(names: Names, attempt: Callable[[Names], Any], error: Exception, l
 
         return None
 
-    def alone(some: Names, failed: Exception | None) -> dict[str, Exception]:
+    def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
         if failed is None:
             return {}
 
@@ -287,7 +289,7 @@ def odd_replies(
     replies: Messages,
     broadcast: Mapping[str, Weights],
     checked_groups: Collection[str] = ("weights",),
-) -> Cells:
+) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
     Where the replies do not decide, the broadcast does; `checked_groups` are those whose forms were checked on arrival.
@@ -347,7 +349,9 @@ def _is_class(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def _flaws(after: object, before: object, path: str, sites: Names, classes: int) -> Iterator[str]:
+def _flaws(
+    after: object, before: object, path: str, sites: Sequence[str], classes: int
+) -> Iterator[str]:
     """Say what is wrong with a part of a State, given what it was before, or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
@@ -377,7 +381,7 @@ def _naming_flaws(
     after: Weights,
     was: Weights,
     path: str,
-    sites: Names,
+    sites: Sequence[str],
     classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medfl.core import setting_values
-from medfl.core.documents import Metrics, Names, Numbers
+from medfl.core.documents import Metrics
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.run import Run
@@ -152,7 +152,7 @@ class Aggregation:
         metrics = {"clip": self._limit(norms)}
         return metrics | _under("norm", norms) | _under("share", sample_shares(replies))
 
-    def _limit(self, norms: Numbers) -> float:
+    def _limit(self, norms: Mapping[str, float]) -> float:
         if self.bound is None:
             return statistics.median(norms.values())
 
@@ -188,7 +188,7 @@ class Aggregation:
 
         return mean
 
-    def _nearest(self, names: Names, parts: Sequence[Weights]) -> list[str]:
+    def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""
         distances = _distances(parts)
         good = len(names) - self.bad - 2
@@ -290,7 +290,7 @@ def sample_counts(replies: Messages) -> Metrics:
     return counts
 
 
-def cap_counts(counts: Numbers, most: float) -> Metrics:
+def cap_counts(counts: Mapping[str, float], most: float) -> Metrics:
     """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
 
     They are all the same where there are too few of them to be below.
@@ -315,5 +315,5 @@ def shares_under_cap(replies: Messages, run: Run) -> Metrics:
     return _under("said", claimed) | _under("share", capped)
 
 
-def _under(kind: str, values: Numbers) -> Metrics:
+def _under(kind: str, values: Mapping[str, float]) -> Metrics:
     return {f"{kind}/{site}": value for site, value in values.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.documents import Cells, Metrics, Names, Words
+from medfl.core.documents import Metrics
 from medfl.core.message import Messages, Weights
 from medfl.core.names import slug
 from medfl.core.run import examines
@@ -205,8 +205,8 @@ class Scoring:
         self,
         round_: int,
         server: State,
-        sections: Words,
-        names: Names,
+        sections: tuple[str, ...],
+        names: Sequence[str],
     ) -> CasesBySite:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
@@ -220,7 +220,7 @@ class Scoring:
 
         return self.kind.decided(cases, validation)
 
-    def _personal_tested(self, round_: int, server: State, names: Names) -> CasesByName:
+    def _personal_tested(self, round_: int, server: State, names: Sequence[str]) -> CasesByName:
         """Return the outcomes of each site's test items by its own model."""
         by_site = self._personal(round_, server, self.sections, names)
         return {name: self._decided(cases) for name, cases in by_site.items()}
@@ -397,7 +397,7 @@ class Scoring:
 
         return {**spread(by_site, higher, complete), **basis}
 
-    def undefined_lines(self, lines: Names = ()) -> Document:
+    def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
         """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
         reasons = {}
         for entry in self.folder.rounds():
@@ -422,7 +422,7 @@ class Scoring:
         class_metrics = self.kind.by_name(scores, cases, bundle.structures or bundle.classes)
         return {"classes": class_metrics} if class_metrics else {}
 
-    def _units(self, scored: Sequence[Document]) -> dict[str, Cells]:
+    def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images and the bundle: the units of metrics that have one."""
         metrics: set[str] = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
@@ -529,7 +529,7 @@ class Scoring:
 
         return by_site, _RECEIVED if by_site else _NOTHING
 
-    def _personal_model(self) -> Cells:
+    def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
@@ -625,7 +625,7 @@ class Scoring:
         """Write a table of cases, with the site of each."""
         federation = self.federation
         classes = federation.bundle.classes
-        owner: Cells = {}
+        owner: dict[str, str] = {}
         for site in federation.names:
             owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
 
@@ -637,7 +637,7 @@ class Scoring:
         self.folder.write_table(name, rows)
 
 
-def _in_order(names: Names, answers: Iterable[tuple[str, Any]]) -> Document:
+def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
     by_site = dict(answers)
     return {name: by_site[name] for name in names if name in by_site}
