@@ -54,7 +54,7 @@ def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]]]:
             first += len(parts[-1])
 
     arrays = {}
-    for name in ("bins", "wanted", "size"):
+    for name in ("bins", "shares", "size"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
 
     ids = tuple(ident for part in parts for ident in part.ids)
@@ -63,7 +63,7 @@ def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]]]:
 
 def chosen(cases: Scored, rows: Sequence[int]) -> Scored:
     """Return some of the cases."""
-    arrays = {name: getattr(cases, name)[rows] for name in ("bins", "wanted", "size")}
+    arrays = {name: getattr(cases, name)[rows] for name in ("bins", "shares", "size")}
     return replace(cases, ids=tuple(cases.ids[row] for row in rows), **arrays)
 
 

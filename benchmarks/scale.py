@@ -50,6 +50,7 @@ class Random:
     classes = tuple(f"class {i}" for i in range(CLASSES))
     evaluator, loss = ClassEvaluator(), staticmethod(nn.functional.cross_entropy)
     embeddings, is_scheduled, structures = None, False, ()
+    metadata: dict[str, object] = {}
     kind, summarise = KINDS["classification"], staticmethod(summarise)
 
     def network(self) -> nn.Module:
