@@ -4,7 +4,7 @@
     python docs/results/make.py --collect FOLDER...  first renew summaries.jsonl from the run folders below FOLDER
 
 `summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, but findings, structures or numbers
-one by one in `last` alone, the rows of `sites.csv`, the rounds that were scored and what `run.json` says of the run,
+one by one in `last` alone, the columns of `sites.csv`, the rounds that were scored and what `run.json` says of the run,
 without item lists and folders. `tables.yaml` says what is shown:
 
     tables: name -> {columns: {title: template}, rows: {label: run hashes, or {runs, cells: {title: template}}}}
@@ -23,6 +23,7 @@ VALUE: a path in summary.json, as `global.last.accuracy`, or
     site_METRIC:NAME: at a site, or mean, sd or worst of the sites, by the model that each is judged by
     received_METRIC:NAME, personal_METRIC:NAME, local_METRIC:NAME: by the global, personalised, Local model
     val:ROUND, loss:ROUND: key metric on the validation set, training loss; val:FIRST-LAST: the mean of these rounds
+    settled: the first scored round whose key metric on the validation set is at most 0.01 below that of the best
     PAPER/TABLE:METHOD:METRIC: the figure of `medfl/papers`; METHOD may be empty: the row's label
 FORM: a Python format of the mean over the runs, as `.3f`, after `%` times 100, after `M` in millions, with `±` and the
     standard deviation (ddof 0) where there are several runs, with `,` each run's value, or with `~` the 95 % interval
@@ -48,7 +49,7 @@ import yaml
 from scipy import stats
 
 from medfl.compare.comparison import MeanSd, t_interval
-from medfl.compare.papers import tables as paper_tables
+from medfl.compare.papers import runs as paper_tables
 from medfl.core import tables
 from medfl.core.errors import InputError, MedflError
 from medfl.evaluation import metrics
@@ -176,6 +177,7 @@ class Results:
         """Take the contents of tables.yaml and of summaries.jsonl."""
         self.asked = asked
         self.runs = {_ident(record["summary"]): _folder(record) for record in records}
+        self._by_name: dict[str, RunFiles] = {}
 
     @classmethod
     def read(cls) -> Results:
@@ -192,6 +194,8 @@ class Results:
 
     def run(self, name: str) -> RunFiles:
         """Return a run by the beginning of its hash."""
+        if name in self._by_name:
+            return self._by_name[name]
         found = [run for ident, run in self.runs.items() if _is(ident, name)]
         if len(found) != 1:
             raise InputError(
@@ -199,6 +203,7 @@ class Results:
                 "runs with one line there",
                 "--collect it",
             )
+        self._by_name[name] = found[0]
         return found[0]
 
     def table(self, name: str) -> str:
@@ -218,7 +223,7 @@ class Results:
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
         return tables.markdown_table(
-            [self.asked["tables"][name].get("head", "method"), *columns], lines
+            [self.asked["tables"][name].get("head", "method"), *columns], lines, is_markup=True
         )
 
     def below(self, name: str) -> str:
@@ -228,7 +233,7 @@ class Results:
 
     def claims(self) -> str:
         """Return the table of the papers' claims in Markdown."""
-        return tables.markdown_table(CLAIMS, [*self._judged()])
+        return tables.markdown_table(CLAIMS, [*self._judged()], is_markup=True)
 
     def _judged(self) -> Iterator[list[str]]:
         for claim in self.asked["claims"]:
@@ -344,12 +349,41 @@ def shares(runs: Sequence[RunFiles]) -> str:
 
 
 def stored() -> list[dict[str, Any]]:
-    """Return the lines of summaries.jsonl."""
-    return (
-        [json.loads(line) for line in SUMMARIES.read_text().splitlines()]
-        if SUMMARIES.is_file()
-        else []
-    )
+    """Return the runs of summaries.jsonl."""
+    if not SUMMARIES.is_file():
+        return []
+
+    return [unpacked(json.loads(line)) for line in SUMMARIES.read_text().splitlines()]
+
+
+def packed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run as its line has it: the sites as columns, `last` and `best` where they repeat nothing."""
+    summary = dict(record["summary"])
+    judged = summary.get(summary["judged"]) or {}
+    for which in ("last", "best"):
+        if which in summary and summary[which] == judged.get(which):
+            del summary[which]
+
+    names = dict.fromkeys(name for row in record["sites"] for name in row)
+    columns = {name: [row.get(name) for row in record["sites"]] for name in names}
+    return {**record, "summary": summary, "sites": columns}
+
+
+def unpacked(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run of a line."""
+    summary = dict(line["summary"])
+    judged = summary.get(summary["judged"]) or {}
+    for which in ("last", "best"):
+        if which in judged:
+            summary.setdefault(which, judged[which])
+
+    names = list(line["sites"])
+    rows = []
+    for cells in zip(*line["sites"].values(), strict=True):
+        row = dict(zip(names, cells, strict=True))
+        rows.append({name: cell for name, cell in row.items() if cell is not None})
+
+    return {**line, "summary": summary, "sites": rows}
 
 
 def filled(template: str, rows: Mapping[str, Row]) -> str:
@@ -418,6 +452,11 @@ def _value(run: RunFiles, name: str) -> Any:
     summary = run.summary or {}
     if name == "sent":
         return summary["bytes_up"] + summary["bytes_down"]
+    if name == "settled":
+        scores = {entry["round"]: entry["val"].get(run.key) for entry in run.rounds}
+        known = {number: score for number, score in scores.items() if score is not None}
+        return min(number for number, score in known.items() if score >= max(known.values()) - 0.01)
+
     kind, _, which = name.partition(":")
     if kind in ("val", "loss"):
         first, _, last = which.partition("-")
@@ -499,7 +538,7 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
         for path in sorted(folder.rglob("run.json"), reverse=True)
     ):
         summary = path.parent / "summary.json"
-        ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
+        ident = _ident(RunFiles(path.parent).summary or {}) if summary.is_file() else "@"
         if any(_is(ident, name) for name in wanted):
             known[ident] = _record(RunFiles(path.parent))
     found = {
@@ -516,7 +555,7 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
 
 def _ident(summary: Mapping[str, Any]) -> str:
     """Return HASH@WEIGHTS: another version of medfl may give a run other bits."""
-    return f"{summary['run_hash']}@{summary['weights_sha256']}"
+    return f"{summary.get('run_hash')}@{summary.get('weights_sha256')}"
 
 
 def _is(ident: str, name: str) -> bool:
@@ -604,7 +643,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.collect:
             records = collect(options.collect, Results.read().hashes())
-            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            lines = (json.dumps(packed(record), ensure_ascii=False) + "\n" for record in records)
             write_atomic(SUMMARIES, "".join(lines).encode())
         texts = [path.read_text() for path in PAGES]
         renewed = Results.read().rewritten(BREAK.join(texts)).split(BREAK)

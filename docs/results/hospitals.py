@@ -1,0 +1,167 @@
+"""Folders of real images with their hospitals, for the tables of hospitals left out.
+
+    python docs/results/hospitals.py DATA OUT
+
+OUT/wbc: `images` and `labels.csv`; OUT/nuclei, OUT/monuseg, OUT/fundus, OUT/lungs, OUT/boxes: `images`,
+`masks` and `cases.csv`. Images and masks are those of DATA, but for:
+
+- wbc: without the four basophils, which are too few for a class.
+- boxes: the mask of a radiograph is its two lungs' boxes.
+- nuclei: a pixel is a nucleus or not; sources of at least 50 images.
+- monuseg: a pixel is a nucleus or not; hospitals of one or two images are one group by the first, one by the second
+  half of the alphabet of their codes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+Row = Mapping[str, str]
+
+
+def read(folder: Path) -> list[Row]:
+    """Return the rows of a set's table."""
+    with (folder / "labels.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write a table."""
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def packed(archives: Iterable[Path]) -> dict[str, bytes]:
+    """Return the files of archives by name."""
+    found = {}
+    for archive in archives:
+        with zipfile.ZipFile(archive) as opened:
+            found.update({name: opened.read(name) for name in opened.namelist()})
+    return found
+
+
+def opened(content: bytes) -> Image.Image:
+    """Return an image."""
+    return Image.open(io.BytesIO(content))
+
+
+def nuclei(content: bytes) -> Image.Image:
+    """Return a mask of 0 and 1 from one of numbered nuclei."""
+    return Image.fromarray((np.asarray(opened(content)) > 0).astype(np.uint8))
+
+
+def save(content: bytes | Image.Image, path: Path) -> None:
+    """Write an image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        content.save(path)
+
+
+def cells(data: Path, out: Path) -> None:
+    """Write the white blood cells."""
+    images = packed(sorted((data / "wbc").glob("images_*.zip")))
+    rows = [row for row in read(data / "wbc") if row["class"] != "basophil"]
+    for row in rows:
+        save(images[row["file"]], out / "images" / row["file"])
+    write(
+        out / "labels.csv", ({key: row[key] for key in ("file", "class", "source")} for row in rows)
+    )
+
+
+def pairs(
+    rows: Iterable[Row],
+    images: Mapping[str, bytes],
+    mask_of: Callable[[Row], Image.Image],
+    centre_of: Callable[[Row], str],
+    out: Path,
+) -> None:
+    """Write images with masks, and cases.csv with each one's centre, and its patient where one is known."""
+    cases = []
+    for row in rows:
+        stem = Path(row["file"]).stem
+        save(images[row["file"]], out / "images" / row["file"])
+        save(mask_of(row), out / "masks" / f"{stem}.png")
+        cases.append(
+            {"file": row["file"], "patient": row.get("patient", stem), "centre": centre_of(row)}
+        )
+    write(out / "cases.csv", cases)
+
+
+def boxes(row: Row) -> Image.Image:
+    """Return the mask of two boxes."""
+    mask = Image.new("L", (int(row["width"]), int(row["height"])))
+    for side in ("left", "right"):
+        corners = [float(row[f"{side}_{key}"]) for key in ("x0", "y0", "x1", "y1")]
+        ImageDraw.Draw(mask).rectangle(corners, fill=1)
+    return mask
+
+
+def main() -> None:
+    """Write all folders."""
+    data, out = map(Path, sys.argv[1:])
+    cells(data, out / "wbc")
+
+    covid = data / "covid_cxr_boxes"
+    pairs(
+        read(covid), packed([covid / "images.zip"]), boxes, lambda row: row["site"], out / "boxes"
+    )
+
+    lungs = data / "covid_cxr_lungs"
+    content = {path.name: path.read_bytes() for path in (lungs / "images").iterdir()}
+    pairs(
+        read(lungs),
+        content,
+        lambda row: Image.open(lungs / "masks" / row["file"]),
+        lambda row: row["site"],
+        out / "lungs",
+    )
+
+    fundus = data / "fundus_disc_cup"
+    masks = packed([fundus / "masks.zip"])
+    pairs(
+        read(fundus),
+        packed([fundus / "images.zip"]),
+        lambda row: opened(masks[f"{Path(row['file']).stem}.png"]),
+        lambda row: row["site"],
+        out / "fundus",
+    )
+
+    for name, source in (("nuclei", "dsb2018_nuclei"), ("monuseg", "monuseg")):
+        labels = packed([data / source / "labels.zip"])
+        rows = read(data / source)
+        column = "source" if name == "nuclei" else "site"
+        counts = Counter(row[column] for row in rows)
+        if name == "nuclei":
+            rows = [row for row in rows if counts[row[column]] >= 50]
+
+        def centre_of(row: Row, column: str = column, counts: Counter[str] = counts) -> str:
+            if counts[row[column]] > 2:
+                return row[column]
+            return "codes_0_to_D" if row[column] < "E" else "codes_E_to_Z"
+
+        pairs(
+            rows,
+            packed([data / source / "images.zip"]),
+            lambda row, labels=labels: nuclei(labels[f"{Path(row['file']).stem}.png"]),
+            centre_of,
+            out / name,
+        )
+
+
+if __name__ == "__main__":
+    main()
