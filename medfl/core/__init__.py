@@ -1,4 +1,4 @@
-"""What every other room uses: errors, seeding, settings, messages, `Run`, untrusted text, the terminal."""
+"""What all other rooms use: errors, seeding, settings, messages, `Run`, untrusted text, the terminal."""
 
 from typing import TYPE_CHECKING
 

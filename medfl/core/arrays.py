@@ -1,4 +1,4 @@
-"""Names for NumPy's arrays by the kind of their numbers."""
+"""Names for NumPy arrays by the type of their numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-"""Of any kind."""
+"""Of any type."""
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 Shape = tuple[int, ...]
-"""How many numbers along each axis."""
+"""Number of elements along each axis."""

@@ -1,21 +1,21 @@
-"""Smaller messages: half precision, 8 bits, or the largest changes alone. Lossless is the default and changes nothing.
+"""Message compression: half precision, 8 bits, or only the largest changes. The default is lossless.
 
-A reply's group `weights` travels as the change d = w_k - v of what the site received, v; the server adds d to the w
-that it sent, as w was before rounding. So what a broadcast loses never enters the server's weights, and small steps are
-not lost beside large weights.
+A reply's group `weights` is sent as the change d = w_k - v from the received weights v; the server adds d to its
+weights w as they were before rounding. So rounding errors of a broadcast never enter the server's weights, and small
+steps are not lost beside large weights.
 
 float16, bfloat16: round to nearest.
-int8 (QSGD, Alistarh et al., 2017; on changes: FedPAQ, Reisizadeh et al., 2020), in each row of a tensor:
+int8 (QSGD, Alistarh et al., 2017; on changes: FedPAQ, Reisizadeh et al., 2020), for each row of a tensor:
     s = max |x| / 127,  q = floor(x/s) + [u < x/s - floor(x/s)],  u uniform in [0, 1):  E[s q] = x  (1)
 topk:F (Stich et al., 2018; Seide et al., 2014), replies only, over all numbers of the weights together:
-    a = d + e;  the share F of a with the largest |a| leaves;  e <- a - what left  (2)
+    a = d + e;  the share F of a with the largest |a| is sent;  e <- a - what was sent  (2)
     e, the error feedback, is the site's own and never leaves. Broadcasts are lossless.
 
-Sent unchanged: integers; numbers; tensors so small that their names take as much room; all parameters of the network
-but matrices and kernels (biases and normalisation are few, and a small variance, a divisor, would round to 0); and
+Sent unchanged: integers; numbers; tensors so small that their names take as much space; all parameters of the network
+except matrices and kernels (biases and normalisation are few, and a small variance, a divisor, would round to 0); and
 groups that the method does not declare tolerant of noise.
 
-On the wire the group `weights@int8@float32` has what was float32 before; the number of bytes is that of this message.
+In transmission the group `weights@int8@float32` holds what was float32 before; message sizes refer to that form.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from torch import Tensor
 
 from medfl.core import setting_values
 from medfl.core.errors import RunError
+from medfl.core.mappings import without
 from medfl.core.message import Message, Tensors, Weights, is_finite
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
+_LEAST = 64  # numbers: an entry in a message header takes 60 to 100 bytes
 _LEVELS = 127
 _COMPRESSIBLE = {"float32": torch.float32, "float64": torch.float64}
 _SCALES = "scales"
@@ -42,13 +43,13 @@ _SPARSE = ("indices", "values")
 
 @dataclass(frozen=True)
 class Compression:
-    """How messages are compressed and restored, the same at both ends.
+    """How messages are compressed and restored, identical at both ends.
 
     Attributes:
         kind: one of `setting_values.MESSAGES`.
-        fraction: of `topk`, the share of the numbers that leaves.
-        exact: tensors of the network that always go as they are.
-        groups: groups of messages that are made smaller, as noise of mean 0 in each number does them no harm.
+        fraction: for `topk`, the share of the numbers that is sent.
+        exact: tensors of the network that are always sent unchanged.
+        groups: compressed groups of messages, which tolerate zero-mean noise in each number.
     """
 
     kind: str = "lossless"
@@ -58,7 +59,7 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Compression:
-        """Read what `--messages` takes; InputError for anything else."""
+        """Parse a value of `--messages`; InputError for anything else."""
         return cls(*setting_values.messages(text))
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class Compression:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing changes."""
+        """Whether compression changes nothing."""
         return self.kind == "lossless"
 
     def takes(self, group: str, name: str, dtype: torch.dtype, size: int) -> bool:
@@ -91,7 +92,7 @@ class Compression:
     def reply(
         self, message: Message, received: Message, seed: int, unsent: Weights
     ) -> tuple[Message, Weights]:
-        """Return a reply as it is sent, and the error feedback after it; `unsent` is that so far, at first empty."""
+        """Return a reply as it is sent, and the new error feedback; `unsent` is the previous one, empty at first."""
         if self.lossless:
             return message, unsent
         base = received.tensors.get("weights", {})
@@ -100,7 +101,7 @@ class Compression:
         return self._rounded(message, base, seed), unsent
 
     def _rounded(self, message: Message, base: Weights, seed: int) -> Message:
-        """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
+        """Return the message with each compressible tensor in fewer bits; `weights` as changes from `base`."""
         generator = torch.Generator().manual_seed(seed)
         half = _HALVES.get(self.kind)
         groups: dict[str, Tensors] = {}
@@ -124,7 +125,7 @@ class Compression:
                     groups.setdefault(label, {})[name], scale = _quantised(value, generator)
                     scales.setdefault(_label(group, _SCALES, tensor.dtype), []).append(scale)
                 elif bool(value.abs().max() > torch.finfo(half).max):
-                    # It would round to infinity, so it goes as it is, not as a change.
+                    # It would round to infinity, so it is sent unchanged, not as a change.
                     groups[group][name] = tensor
                 else:
                     groups.setdefault(label, {})[name] = value.to(half)
@@ -135,9 +136,9 @@ class Compression:
         return Message(groups, message.scalars)
 
     def _largest(self, message: Message, base: Weights, unsent: Weights) -> tuple[Message, Weights]:
-        """Return the message with the largest changes of its weights, and the rest (2).
+        """Return the message with the largest changes of its weights, and the remainder (2).
 
-        Weights that lack a tensor of the broadcast go as they are: the server could not tell whose the positions are.
+        Weights that lack a tensor of the broadcast are sent unchanged: the server could not assign the positions.
         """
         weights = message.tensors.get("weights", {})
         parts = self._parts(base)
@@ -149,7 +150,7 @@ class Compression:
                 return message, unsent
 
         groups = dict(message.tensors)
-        groups["weights"] = {n: tensor for n, tensor in weights.items() if n not in compressed}
+        groups["weights"] = without(weights, compressed)
         rest: Tensors = {}
         for dtype, names in parts.items():
             changes = []
@@ -163,7 +164,7 @@ class Compression:
             indices = largest.indices.sort().values
             sent = {"indices": indices.to(_positions(len(vector))), "values": vector[indices]}
             groups[_label("weights", self.kind, dtype)] = sent
-            vector[indices] = 0  # what stays of a is the error feedback e
+            vector[indices] = 0  # what remains of a is the error feedback e
             # Cloned: a view would keep the vector of all changes in memory.
             rest |= {name: left.clone() for name, left in _cut(vector, names, base)}
 
@@ -172,14 +173,14 @@ class Compression:
     # The receiving ends
 
     def decompress_broadcast(self, wire: Message, sender: str = "the server") -> Message:
-        """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` made no such one."""
+        """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` cannot have made it."""
         if self.lossless or self.kind == "topk":
             return wire
 
         return self._opened(wire, {}, sender)
 
     def decompress_reply(self, wire: Message, sent: Message, sender: str) -> Message:
-        """Return a reply as the server uses it; `sent` is the broadcast as it was before it was made smaller.
+        """Return a reply as the server uses it; `sent` is the broadcast before compression.
 
         Raises:
             RunError: `reply` cannot have made it; names the sender and the tensor.
@@ -218,7 +219,7 @@ class Compression:
     def _restored(
         self, wire: Message, group: str, dtype: torch.dtype, base: Weights, sender: str
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a group in fewer bits, in their own type."""
+        """Yield the tensors of a group in fewer bits, converted to their own type."""
         label = _label(group, self.kind, dtype)
         if self.kind == "topk":
             names = self._parts(base).get(dtype, []) if group == "weights" else []
@@ -236,7 +237,7 @@ class Compression:
     def _dense(
         self, sent: Weights, label: str, names: Sequence[str], base: Weights, sender: str
     ) -> Tensor:
-        """Return the changes of `names`, one after the other, from the positions and values of the largest."""
+        """Return the changes of `names`, concatenated, from the positions and values of the largest."""
         size = sum(base[name].numel() for name in names)
         expected = list(_SPARSE) if size else "no such group"
         if not size or sent.keys() != set(_SPARSE):
@@ -258,7 +259,7 @@ class Compression:
         )
 
     def _parts(self, base: Weights) -> dict[torch.dtype, list[str]]:
-        """Return which tensors of a broadcast's weights have their changes sorted together: those of each type."""
+        """Return which tensors of a broadcast's weights have their changes sorted together: those of each dtype."""
         parts: dict[torch.dtype, list[str]] = {}
         for name in sorted(base):
             if self.takes("weights", name, base[name].dtype, base[name].numel()):
@@ -266,18 +267,18 @@ class Compression:
         return parts
 
     def _count(self, size: int) -> int:
-        """Return how many of so many numbers leave: at least one."""
+        """Return how many of `size` numbers are sent: at least one."""
         # 0.29 * 100 is 28.999…
         return max(1, math.floor(self.fraction * size + 1e-9))
 
 
 def _label(group: str, kind: str, dtype: torch.dtype) -> str:
-    """Return the name that a group has on the wire."""
+    """Return the name of a group in transmission."""
     return f"{group}@{kind}@{str(dtype).removeprefix('torch.')}"
 
 
 def _changes(group: str, name: str, tensor: Tensor, base: Weights) -> bool:
-    """Return whether a tensor is sent as its change from what was received."""
+    """Return whether a tensor is sent as a change from the received one."""
     held = base.get(name) if group == "weights" else None
     return held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
 
@@ -287,11 +288,10 @@ def _positions(size: int) -> torch.dtype:
 
 
 def _rowed(tensor: Tensor) -> Tensor:
-    """Return a tensor (R, numbers of a row): a row an output channel, or one row if these would be short."""
+    """Reshape a tensor to (R, numbers per row): a row per output channel, or one row if these would be short."""
+    rows = 1
     if tensor.ndim > 1 and tensor.numel() >= _LEAST * max(1, len(tensor)):
         rows = len(tensor)
-    else:
-        rows = 1
     return tensor.reshape(rows, -1)
 
 
@@ -302,7 +302,7 @@ def _quantised(value: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     # A row of zeros has the scale 0, and the quotient may be 127.00001.
     exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(-_LEVELS, _LEVELS)
     low = exact.floor()
-    # Drawn on the CPU: the same bits whatever device the weights are on.
+    # Drawn on the CPU: the same bits on any device.
     drawn = torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device)
     up = drawn < exact - low
     return (low + up).to(torch.int8).reshape(value.shape), scale[:, 0]
@@ -311,7 +311,7 @@ def _quantised(value: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
 def _scales(
     wire: Message, label: str, scales: str, dtype: torch.dtype, sender: str
 ) -> Iterator[Tensor]:
-    """Return the scales of each tensor of a group in 8 bits, in the order of their names, after a look at both."""
+    """Return the scales of each 8-bit tensor of a group, in the order of their names, after checking both."""
     for name, value in wire[label].items():
         _check(value, f"{label}/{name}", torch.int8, value.shape, sender)
 
@@ -321,7 +321,7 @@ def _scales(
 
     values = wire[scales][_SCALES]
     _check(values, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
-    # An int8 may be -128, so that much a scale must bear without becoming infinite.
+    # An int8 may be -128, and its product with the scale must not become infinite.
     if bool((values < 0).any()) or not is_finite(values * (_LEVELS + 1)):
         raise RunError(f"{sender}: '{scales}/{_SCALES}' has a scale below 0, or too large a one")
 

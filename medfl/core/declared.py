@@ -1,6 +1,6 @@
 """Values with limits, declared once: the options of methods and the settings of runs.
 
-`declared` makes a field of a dataclass. `Declared.of` reads that field back and holds values to it.
+`declared` makes a field of a dataclass. `Declared.of` reads that field back and checks values against it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import within
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, typed_value
 
@@ -35,12 +36,12 @@ class Declared:
     Attributes:
         name: of the field.
         type: as written in Python, such as "float | None".
-        default: None also where there is none.
+        default: None also if there is none.
         help: for users.
-        choices: the values that are allowed; None: any.
-        minimum: smallest number, itself allowed.
-        above: largest number that is too small.
-        maximum: largest number, itself allowed.
+        choices: the allowed values; None: any.
+        minimum: smallest allowed number.
+        above: exclusive lower bound.
+        maximum: largest allowed number.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Declared:
 
     @classmethod
     def of(cls: builtins.type[D], field: dataclasses.Field[Any]) -> D:
-        """Read the field of a dataclass that `declared` made."""
+        """Read a dataclass field made by `declared`."""
         if isinstance(field.type, type):
             type_text = field.type.__name__
         else:
@@ -63,25 +64,25 @@ class Declared:
         default = None if field.default is dataclasses.MISSING else field.default
         attributes = {attribute.name for attribute in dataclasses.fields(cls)}
         # A method of a user's own may have fields with metadata of its own.
-        form = {name: value for name, value in field.metadata.items() if name in attributes}
+        form = within(field.metadata, attributes)
 
         return cls(name=field.name, type=type_text, default=default, **form)
 
     @property
     def document(self) -> Document:
-        """What is declared, as JSON has it."""
+        """The declaration, as JSON."""
         names = ("name", "type", "choices", "minimum", "maximum", "default", "help")
         return {name: getattr(self, name) for name in names}
 
     @property
     def kinds(self) -> tuple[builtins.type, ...]:
         """The types of its values; types that cannot be read from text are left out."""
-        parts = [part.strip() for part in self.type.split("|")]
+        parts = list(map(str.strip, self.type.split("|")))
         return tuple(_KINDS[part] for part in parts if part in _KINDS)
 
     @property
     def form(self) -> str:
-        """Its choices, or its type and limits, in short."""
+        """Its choices, or its type and limits, in brief."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         return f"{self.type}{self.bounds('>=', '<=')}"
@@ -93,7 +94,7 @@ class Declared:
         return f" {' and '.join(texts)}" if texts else ""
 
     def typed(self, value: Any) -> Any:
-        """Return a value, which may be text as typed by a user, in one of its types where it can be read as one."""
+        """Return a value, possibly text typed by a user, converted to one of its types if possible."""
         kinds = self.kinds
         if value == "None" and NoneType in kinds:
             return None
@@ -115,7 +116,7 @@ class Declared:
         return any(matches_type(value, kind) for kind in self.kinds) and self.within_limits(value)
 
     def within_limits(self, value: Any) -> bool:
-        """Return whether a value of one of its types is one of the choices and within the limits; None always is."""
+        """Return whether a value of one of its types is among the choices and within the limits; None always is."""
         if value is None:
             return True
         if self.choices is not None and value not in self.choices:
@@ -135,11 +136,11 @@ class Declared:
 
 
 def read_options(method: str, options: Mapping[str, Declared], values: Config) -> Document:
-    """Return the values of a method's options, which may be text, in the options' types.
+    """Return the values of a method's options, given as text or values, in the options' types.
 
     Raises:
-        InputError: the method has no option of this name, or the option does not allow the value; the allowed ones are
-            listed.
+        InputError: the method has no option of this name, or the option does not allow the value; lists the allowed
+            ones.
     """
     read = {}
     for name, value in values.items():

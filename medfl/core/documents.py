@@ -1,4 +1,4 @@
-"""Plain values by name: what JSON and YAML files hold, and what a caller hands over as options and settings."""
+"""Plain values by name: the contents of JSON and YAML files, and options and settings passed by callers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 Config = Mapping[str, Any]
 """Content of a JSON or YAML file, or a part of it: any plain values, by name."""
 Document = dict[str, Any]
-"""Such content while it is made."""
+"""Such content under construction."""
 Metrics = dict[str, float]
-"""Metrics by name while they are computed."""
+"""Metrics by name under construction."""

@@ -1,4 +1,4 @@
-"""The errors a user may meet, and their exit codes."""
+"""The errors shown to users, and their exit codes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import IO
 
 _PART = 1500  # characters of each part of an InputError
 
 
 class MedflError(Exception):
-    """Base of the errors that the user reads as one line.
+    """Base of the errors that are shown to the user as one line.
 
     Attributes:
         exit_code: of the command line.
-        safe_to_send: the text is only about what another machine sent, so that machine may see it.
+        safe_to_send: the text only concerns what another machine sent, so that machine may see it.
     """
 
     exit_code = 1
@@ -29,27 +30,27 @@ class InputError(MedflError):
     exit_code = 2
 
     def __init__(self, given: str, allowed: str, advice: str) -> None:
-        """Join the three parts into the one line that the command line prints."""
+        """Join the three parts into the line that the command line prints."""
         self._parts = (given, allowed, advice)
         super().__init__("; ".join(_in_one_line(part, _PART) for part in self._parts))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        """Let a worker process hand the error to its parent."""
+        """Allow a worker process to pass the error to its parent."""
         return type(self), self._parts
 
 
 def _in_one_line(text: str, length: int) -> str:
-    """Return a text without line breaks; what a file says may be long."""
+    """Return a text without line breaks, of limited length, since it may come from a file."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[:length]}…"
 
 
 class RunError(MedflError):
-    """A run failed while running (exit code 1); what was saved before stays and the run can be resumed."""
+    """A run failed while running (exit code 1); what was saved is kept, and the run can be resumed."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an error comes from; MONAI wraps errors several times."""
+    """Return the original cause of an error; MONAI wraps errors several times."""
     # MONAI's "referring item" names the id in the configuration, which its cause does not.
     while error.__cause__ is not None and not (
         isinstance(error, InputError) or "referring item" in str(error)
@@ -64,7 +65,7 @@ def as_text(error: BaseException) -> str:
 
 
 def missing_package(error: BaseException | None) -> str:
-    """Return the Python package whose absence an error comes from, "" if it comes from something else."""
+    """Return the Python package whose absence caused an error, "" for other causes."""
     while error is not None:
         if match := re.search(r"(?:No module named '|required package `)(\w+)", str(error)):
             return match[1]
@@ -73,7 +74,7 @@ def missing_package(error: BaseException | None) -> str:
 
 
 def without_package(where: str, package: str, reader: str = "") -> InputError:
-    """Return the error that says where a Python package is needed; `reader` is the id that names what reads images."""
+    """Return the error that says where a Python package is needed; `reader` is the id of the image reader."""
     advice = "install it"
     if reader:
         advice += f", or name another reader that is, with --config {reader}=NAME"
@@ -86,7 +87,7 @@ def without_package(where: str, package: str, reader: str = "") -> InputError:
 
 
 def refuse_folder(error: OSError) -> None:
-    """Raise an InputError for a folder that is there but cannot be read, which `os.walk` would pass over."""
+    """Raise an InputError for a folder that exists but cannot be read, which `os.walk` would skip."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise InputError(
             f"folder {error.filename} ({error.strerror})",
@@ -96,7 +97,7 @@ def refuse_folder(error: OSError) -> None:
 
 
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
-    """Return advice on an unknown name: the most similar known name, if there is one, then `advice`."""
+    """Return advice on an unknown name: the most similar known name, if any, then `advice`."""
     near = difflib.get_close_matches(given, list(known), 1)
     if near:
         return f"did you mean {near[0]}? else {advice}"
@@ -106,7 +107,7 @@ def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
 
 @contextmanager
 def refusing(subject: str, allowed: str, advice: str) -> Iterator[None]:
-    """Turn whatever libraries raise in the block into an InputError: `subject (the reason)`."""
+    """Turn any library error in the block into an InputError: `subject (the reason)`."""
     try:
         yield
     except InputError:
@@ -116,9 +117,22 @@ def refusing(subject: str, allowed: str, advice: str) -> Iterator[None]:
         raise InputError(f"{subject} ({reason})", allowed, advice) from error
 
 
+def beginning(file: IO[bytes]) -> str:
+    """Describe the start of a file whose contents do not match its name: often a web page, or a Git LFS pointer."""
+    file.seek(0)
+    start = file.read(40)
+    text = " ".join(start.decode("latin1").split())
+    if not start:
+        return "it is empty"
+    if text.isascii() and text.isprintable():
+        return f"it begins {text!r}"
+
+    return f"it begins with the bytes {start[:4].hex(' ')}"
+
+
 @contextmanager
 def errors_safe_to_send() -> Iterator[None]:
-    """Mark errors raised in the block as safe to send: they are only about data from the other machine."""
+    """Mark errors raised in the block as safe to send: they only concern data from the other machine."""
     try:
         yield
     except MedflError as error:
@@ -127,8 +141,8 @@ def errors_safe_to_send() -> Iterator[None]:
 
 
 def error_id(error: BaseException) -> str:
-    """Return the random id of an error, the same at each call: sent in place of its text, which the log has."""
-    # Kept on the error itself: the log and the message to the other machine name the same id.
+    """Return the random id of an error, constant over calls: sent instead of its text, which is in the log."""
+    # Kept on the error itself, so that the log and the message to the other machine have the same id.
     if not hasattr(error, "_medfl_id"):
         error._medfl_id = secrets.token_hex(4)  # type: ignore[attr-defined]
     return str(error._medfl_id)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Packages that hand out their public names without importing them: torch and MONAI take seconds to import."""
+"""Packages that export their public names without importing them: torch and MONAI take seconds to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], object]]:
-    """Return the `__all__` and `__getattr__` of a package, which imports a public name when it is first used.
+    """Return the `__all__` and `__getattr__` of a package, which imports a public name on first use.
 
     The names are those that `if TYPE_CHECKING` in the package's `__init__.py` imports `as` themselves.
     """
@@ -36,7 +36,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], object]]:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch the garbage collector off inside the block: it takes a third of the time of importing torch and MONAI."""
+    """Disable the garbage collector inside the block: it takes a third of the time of importing torch and MONAI."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Message: all that crosses a wire, tensors and numbers only.
+"""Message: everything that crosses a wire, tensors and numbers only.
 
 Encoded as safetensors, so that nothing received is ever executed or unpickled, and decoded within `MessageLimits`.
 """
@@ -15,14 +15,25 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
+from medfl.core.mappings import map_values
 from medfl.core.message_limits import MessageLimits, check_bools
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""
 Tensors = dict[str, Tensor]
-"""Such tensors while they are collected."""
+"""Such tensors while being collected."""
 
 _SCALARS = "scalars"
+
+
+def byte_count(weights: Weights) -> int:
+    """Return the bytes of these tensors' values."""
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def cpu_copies(weights: Weights) -> Tensors:
+    """Return contiguous copies on the CPU, each with its own storage."""
+    return map_values(lambda tensor: tensor.detach().to("cpu", copy=True).contiguous(), weights)
 
 
 @dataclass(frozen=True)
@@ -38,19 +49,17 @@ class Message:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse group names that would be ambiguous once flat, and make the mappings read-only."""
+        """Refuse group names that would be ambiguous when flattened, and make the mappings read-only."""
         bad = [group for group in self.tensors if group in ("", _SCALARS) or "/" in group]
         if bad:
             raise ValueError(
                 f"message group {bad[0]!r}: a group name has no '/' and is neither empty nor {_SCALARS!r}"
             )
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
-        object.__setattr__(
-            self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()})
-        )
+        object.__setattr__(self, "scalars", MappingProxyType(map_values(float, self.scalars)))
 
     def __getitem__(self, group: str) -> Weights:
-        """Return one group; KeyError names the groups that are present."""
+        """Return one group; KeyError names the existing groups."""
         if group not in self.tensors:
             raise KeyError(f"no group {group!r} in this message; it has {sorted(self.tensors)}")
         return self.tensors[group]
@@ -62,12 +71,12 @@ class Message:
         self,
     ) -> tuple[type[Message], tuple[dict[str, Tensors], dict[str, float]]]:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
-        tensors = {group: dict(members) for group, members in self.tensors.items()}
+        tensors = map_values(dict, self.tensors)
         return Message, (tensors, dict(self.scalars))
 
     def flat(self) -> Tensors:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""
-        flat: Tensors = {}
+        flat = {}
         for group, members in self.tensors.items():
             for name, tensor in members.items():
                 flat[f"{group}/{name}"] = tensor
@@ -94,7 +103,7 @@ class Message:
 
     @classmethod
     def from_wire(cls, named: Weights, sender: str) -> Message:
-        """Invert `flat` for names that are not trusted yet.
+        """Invert `flat` for untrusted names.
 
         Raises:
             RunError: a name without a group, or a number that is not a scalar; names the sender.
@@ -111,17 +120,16 @@ class Message:
     def encode(self) -> bytes:
         """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
         # Cloned: safetensors refuses tensors that share memory, as tied weights do.
-        flat = {k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}
-        return bytes(safetensors.torch.save(flat))
+        return bytes(safetensors.torch.save(cpu_copies(self.flat())))
 
     @classmethod
     def decode(cls, data: bytes, limits: MessageLimits | None = None, sender: str = "") -> Message:
         """Invert `encode`.
 
         Args:
-            data: what arrived.
-            limits: of its size; None: the defaults.
-            sender: who sent it, for the error text.
+            data: the received bytes.
+            limits: on its size; None: the defaults.
+            sender: named in errors.
 
         Raises:
             RunError: it is not a message, or exceeds the limits; nothing was allocated for it.
@@ -149,7 +157,7 @@ class Message:
 
 @lru_cache(maxsize=256)
 def _encoded_length(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
-    """Return the length of an encoding, which depends on names, dtypes and shapes alone."""
+    """Return the length of an encoding, which depends only on names, dtypes and shapes."""
     zeros = {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}
     return len(safetensors.torch.save(zeros))
 
@@ -158,7 +166,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    # The fastest pass; finite numbers may still overflow in it.
+    # The fastest check; finite numbers may still overflow in it.
     if bool(torch.isfinite(tensor.sum())):
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
@@ -166,4 +174,4 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 Messages = Mapping[str, Message]
-"""Site -> the message that it sent, or is sent."""
+"""Site -> the message that it sent, or receives."""

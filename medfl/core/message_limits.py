@@ -1,7 +1,7 @@
-"""MessageLimits: how large a received message may be, checked before anything is allocated for it.
+"""MessageLimits: the maximum size of a received message, checked before anything is allocated for it.
 
 A message arrives either as a safetensors document, whose header is checked here before the library reads it, or as
-named tensors that a transport has restored. Both have the same limits, and raise the same error.
+named tensors restored by a transport. Both have the same limits and raise the same error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLOOR = 2**28  # bytes that every run may send
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """The largest message that is accepted; far above what any method sends.
+    """The largest accepted message; far above what any method sends.
 
     Attributes:
         size: bytes of all tensors together.
@@ -51,8 +51,8 @@ class MessageLimits:
     def for_networks(cls, *networks: Mapping[str, Tensor]) -> MessageLimits:
         """Return the limits of a run: eight times its largest network, and at least 256 MiB.
 
-        Methods send up to four tensors for each of the network's, and besides prototypes, images or scores, which make
-        up most of a small network's messages.
+        Methods send up to four tensors for each of the network's, plus prototypes, images or scores, which dominate the
+        messages of a small network.
         """
         size = 0
         most = 0
@@ -68,7 +68,8 @@ class MessageLimits:
         """Check the header of a safetensors document; the rest is not read.
 
         Raises:
-            RunError: it is no such document, its header contradicts its size, or it exceeds a limit; names the sender.
+            RunError: it is not such a document, its header contradicts its size, or it exceeds a limit; names the
+                sender.
         """
         try:
             self._check_header(data)
@@ -80,7 +81,7 @@ class MessageLimits:
             ) from error
 
     def _check_header(self, data: bytes) -> None:
-        # A document: 8 bytes of the header's length, the header in JSON, the tensors without gaps.
+        # A document: 8 bytes for the length of the header, the header in JSON, the tensors without gaps.
         length = int.from_bytes(data[:8], "little")
         room = len(data) - 8
         _require(room >= 0, "it is shorter than the length of a header")
@@ -96,7 +97,7 @@ class MessageLimits:
             len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}"
         )
         end = 0
-        # A gap could carry anything past every check, and an overlap make one number two tensors.
+        # A gap could smuggle anything past every check, and an overlap would put one number in two tensors.
         for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
             _require(
                 start == end, f"its tensors overlap, or leave a gap, at byte {min(start, end)}"
@@ -106,7 +107,7 @@ class MessageLimits:
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
     def _span(self, name: str, entry: object) -> tuple[int, int]:
-        """Return where a tensor begins and ends, after checking its name, dtype and shape."""
+        """Return the start and end of a tensor, after checking its name, dtype and shape."""
         self._check_name(name)
         group, slash, _ = name.partition("/")
         _require(bool(group and slash), f"{name!r} is not named group/name")
@@ -140,7 +141,7 @@ class MessageLimits:
             len(name) <= self.name,
             f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}",
         )
-        # Errors name tensors, in the logs of who received them
+        # Errors name tensors, and appear in the receiver's logs
         _require(
             visible(name) == name and "\n" not in name,
             f"{name!r} is no name, it would steer a terminal",
@@ -149,7 +150,7 @@ class MessageLimits:
     # Restored tensors
 
     def checked(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
-        """Return received tensors, NumPy arrays and numbers as dense tensors of real numbers, each where it is.
+        """Return received tensors, NumPy arrays and numbers as dense real tensors, each on its own device.
 
         Raises:
             RunError: a value is none of these, or they exceed a limit; names the sender.
@@ -176,10 +177,10 @@ class MessageLimits:
 def _size(name: str, value: Any) -> int:
     """Return the bytes of a value as a tensor, after checking its type."""
     if isinstance(value, np.ndarray | np.number):
-        # Objects, texts and structures have other kinds.
+        # Objects, strings and structured arrays have other kinds.
         _require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
     else:
-        # A sparse or quantised tensor may claim a shape far larger than what arrived.
+        # A sparse or quantised tensor may claim a shape far larger than its data.
         dense = (
             isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
         )
@@ -195,7 +196,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         tensor = value.detach()
     else:
-        # A tensor cannot have some types of NumPy's, nor the other order of bytes.
+        # Tensors do not support some NumPy types, nor the other byte order.
         try:
             tensor = torch.as_tensor(np.array(value))
         except (TypeError, ValueError) as error:
@@ -207,7 +208,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def check_bools(name: str, tensor: Tensor) -> None:
-    """Raise a ValueError for truth values of other bytes than 0 and 1, which operators read each in its own way."""
+    """Raise a ValueError for booleans with bytes other than 0 and 1, which operators read inconsistently."""
     if tensor.dtype is torch.bool and tensor.numel():
         _require(
             int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1"
@@ -220,7 +221,7 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Return the mapping of a JSON object, refusing a name that comes twice."""
+    """Return the mapping of a JSON object, refusing a duplicate name."""
     mapping = {}
     for name, value in pairs:
         _require(name not in mapping, f"{name[:80]!r} comes twice")
@@ -229,5 +230,5 @@ def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def _are_sizes(values: Any) -> bool:
-    # True is an int to isinstance; PyTorch counts in signed integers of 64 bits.
+    # True is an int to isinstance; PyTorch counts in signed 64-bit integers.
     return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)

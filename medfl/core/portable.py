@@ -1,7 +1,7 @@
-"""Portable runs: kernels that every x86 processor since about 2015 has, so that two of them compute the same bits.
+"""Portable runs: kernels that every x86 processor since about 2015 supports, so that all compute the same bits.
 
-Libraries choose their kernels by the processor when they are imported, and by these variables. What is left to choose
-is in `medfl.training.accelerate.arithmetic`.
+Libraries choose their kernels at import by the processor and by these variables. The remaining choices are made in
+`medfl.training.accelerate.arithmetic`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from medfl.core.errors import InputError
 ENVIRONMENT: Mapping[str, str] = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_CBWR": "COMPATIBLE",  # MKL takes other kernels on AMD than on Intel under AVX2
-    # All names that a version of NumPy has for them: it ignores those of others.
+    "MKL_CBWR": "COMPATIBLE",  # MKL uses different kernels on AMD and Intel under AVX2
+    # All names used by some version of NumPy: it ignores unknown ones.
     "NPY_DISABLE_CPU_FEATURES": (
         "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"
     ),
     "OPENBLAS_CORETYPE": "Haswell",
 }
-"""Variables of a portable process; "AVX2" and "Haswell" are what processors of about 2015 have."""
+"""Variables of a portable process; "AVX2" and "Haswell" are the level of processors of about 2015."""
 _NEEDED = {"avx2", "fma"}
 _begun = False
 
 
 def active(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether the variables of an environment, default this process's, are those of a portable process."""
+    """Return whether environment variables, by default this process's, are those of a portable process."""
     variables = os.environ if environment is None else environment
     return all(variables.get(name) == value for name, value in ENVIRONMENT.items())
 
 
 def enable() -> None:
-    """Make this process portable, which it can be until NumPy or PyTorch is imported, or see that it was begun as one.
+    """Make this process portable, before NumPy or PyTorch is imported, or check that it was started as one.
 
     Raises:
-        InputError: they are imported, or the processor has not what portable kernels need.
+        InputError: they are already imported, or the processor lacks what portable kernels need.
     """
     global _begun
     _require_processor()
@@ -59,7 +59,7 @@ def enable() -> None:
 
 
 def check(values: Config) -> None:
-    """Raise an InputError if a portable run has a setting whose results depend on the machine; None is let pass."""
+    """Raise an InputError if a portable run has a setting whose results depend on the machine; None is ignored."""
     if not values.get("portable"):
         return
     excluded = {
@@ -79,14 +79,14 @@ def check(values: Config) -> None:
 
 
 def enable_if_requested(run: Config) -> None:
-    """Raise an InputError if a run, its settings by name, is portable and may not be computed in this process."""
+    """Raise an InputError if a run, its settings by name, is portable and cannot be computed in this process."""
     check(run)
     if run.get("portable"):
         enable()
 
 
 def _at_the_start() -> dict[str, str]:
-    """Return the variables that this process was started with, whatever was set since."""
+    """Return the variables that this process was started with, regardless of later changes."""
     try:
         text = Path("/proc/self/environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -100,7 +100,7 @@ def _require_processor(file: Path = Path("/proc/cpuinfo")) -> None:
     except OSError:
         lines = []
 
-    # One line a core, all alike.
+    # One line per core, all alike.
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     if missing := _NEEDED - flags:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What this release is called, and its version.
+"""The name of this release, and its version.
 
 The distribution is not called like the package: `medfl` on the Python Package Index is MEDfl, another project.
 """
@@ -9,7 +9,7 @@ from importlib import metadata
 
 DISTRIBUTION = "medfl-monai"
 VERSION = "0.7.0"
-"""Read by pyproject.toml too. Part of every run's hash."""
+"""Also read by pyproject.toml. Part of every run's hash."""
 
 
 def pip_install(*extras: str) -> str:
@@ -19,7 +19,7 @@ def pip_install(*extras: str) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed distribution; of `medfl` ours, also where MEDfl is installed beside it.
+    """Return the version of an installed distribution; for `medfl` ours, even if MEDfl is installed too.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.

@@ -1,4 +1,4 @@
-"""Run: the frozen record of all that a federated run depends on."""
+"""Run: the frozen record of everything that a federated run depends on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from dataclasses import dataclass, replace
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
-from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSettings, ProtocolSettings
+from medfl.core.mappings import pick_known
+from medfl.core.settings import (
+    ADDED_LATER,
+    POLY,
+    SETTINGS,
+    WITHDRAWN,
+    GeneralSettings,
+    ProtocolSettings,
+)
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
 _PLACES = ("bundle_path", "partition.notes", "data.folder", "data.counts", "data.notes")
 _NOT_HASHED = (*_PLACES, "metrics", "score_trained")
-"""Where things lie, what was said about them, and how a run is scored beside Dice cannot change a weight."""
+"""Paths, notes, and scoring beyond Dice cannot change a weight."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +33,11 @@ class DataRecord:
 
     Attributes:
         source: "real" or "phantom".
-        folder: where they lie on this machine.
+        folder: its path on this machine.
         checksum: SHA-256 over ids, labels, sections and file contents.
         split: name of the train/validate/test split.
         counts: section -> number of items.
-        notes: what a reader of the results must know of these data.
+        notes: what a reader of the results must know about these data.
     """
 
     source: str
@@ -49,20 +57,28 @@ class PartitionRecord:
     notes: tuple[str, ...]
     sites: Mapping[str, Mapping[str, list[str]]]
 
+    def owners(self, section: str) -> dict[str, str]:
+        """Return id -> site for the items of a section that belong to a site."""
+        owners: dict[str, str] = {}
+        for site, ids in self.sites.items():
+            owners |= dict.fromkeys(ids.get(section, ()), site)
+
+        return owners
+
 
 @dataclass(frozen=True)
 class PublicRecord:
-    """Which public data a run uses, and which teachers answered about them.
+    """Which public data a run uses, and which teachers labelled them.
 
     Attributes:
-        bundle: name of the bundle that they come from.
+        bundle: name of the bundle that provides them.
         bundle_sha256: hash of its configuration files.
         config: overridden ids of its configuration.
         data: its images.
-        section: the section that is taken.
-        items: how many of its items.
-        ids_sha256: hash over the ids of these, in order.
-        teachers: name and hash of the weights of each.
+        section: the section used.
+        items: number of its items used.
+        ids_sha256: hash over their ids, in order.
+        teachers: name and weight hash of each.
     """
 
     bundle: str
@@ -99,14 +115,14 @@ class Run(GeneralSettings, ProtocolSettings):
         bundle_path: its folder.
         bundle_sha256: hash of its configuration files.
         method: method name or dotted path.
-        options: every option of the method, defaults included.
+        options: every option of the method, including defaults.
         config: overridden ids of the bundle's configuration.
         data: its images.
         partition: which site has which.
         versions: versions of medfl, torch, monai and numpy.
-        public: the public data, None for a method that uses none.
-        text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
-        adapted: what was put right of a bundle written for older MONAI or NumPy, by name
+        public: the public data, None if the method uses none.
+        text: the text embeddings, None if the method uses none, and in records without this entry.
+        adapted: adaptations of a bundle written for older MONAI or NumPy, by name
             (`medfl.bundle.zoo.compatibility`).
     """
 
@@ -124,13 +140,13 @@ class Run(GeneralSettings, ProtocolSettings):
     adapted: tuple[str, ...] = ()
 
     def to_dict(self) -> Document:
-        """Return the record as plain JSON values; without empty optional parts and later settings at their defaults."""
+        """Return the record as plain JSON values, without empty optional parts and later settings at their defaults."""
         document: Document = json.loads(json.dumps(dataclasses.asdict(self)))
         for name in _OPTIONAL:
             if not document[name]:
                 document.pop(name)
 
-        # A setting added later is left out at its default, so that hashes of older runs stay.
+        # A setting added later is omitted at its default, so that hashes of older runs stay.
         for name, default in ADDED_LATER.items():
             if document[name] == default:
                 document.pop(name)
@@ -142,7 +158,7 @@ class Run(GeneralSettings, ProtocolSettings):
         """Invert `to_dict`, ignoring other keys.
 
         Raises:
-            InputError: a setting is missing or not of its kind.
+            InputError: a setting is missing or of the wrong type.
         """
         optional = {*_OPTIONAL, *ADDED_LATER}
         names = [field.name for field in dataclasses.fields(cls)]
@@ -151,11 +167,11 @@ class Run(GeneralSettings, ProtocolSettings):
                 if name not in optional and name not in document:
                     raise ValueError(f"without {name!r}")
 
-            run = read_record(cls, {name: document[name] for name in names if name in document})
+            run = read_record(cls, pick_known(document, names))
             for name, entry in SETTINGS.items():
                 if not entry.within_limits(getattr(run, name)):
                     raise ValueError(f"{name} is {getattr(run, name)}, not {entry.allowed}")
-        except (TypeError, ValueError) as error:  # TypeError: it is no mapping
+        except (TypeError, ValueError) as error:  # TypeError: it is not a mapping
             problem = str(error)
             if not problem.startswith("without"):
                 problem = f"that is damaged ({error})"
@@ -172,11 +188,13 @@ class Run(GeneralSettings, ProtocolSettings):
         return _hash_of(self.to_dict())
 
     def difference(self, other: Run) -> list[str]:
-        """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
+        """Name the settings in which two runs differ, except the number of rounds and paths."""
         left = {**ADDED_LATER, **self.to_dict()}
         right = {**ADDED_LATER, **other.to_dict()}
-        may_differ = ["rounds", *_PLACES]
-        # A record that says nothing of text is compared without it.
+        may_differ = [*_PLACES]
+        if self.decay_per != POLY:
+            may_differ.append("rounds")
+        # A record without an entry for text is compared without it.
         if self.text is None or other.text is None:
             may_differ.append("text")
 
@@ -190,7 +208,7 @@ class Run(GeneralSettings, ProtocolSettings):
             if now == was:
                 continue
 
-            # Of a part that both have only the entries that differ are named.
+            # If both have a part, only its differing entries are named.
             if isinstance(now, Mapping) and isinstance(was, Mapping):
                 for key in {**now, **was}:
                     if now.get(key) != was.get(key):
@@ -203,11 +221,11 @@ class Run(GeneralSettings, ProtocolSettings):
 
 def withdrawn_settings(document: Config) -> Document:
     """Return the settings in a record that nothing reads any more, but for those at their defaults."""
-    return {
-        name: document[name]
-        for name, default in WITHDRAWN.items()
-        if document.get(name, default) != default
-    }
+    withdrawn = {}
+    for name, default in WITHDRAWN.items():
+        if document.get(name, default) != default:
+            withdrawn[name] = document[name]
+    return withdrawn
 
 
 def hash_as_recorded(document: Config) -> str:
@@ -217,26 +235,29 @@ def hash_as_recorded(document: Config) -> str:
 
 def _hash_of(document: Document) -> str:
     _forget(document, _NOT_HASHED)
-    # Where a table lies changes nothing: the ids of the partition say what it said.
+    # The path of a table has no effect: its contents are in the ids of the partition.
     if document["partition"]["spec"].startswith("file:"):
         document["partition"]["spec"] = "file"
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def examines(run: Run) -> bool:
-    """Tell whether a run trains nothing: it examines the weights that it begins with."""
+    """Tell whether a run trains nothing and only evaluates its initial weights."""
     return run.rounds == 0
 
 
 def without_round_limit(run: Run) -> Run:
-    """Return a run with 0 rounds: runs that differ in their number of rounds alone go on from each other."""
-    return replace(run, rounds=0)
+    """Return a run with 0 rounds: runs that differ only in their number of rounds continue each other.
+
+    A run with a schedule over all its rounds is returned unchanged.
+    """
+    return run if run.decay_per == POLY else replace(run, rounds=0)
 
 
 def _forget(document: Document, paths: Iterable[str]) -> None:
-    """Drop from a record these entries, named by their keys from the top joined by dots, and what only says where.
+    """Drop these entries from a record, named by their keys from the top joined by dots, and all locations.
 
-    That is which GPU, and where public data, teachers and text lie: their hashes say what they are.
+    Locations are the GPU used, and the paths of public data, teachers and text, which are identified by hashes.
     """
     for path in paths:
         *parents, leaf = path.split(".")

@@ -1,7 +1,7 @@
 """Derived random streams: the only place that seeds the global generators.
 
 Nobody seeds globally. Each piece of work opens a stream named by its path (round, site, purpose), so neither order
-nor worker count nor a resume can change a number.
+nor number of workers nor a resume can change a number.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 def derive(seed: int, *path: str | int) -> int:
     """Return the 63-bit seed of the stream `path` under `seed` (SHA-256, so neighbours are unrelated)."""
-    # With the type: a site called "1" and round 1 have different streams.
+    # Including the type: a site called "1" and round 1 have different streams.
     text = "/".join([str(int(seed)), *(f"{type(part).__name__}:{part}" for part in path)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @contextmanager
 def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
-    """Run a block on its own random stream and put the global generators back afterwards.
+    """Run a block on its own random stream and restore the global generators afterwards.
 
     Inside, torch (CPU, and CUDA if it is in use), NumPy and `random` are seeded with `derive(seed, *path)`, for code
-    that draws from the global generators (dropout, third-party transforms). The yielded CPU generator carries the
-    same seed and is what our own code draws from.
+    that draws from the global generators (dropout, third-party transforms). The yielded CPU generator has the
+    same seed and is used by our own code.
     """
     import numpy as np
     import torch
@@ -41,7 +41,7 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
 
-    np.random.seed(value % 2**32)  # NumPy takes 32 bits only
+    np.random.seed(value % 2**32)  # NumPy accepts 32 bits only
     random.seed(value)
     try:
         yield torch.Generator().manual_seed(value)
@@ -50,7 +50,7 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
 
 
 def snapshot_rng() -> Callable[[], None]:
-    """Return a function that puts all global generators back into their present state."""
+    """Return a function that restores all global generators to their present state."""
     import numpy as np
     import torch
 
@@ -59,7 +59,7 @@ def snapshot_rng() -> Callable[[], None]:
     python_state = random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
-    # A process forked from one that uses CUDA has its generators too, and may not ask them.
+    # A process forked from one that uses CUDA has its generators too, but may not access them.
     cuda_generators = torch.cuda.default_generators if used else ()
     cuda_states = [(generator, generator.get_state()) for generator in cuda_generators]
 

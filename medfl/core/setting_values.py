@@ -1,4 +1,4 @@
-"""The forms of settings that are text, as `--messages topk:0.01`: read here, and refused before PyTorch is imported."""
+"""Formats of settings given as text, such as `--messages topk:0.01`, checked before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import math
 from collections.abc import Callable
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.names import split_commas
 
 MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
 WAYS = ("alone", "pooled", "shrunken")
-"""How sites share the sums of a calibration."""
+"""How sites share the tables of a calibration."""
 SURFACE_METRICS = ("hd95", "surface_dice")
-"""The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
+"""The surface metrics, computed for test items only: they may take as long as a forward pass."""
 FROM_MASKS = "auto"
-"""What `--site-labels` takes for the structures that a site's own training masks show."""
+"""Value of `--site-labels` for the structures that a site's own training masks show."""
 ALL = "all"
-"""What `--metrics` takes for every one of them."""
+"""Value of `--metrics` for all of them."""
 
 
 def messages(text: str) -> tuple[str, float]:
-    """Return the kind of `--messages`, and of `topk` its fraction; InputError for anything else."""
+    """Return the kind of `--messages`, and for `topk` its fraction; InputError for anything else."""
     kind, colon, share = text.partition(":")
     # topk takes a fraction, the other kinds take nothing.
     if kind not in MESSAGES or (kind == "topk") != bool(colon):
-        allowed = f"{', '.join(MESSAGES[:-1])} or topk:FRACTION"
-        raise InputError(f"--messages {text}", allowed, "choose one, for example int8")
+        raise InputError(
+            f"--messages {text}",
+            f"{', '.join(MESSAGES[:-1])} or topk:FRACTION",
+            "choose one, for example int8",
+        )
 
     if kind != "topk":
         return kind, 0.0
 
-    # A value of 4 bytes takes an index of 4 bytes along: above one half nothing is saved.
+    # A value of 4 bytes needs an index of 4 bytes: above one half nothing is saved.
     fraction = _number(share)
     if not 0 < fraction <= 0.5:
         raise InputError(
@@ -43,17 +47,18 @@ def messages(text: str) -> tuple[str, float]:
 
 
 def aggregation(text: str) -> tuple[str, float, int, float | None]:
-    """Return what `--aggregation` says: kind, fraction of `trimmed`, bad sites of Krum, bound of `clip` (None: auto).
+    """Parse `--aggregation`: kind, fraction of `trimmed`, bad sites of Krum, bound of `clip` (None: auto).
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is invalid.
     """
     kind, colon, number = text.partition(":")
     # The mean and the median have no parameter, the others have one.
     if kind not in AGGREGATIONS or (kind in ("mean", "median")) == bool(colon):
-        allowed = "mean, clip:C, clip:auto, median, trimmed:FRACTION, krum:F or multikrum:F"
         raise InputError(
-            f"--aggregation {text}", allowed, "choose one, for example trimmed:0.2 or krum:1"
+            f"--aggregation {text}",
+            "mean, clip:C, clip:auto, median, trimmed:FRACTION, krum:F or multikrum:F",
+            "choose one, for example trimmed:0.2 or krum:1",
         )
 
     if not colon:
@@ -62,23 +67,27 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
     if kind == "clip":
         bound = None if number == "auto" else _number(number)
         if bound is not None and not 0 < bound < math.inf:
-            allowed = (
-                "the largest norm of a site's change, above 0, or auto: the round's middle one"
+            raise InputError(
+                f"--aggregation {text}",
+                "the largest norm of a site's change, above 0, or auto: the round's middle one",
+                "as clip:auto or clip:2.5",
             )
-            raise InputError(f"--aggregation {text}", allowed, "as clip:auto or clip:2.5")
 
         return kind, 0.0, 0, bound
 
     if kind == "trimmed":
         fraction = _number(number)
-        # As many go at each end, so with one half nothing would be left.
+        # The same number is cut at each end, so one half would leave nothing.
         if not 0 <= fraction < 0.5:
-            allowed = "a fraction from 0 and below 0.5 is dropped at each end"
-            raise InputError(f"--aggregation {text}", allowed, "as trimmed:0.2")
+            raise InputError(
+                f"--aggregation {text}",
+                "a fraction from 0 and below 0.5 is dropped at each end",
+                "as trimmed:0.2",
+            )
 
         return kind, fraction, 0, None
 
-    # isdecimal alone holds for digits of other scripts too.
+    # isdecimal alone accepts digits of other scripts.
     if not (number.isascii() and number.isdecimal()):
         raise InputError(
             f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1"
@@ -88,16 +97,16 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
 
 
 def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
-    """Return what reads the text of a flag that says something of some sites, as `north=liver,spleen;south=auto`.
+    """Return a parser for a flag with values per site, such as `north=liver,spleen;south=auto`.
 
-    It gives site -> names, and raises an InputError for text of another form.
+    It returns site -> names, and raises an InputError for text of another form.
     """
 
     def read(text: str) -> dict[str, tuple[str, ...]]:
         sites = {}
         for part in text.split(";") if text.strip() else []:
             site, _, rest = (piece.strip() for piece in part.partition("="))
-            names = tuple(name.strip() for name in rest.split(","))
+            names = tuple(split_commas(rest))
             unclear = not site or not all(names) or "=" in rest
             if unclear or site in sites or len({*names}) < len(names):
                 raise InputError(
@@ -125,18 +134,19 @@ def device(text: str) -> tuple[str, int]:
 
 
 def metrics(text: str) -> list[str]:
-    """Return the names of `--metrics`; whether the bundle has the structures is not known here.
+    """Return the names in `--metrics`; whether the bundle has the structures is not known here.
 
     Raises:
-        InputError: one is none of these, nor begins as one.
+        InputError: a name is not a metric and does not begin like one.
     """
-    names = [name.strip() for name in text.split(",")]
+    names = split_commas(text)
     kinds = (ALL, "dice", *SURFACE_METRICS)
     for name in names:
         if name not in kinds and not name.startswith(tuple(f"{kind}_" for kind in SURFACE_METRICS)):
-            allowed = f"{', '.join(kinds)}, or either of the last two with _ and a structure's name"
             raise InputError(
-                f"--metrics {name}", allowed, did_you_mean(name, kinds, "leave it out")
+                f"--metrics {name}",
+                f"{', '.join(kinds)}, or either of the last two with _ and a structure's name",
+                did_you_mean(name, kinds, "leave it out"),
             )
 
     return names
@@ -144,7 +154,7 @@ def metrics(text: str) -> list[str]:
 
 def site_names(text: str) -> list[str]:
     """Return the sites of `--unlabelled`, which the run may not have; InputError if a name is empty or there twice."""
-    names = [name.strip() for name in text.split(",")] if text else []
+    names = split_commas(text) if text else []
     if not all(names) or len({*names}) < len(names):
         raise InputError(f"--unlabelled {text}", "names of sites, each once", "as site-2,site-3")
     return names
@@ -158,7 +168,7 @@ def _number(text: str) -> float:
 
 
 def check_coverage(coverage: float) -> None:
-    """Raise an InputError if this coverage cannot be promised."""
+    """Raise an InputError if this coverage cannot be guaranteed."""
     if not 0 < coverage < 1:
         raise InputError(
             f"--coverage {coverage:g}",

@@ -1,8 +1,8 @@
 """The settings of a run, each declared once: its type, default, limits, flag and help.
 
-From these declarations come the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
-leaves out, what `request_of` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
-request as in a run; `ProtocolSettings` come from the bundle's protocol where a request leaves them open.
+These declarations define the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
+omits, what `request_of` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
+request and in a run; `ProtocolSettings` come from the bundle's protocol if a request leaves them open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from medfl.core import portable, setting_values
 from medfl.core.declared import Declared, declared
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import present
 
 LOSSLESS = "lossless"
+POLY = "poly"
 MEAN = "mean"
 TRAINING = "training"
 MACHINE = "machine"
 COMPUTING = "computing"
 ROBUSTNESS = "robustness"
 SITES = "sites"
-_MAX_VALUE = 1_000_000  # of counts: a job from outside cannot ask for endless work
+_MAX_VALUE = 1_000_000  # for counts: a job from outside cannot request endless work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +37,9 @@ class Setting(Declared):
     Attributes:
         metavar: of the flag, "" for a switch.
         group: of flags in the help.
-        later: added after the first release: records leave it out at its default, so that their hashes stay.
-        parse: reads a text, and raises an InputError for one that it does not allow; None: any text.
-        longest: characters of text.
+        later: added after the first release: records omit it at its default, so that their hashes stay.
+        parse: parses a text, and raises an InputError for an invalid one; None: any text.
+        longest: maximum length of text.
     """
 
     metavar: str = ""
@@ -78,7 +80,7 @@ class Setting(Declared):
     def schema(self) -> Document:
         """The allowed values, as JSON Schema."""
         bounds = {"minimum": self.minimum, "exclusiveMinimum": self.above, "maximum": self.maximum}
-        limits = {name: value for name, value in bounds.items() if value is not None}
+        limits = present(bounds)
         kinds: Mapping[type, Document] = {
             bool: {"type": "boolean"},
             str: {"type": "string", "maxLength": self.longest},
@@ -93,7 +95,7 @@ class Setting(Declared):
         return schema
 
     def check(self, value: Any) -> None:
-        """Raise an InputError for a value of its kind that is beyond its limits or not of its form; None is neither."""
+        """Raise an InputError for a value of the right type beyond its limits or malformed; None is accepted."""
         if value is None:
             return
 
@@ -113,7 +115,7 @@ def setting(
     help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any
 ) -> Any:
     """Declare a setting; without a default it comes from the bundle's protocol."""
-    # `Any`, as of dataclasses.field: the field has the type that it is annotated with.
+    # `Any`, as for dataclasses.field: the field has the type that it is annotated with.
     return declared(default, help, metavar=metavar, group=group, **form)
 
 
@@ -231,8 +233,9 @@ class ProtocolSettings:
         group=TRAINING, default=0, later=True, minimum=0, maximum=_MAX_VALUE,
     )  # fmt: skip
     decay_per: str = setting(
-        "apply --lr-decay per round (default) or per local epoch", "round|epoch",
-        group=TRAINING, default="round", later=True, choices=("round", "epoch"),
+        "apply --lr-decay per round (default) or per local epoch; poly: a round's factor is (1 - rounds before it / "
+        "all rounds)^0.9 instead, as nnU-Net's", "round|epoch|poly",
+        group=TRAINING, default="round", later=True, choices=("round", "epoch", POLY),
     )  # fmt: skip
     site_weights: str = setting(
         "weight of each site in averages: by number of images (samples, default) or equal (uniform)",
@@ -268,11 +271,11 @@ SETTINGS: Mapping[str, Setting] = {
 ADDED_LATER: Config = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
 """Defaults of the settings with `later`."""
 WITHDRAWN: Config = {"capture": False, "pack": 1}
-"""Settings that earlier releases had, with their defaults; what a record says of them is ignored."""
+"""Settings of earlier releases, with their defaults; their values in a record are ignored."""
 
 
 def check_limits(values: Config) -> None:
-    """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
+    """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or malformed.
 
     Unknown names and None are ignored.
     """

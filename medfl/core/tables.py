@@ -1,4 +1,4 @@
-"""Tables as text: for a terminal, in Markdown, LaTeX and HTML. All that medfl prints in columns is made here."""
+"""Tables as text: for a terminal, in Markdown, LaTeX and HTML. All columns that medfl prints are made here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from itertools import zip_longest
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
-_MARKDOWN = {"<": "&lt;", "|": "\\|", "](": "]\\("}
+_MARKDOWN = {"\\": "\\\\", "<": "&lt;", "|": "\\|", "](": "]\\("}
 
 
 def screen_width() -> int:
-    """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
+    """Return the width of output in columns: the terminal's, at most 100; 100 if stdout is a file or a pipe."""
     if sys.stdout.isatty():
         return max(60, min(WIDTH, shutil.get_terminal_size().columns))
 
@@ -29,9 +29,9 @@ def text_table(
     width: int | None = None,
     spare: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines of a table, columns of numbers aligned to the right.
+    """Return the lines of a table, with columns of numbers aligned to the right.
 
-    Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
+    If lines are too long, the widest columns wrap; if that is not enough, `spare` columns are omitted.
     """
     width = width or screen_width()
     columns = [*zip(head, *rows, strict=True)]
@@ -51,7 +51,10 @@ def text_table(
             break
         widths[max(loose, key=lambda i: widths[i])] -= 1
 
-    numeric = [all(cell.isdecimal() or cell == "-" for cell in column[1:]) for column in columns]
+    numeric = []
+    for column in columns:
+        numeric.append(all(cell.isdecimal() or cell == "-" for cell in column[1:]))
+
     top, *body = zip(*columns, strict=True)
     lines = _wrapped_row(top, widths, numeric)
     lines.append("  ".join("-" * size for size in widths))
@@ -80,7 +83,7 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
 
 
 def wrap(text: str, width: int | None, first: str = "", others: str = "") -> list[str]:
-    """Wrap a text between words only; `first` and `others` start its first line and the further ones."""
+    """Wrap a text between words only; `first` and `others` start its first and further lines."""
     return textwrap.wrap(
         text,
         width or screen_width(),
@@ -92,24 +95,27 @@ def wrap(text: str, width: int | None, first: str = "", others: str = "") -> lis
 
 
 def label_row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of a label and numbers: the first cell aligned to the left, the others to the right."""
+    """Return a line with a label and numbers: the first cell aligned to the left, the others to the right."""
     label, *numbers = cells
     first, *sizes = widths
     return label.ljust(first) + "".join(map(str.rjust, numbers, sizes))
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, its columns not padded."""
-    return "\n".join([_markdown_row(head), "|" + "---|" * len(head), *map(_markdown_row, rows)])
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, is_markup: bool = False
+) -> str:
+    """Return an unpadded Markdown table; with `is_markup` cells may contain links and HTML."""
+    lines = []
+    for cells in (head, *rows):
+        shown = [cell.replace("|", "\\|") if is_markup else markdown_text(cell) for cell in cells]
+        lines.append(f"| {' | '.join(shown)} |")
 
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], format_: str) -> str:
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
-    from tabulate import tabulate  # here: only comparisons print in these formats
+    from tabulate import tabulate  # imported here: only comparisons print these formats
 
     align = None
     if format_ == "md":
@@ -129,7 +135,7 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
 
 
 def markdown_text(text: object) -> str:
-    """Return a value in one line, without what Markdown takes for HTML, a link or the end of a cell."""
+    """Return a value in one line, escaping what Markdown would read as HTML, a link or the end of a cell."""
     line = " ".join(str(text).splitlines())
     for sign, shown in _MARKDOWN.items():
         line = line.replace(sign, shown)
@@ -138,7 +144,7 @@ def markdown_text(text: object) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Return a text with what LaTeX takes for commands escaped."""
+    """Return a text with LaTeX commands escaped."""
     from tabulate import LATEX_ESCAPE_RULES
 
     return "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in text).replace("–", "--")

@@ -1,4 +1,4 @@
-"""Task: what server and sites know of the problem before training: its kind, its classes and their text embeddings."""
+"""Task: what server and sites know about the problem before training: its kind, classes and text embeddings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 TASKS = ("classification", "multilabel", "regression", "segmentation", "other")
 """The kinds of `medfl.problem.tasks`."""
 OF_VECTORS = TASKS[:3]
-"""Kinds of which a network gives a vector an image."""
+"""Kinds whose network outputs a vector per image."""
 SECTIONS = ("train", "validate", "test")
-"""The parts that a data set is divided into."""
+"""The parts into which a data set is divided."""
 
 
 def _no_embeddings(plm: str) -> Tensor:
@@ -24,7 +24,7 @@ def _no_embeddings(plm: str) -> Tensor:
 
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and standard deviation, of one number or one for each channel: x = (u - mean) / sd, u from 0 to 1."""
+"""Mean and standard deviation, a number each or one per channel: x = (u - mean) / sd, u from 0 to 1."""
 
 
 def _no_intensities() -> Constants:
@@ -40,11 +40,11 @@ class Task:
     """A bundle's problem.
 
     Attributes:
-        kind: of `TASKS`.
-        classes: class names in label order, names of findings or of numbers; () where there are none.
-        intensities: mean and standard deviation by which pictures of 0..1 become what a network is given, one number
-            or one a channel; InputError where they cannot be read.
-        embeddings: language model's name -> unit-norm prompt embeddings (K, M, D); InputError where there are none.
+        kind: one of `TASKS`.
+        classes: class names in label order, names of findings or of numbers; () if there are none.
+        intensities: mean and standard deviation that convert pictures of 0..1 to network inputs, a number each or one
+            per channel; InputError if they cannot be read.
+        embeddings: language model's name -> unit-norm prompt embeddings (K, M, D); InputError if there are none.
     """
 
     kind: str = "classification"

@@ -1,7 +1,8 @@
-"""What a command says to a terminal, and what it hears: closed streams, SIGTERM."""
+"""Terminal output and signals of a command: closed streams, SIGTERM."""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
@@ -17,21 +18,38 @@ from typing import IO, Any
 from medfl.core.tables import screen_width, wrap
 
 Print = Callable[[str], object]
-"""Takes a line for the user, as `print` does."""
+"""Prints a line for the user, like `print`."""
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-"""Controls, and what breaks lines, turns or hides in them; joiners are not: words of some languages have them."""
+"""Control characters, and those that break, reverse or hide lines; joiners are allowed: some languages need them."""
+
+
+_BAR = re.compile(f"(\r|\x1b\\[A)|{_STEERING.pattern}")
+"""As above; group 1 is what a progress bar moves by."""
 
 
 def visible(text: str) -> str:
-    """Return a text without what would steer a terminal or a page: files of others name images, classes and sites."""
+    """Escape what could control a terminal or a page: other people's files name images, classes and sites."""
     return _STEERING.sub("?", text)
 
 
+def pass_on(source: int, stream: int) -> None:
+    """Copy another process's output to a stream until it ends: escaped, with progress bars."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with suppress(OSError):  # the end of a terminal, or nobody reads any more
+        while piece := os.read(source, 1 << 16):
+            text = _BAR.sub(lambda match: match[1] or "?", decoder.decode(piece))
+            left = text.encode()
+            while left:
+                left = left[os.write(stream, left) :]
+
+    os.close(source)
+
+
 def mend_streams() -> None:
-    """Open what was closed before Python began (`>&-`), and let stdout take any text in any locale."""
-    # Else the next file that is opened gets the number of stdout, and prints land in it.
+    """Open streams that were closed before Python started (`>&-`), and let stdout accept any text in any locale."""
+    # Otherwise the next opened file gets the number of stdout, and prints end up in it.
     while (handle := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(handle)
@@ -41,12 +59,12 @@ def mend_streams() -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, by which batch systems, containers and service managers end a command."""
+    """SIGTERM, with which batch systems, containers and service managers end a command."""
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` in the block, so that what the command has started ends with it."""
+    """Make SIGTERM raise `Terminated` in the block, so that everything the command has started ends with it."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
@@ -54,32 +72,37 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         yield
         return
 
-    owner = os.getpid()
-
-    def end(number: int, _: object) -> None:
-        if os.getpid() == owner:
-            raise Terminated
-        signal.signal(number, signal.SIG_DFL)  # a forked process ends at once
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, end)
+    take_sigterm()
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def take_sigterm() -> None:
+    """Let SIGTERM raise `Terminated` in this process; one that it forks ends at once, unless it calls this too."""
+    owner = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() == owner:
+            raise Terminated
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def flush(stream: IO[str]) -> None:
-    """Flush a stream; where nobody reads it any more, or its disk is full, all that is written there goes nowhere."""
+    """Flush a stream; if nobody reads it any more, or its disk is full, discard all further output to it."""
     try:
         stream.flush()
     except OSError:
-        # Else Python complains once more when it closes the stream at its end.
+        # Otherwise Python complains again when it closes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings: Any) -> Any:
-    """Return tqdm's progress bar on stderr, 80 columns wide where the terminal does not know its own width.
+    """Return tqdm's progress bar on stderr, 80 columns wide if the terminal does not report its width.
 
     Without `items` its `update` counts, up to `total`.
     """
@@ -94,7 +117,7 @@ def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings:
 
 
 def beside_bars() -> AbstractContextManager[None]:
-    """Return a context in which lines can be printed on stderr: progress bars there are taken away, and shown again."""
+    """Return a context for printing lines on stderr: progress bars there are hidden, then shown again."""
     tqdm = sys.modules.get("tqdm")
     if tqdm:
         context: AbstractContextManager[None] = tqdm.tqdm.external_write_mode(file=sys.stderr)
@@ -118,7 +141,7 @@ def wrap_to_terminal(text: str) -> list[str]:
 
 
 def hanging_indent(label: str, text: str, columns: int | None = None) -> list[str]:
-    """Wrap a text after a label, further lines indented by the label's length."""
+    """Wrap a text after a label, with further lines indented by the label's length."""
     return wrap(text, columns, label, " " * len(label))
 
 

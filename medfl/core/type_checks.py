@@ -1,6 +1,6 @@
-"""Type checks at run time: of records read from JSON, and of a caller's arguments.
+"""Type checks at run time, of records read from JSON and of a caller's arguments.
 
-`Annotated[int, range(...)]` is a whole number within limits.
+`Annotated[int, range(...)]` is an integer within limits.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _WORDS = {
 }
 _HINTS = lru_cache(partial(get_type_hints, include_extras=True))
 Count = Annotated[int, range(2**63)]
-"""A whole number that is not negative."""
+"""A non-negative integer."""
 
 
 def read_record(kind: type[R], document: object, where: str = "") -> R:
-    """Return the dataclass that a JSON object describes: lists become tuples, and objects in it records too.
+    """Return the dataclass described by a JSON object: lists become tuples, and nested objects become records too.
 
     Raises:
-        ValueError: an entry is missing, is not of its field's type, or belongs to no field; names it.
+        ValueError: an entry is missing, has the wrong type, or belongs to no field; names it.
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"{where or 'it'} is {document!r:.40}, not keys and values")
@@ -67,14 +67,14 @@ def read_record(kind: type[R], document: object, where: str = "") -> R:
 
 
 def _built(kind: Any, value: Any, where: str) -> Any:
-    """Return a JSON value as a field of a record has it."""
+    """Convert a JSON value to the type of a record's field."""
     # A field may be a record or, as `Record | None`, have one among its types.
     record = next(filter(dataclasses.is_dataclass, (kind, *get_args(kind))), None)
     if record is not None and not (value is None and types.NoneType in get_args(kind)):
         return read_record(record, value, where)  # type: ignore[arg-type]
 
     if get_origin(kind) is tuple and isinstance(value, list):
-        part = get_args(kind)[0]  # the members of a tuple here are of one type
+        part = get_args(kind)[0]  # the members of a tuple have a single type here
         value = tuple(_built(part, member, where) for member in value)
 
     if not matches_type(value, kind):
@@ -86,7 +86,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 def type_errors(document: Config, form: Config, within: str = "") -> Iterator[str]:
     """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs".
 
-    Entries that the form (name -> type, or an object's form) does not name are passed over, missing ones are no error.
+    Entries that the form (name -> type, or an object's form) does not name are ignored, missing ones are no error.
     """
     for name, expected in form.items():
         if name not in document:
@@ -104,7 +104,7 @@ def type_errors(document: Config, form: Config, within: str = "") -> Iterator[st
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to raise an InputError for an argument that is not of its declared type."""
+    """Decorate a function to raise an InputError for an argument that does not have its declared type."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -122,7 +122,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 def type_mismatches(
     declared: type | Callable[..., Any], values: Config
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, value, allowed type in words) for each value that is not of its field's or argument's type.
+    """Yield (name, value, allowed type in words) for each value that does not have its field's or argument's type.
 
     An int passes for a float and a list for a tuple; True and False are not numbers.
     """
@@ -133,7 +133,7 @@ def type_mismatches(
 
 
 def matches_type(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type, by the rules of `type_mismatches`."""
+    """Return whether a value has a type, by the rules of `type_mismatches`."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if kind is Any:
@@ -153,7 +153,7 @@ def matches_type(value: object, kind: Any) -> bool:
         return callable(value)
 
     if origin in (list, tuple, Sequence):
-        # JSON has lists only, so a list passes for a tuple; a text is a Sequence, but never meant.
+        # JSON has only lists, so a list is accepted for a tuple; a string is a Sequence, but never intended.
         sequence = Sequence if origin is Sequence else list | tuple
         if not isinstance(value, sequence) or isinstance(value, str | bytes):
             return False

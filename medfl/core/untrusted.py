@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -27,36 +28,38 @@ JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
 JSON_LEVELS = 32
 """Bounds of a JSON file: a run's record lists the ids of all its images."""
-_NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
+_LEVELS = 100
+"""Maximum folder depth: functions that copy or remove folders recurse for each level."""
+_NUMBER = 64  # characters: no number in a configuration needs more, and YAML takes minutes to read 1:1:1:...
 _TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
 # Half of a surrogate pair: an escape may write it, and no terminal takes it.
 _HALF = re.compile("[\ud800-\udfff]")
 _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 """Unicode categories."""
 _YAML = "tag:yaml.org,2002:"
-# In C where it was built so: several times as fast.
+# The C version, if available: several times as fast.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Refused(Exception):
-    """The text is refused; the message says why in a few words."""
+    """The text is refused; the message briefly says why."""
 
 
 _LEFTWARDS = ("R", "AL", "AN")
 
 
 def printable(text: object, length: int = 100) -> str:
-    """Return untrusted text for a line of output, of limited length; of a path its last part.
+    """Return untrusted text for a line of output, with limited length; of a path the last part.
 
-    What steers a terminal, breaks or turns a line, or is not seen, is written as an escape; so are letters that run
-    from right to left, which would move their neighbours.
+    Characters that control a terminal, break or reverse a line, or are invisible, are escaped, as are right-to-left
+    letters, which would move their neighbours.
     """
     try:
         shown = repr(str(text))[1:-1]
         plain = "".join(
             ascii(c)[1:-1] if unicodedata.bidirectional(c) in _LEFTWARDS else c for c in shown
         )
-    except ValueError:  # of so many digits that Python writes none
+    except ValueError:  # with more digits than Python prints
         plain = "a number of thousands of digits"
 
     if len(plain) <= length:
@@ -76,34 +79,40 @@ def check_visible(text: str) -> None:
 
 
 def decode_text(data: bytes) -> str:
-    """Return bytes as text; Refused if they are not UTF-8, or have invisible characters."""
+    """Return bytes as text without a byte-order mark; Refused if not UTF-8, or with invisible characters."""
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Refused("bytes that are not UTF-8 text") from error
     check_visible(text)
     return text
 
 
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a plain file for reading; OSError for anything else, without blocking on a pipe or device."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no plain file")
+
+    return os.fdopen(handle, "rb")
+
+
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the content of a plain file.
+    """Return the contents of a plain file.
 
     Raises:
-        Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; none are read then.
+        Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; nothing is read
+            then.
     """
     try:
-        # Non-blocking: of a pipe the other end is not waited for.
-        with open(
-            path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)
-        ) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Refused("it is no plain file")
-            if status.st_size > most:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
                 raise Refused(f"more than {most} bytes")
 
-            return file.read(status.st_size)
-    except (OSError, ValueError) as error:  # also a name with a null
+            return file.read(size)
+    except (OSError, ValueError) as error:  # also a name with a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"it cannot be read: {reason}") from error
 
@@ -111,8 +120,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 def folders_below(
     root: str | Path, unreadable: Callable[[OSError], object] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each folder below `root`, itself first, with its folders and files, as `os.walk`, however deep they lie."""
-    # os.walk recurses in Python, so that a thousand levels would be its end: one level at a time.
+    """Yield each folder below `root`, itself first, with its folders and files, like `os.walk`, at any depth."""
+    # os.walk recurses in Python and fails at a thousand levels, so it is called one level at a time.
     todo = [os.fspath(root)]
     while todo:
         for entry in islice(os.walk(todo.pop(), onerror=unreadable), 1):
@@ -121,11 +130,22 @@ def folders_below(
             todo += [path for path in paths if not os.path.islink(path)]
 
 
+def not_plain(root: str | Path) -> Iterator[Path]:
+    """Yield everything in a folder that is neither a plain file nor a folder, and folders nested over 100 deep."""
+    for folder, folders, files in folders_below(root):
+        for path in map(Path(folder).joinpath, (*folders, *files)):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                yield path
+
+        if folder.count(os.sep) > os.fspath(root).count(os.sep) + _LEVELS:
+            yield Path(folder)
+
+
 def read_json(path: Path, allowed: str, advice: str, most: int = JSON_BYTES) -> Plain:
-    """Return the values of a JSON file of at most `most` bytes that somebody else may have written; links are followed.
+    """Return the values of a JSON file of at most `most` bytes that somebody else may have written; follow links.
 
     Raises:
-        InputError: it cannot be read, is no JSON, or exceeds a bound.
+        InputError: it cannot be read, is not JSON, or exceeds a limit.
     """
     try:
         return json_values(path, most)
@@ -134,15 +154,15 @@ def read_json(path: Path, allowed: str, advice: str, most: int = JSON_BYTES) -> 
 
 
 def json_values(path: Path, most: int = JSON_BYTES) -> Plain:
-    """Return the values of a JSON file, as `read_json`; Refused with the bare reason."""
+    """Return the values of a JSON file, like `read_json`; Refused with the bare reason."""
     return read_json_bytes(read_bytes(path, most))
 
 
 def read_json_bytes(data: bytes) -> Plain:
-    """Return the values of a JSON document as Python writes them: numbers may be NaN or infinite.
+    """Return the values of a JSON document as written by Python: numbers may be NaN or infinite.
 
     Raises:
-        Refused: it is no JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
+        Refused: it is not JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
     """
     return read_plain(
         decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True
@@ -152,15 +172,16 @@ def read_json_bytes(data: bytes) -> Plain:
 def read_table(
     path: Path, is_composed: bool = False
 ) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Return the columns and rows, each with its line number, of a text with a header line.
+    """Return the columns and rows, each with its line number, of a table with a header line.
 
-    Cells are parted by tabs, by semicolons, as spreadsheets of many countries write them, or by commas, by the header.
+    The header decides whether cells are separated by tabs, semicolons (as in many countries' spreadsheets) or commas.
 
-    A cell that a row lacks is None; what it has beyond the header is a list under None. `is_composed`: in composed
-    characters, as the names of files.
+    A missing cell of a row is None; cells beyond the header are a list under None. `is_composed`: in composed
+    characters, like file names.
 
     Raises:
-        Refused: it is no such file, has more than `TABLE_BYTES`, or rows so short that they would take far more memory.
+        Refused: it is not such a file, has more than `TABLE_BYTES`, or rows so short that they would take far more
+            memory.
     """
     rows = []
     try:
@@ -168,21 +189,17 @@ def read_table(
         if is_composed:
             text = unicodedata.normalize("NFC", text)
 
+        # a spreadsheet's line about itself
+        text = re.sub(r"\Asep=.\r?\n", "", text)
         head = text.partition("\n")[0]
-        if "\t" in head:
-            delimiter = "\t"
-        elif ";" in head and "," not in head:
-            delimiter = ";"
-        else:
-            delimiter = ","
-
+        delimiter = "\t" if "\t" in head else max(",;", key=head.count)
         reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
         names = list(reader.fieldnames or ())
         for row in reader:
             rows.append((reader.line_num, row))
             if len(rows) > TABLE_ROWS:
                 raise Refused(f"more than {TABLE_ROWS} rows")
-            # Each lacking cell takes memory, though it has no byte in the file.
+            # Each missing cell takes memory, although it has no byte in the file.
             if len(rows) * len(names) > 2 * len(text) + 1000:
                 raise Refused(f"rows without most of its {len(names)} columns")
 
@@ -202,13 +219,13 @@ def read_plain(
 
     Args:
         text: one document.
-        is_json: else YAML, safely loaded.
-        nodes: most values, an alias counted as all the values it stands for.
-        depth: most levels.
-        constants: JSON may have NaN, Infinity and -Infinity.
+        is_json: otherwise YAML, safely loaded.
+        nodes: maximum number of values, an alias counting as all the values it stands for.
+        depth: maximum number of levels.
+        constants: JSON may contain NaN, Infinity and -Infinity.
 
     Raises:
-        Refused: it is not valid, or has something that a plain configuration does not need.
+        Refused: it is invalid, or uses something that a plain configuration does not need.
     """
     try:
         if is_json:
@@ -232,12 +249,12 @@ def read_plain(
 
 
 def typed_value(text: str) -> Plain:
-    """Return a value as typed for an option or an id, in YAML; Refused if it is none, or fit for whole files only."""
+    """Return the YAML value of a typed option or id; Refused if it is invalid, or suitable only for whole files."""
     return read_plain(text, is_json=False, nodes=10_000, depth=16)
 
 
 def override_value(value: Any) -> Any:
-    """Read text as YAML, as MONAI does for overrides; expressions and references stay text."""
+    """Parse text as YAML, as MONAI does for overrides; expressions and references stay text."""
     if not isinstance(value, str) or value[:1] in "$@%":
         return value
     try:
@@ -287,7 +304,7 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
 
     loader = _LOADER(text)
     try:
-        root: yaml.Node | None = loader.get_single_node()
+        root = loader.get_single_node()
         if root is None:
             return None
 
@@ -298,7 +315,7 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
 
 
 def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
-    """Check a node and all below it; `left` are the nodes and characters that may still come."""
+    """Check a node and all below it; `left` is the remaining number of nodes and characters."""
     left[0] -= 1
     if isinstance(node, yaml.ScalarNode):
         left[1] -= len(node.value)
@@ -309,7 +326,7 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
 
     _check_number(node)
     if isinstance(node, yaml.MappingNode):
-        keys: set[object] = set()
+        keys = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise Refused("a key that is no text")
@@ -317,7 +334,7 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
                 raise Refused("the YAML merge key '<<'")
 
             _check_number(key)
-            # Compared as Python's values: 1, 0x1 and true are one key to it.
+            # Compared as Python values: 1, 0x1 and true are the same key.
             typed_key = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
             if typed_key in keys:
                 raise Refused(f"key {printable(key.value)!r} twice")

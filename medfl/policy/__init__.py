@@ -1,4 +1,4 @@
-"""What a site allows: inspection of bundles, expressions, what leaves, the privacy account, the audit log."""
+"""A site's permissions: inspection of bundles, expressions, outbound rules, the privacy account, the audit log."""
 
 from medfl.policy.inspection import inspect as inspect
 from medfl.policy.policy import Policy as Policy

@@ -1,7 +1,8 @@
-"""Admission: every bundle that is opened passes here, whoever names it: the user, a method's options, a teacher, a job.
+"""Admission: every opened bundle passes here, whoever names it: the user, a method's options, a teacher, a job.
 
-A bundle that does not ship is inspected under the policy in force, and refused as a whole where anything in it is. The
-user may trust bundles for the life of this process (`--trust`); that is said, once for each, with what was refused.
+A bundle that does not ship with medfl is inspected under the policy in force, and refused as a whole if anything in it
+is refused. The user may trust bundles for the life of this process (`--trust`); this is reported once for each, with
+what was refused.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.core.names import trusting_any_module
+from medfl.core.errors import InputError
+from medfl.core.names import outside_walls, trusting_any_module
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
 _in_force: ContextVar[Policy] = ContextVar("policy")
 _warned: set[Path] = set()
-"""Trusted bundles whose refusals were printed: a command opens a bundle many times, and says so once."""
+"""Trusted bundles whose refusals were printed: a command opens a bundle many times, and reports them once."""
 
 
 def in_force() -> Policy:
-    """Return the policy of this process, which the processes that it forks inherit."""
+    """Return the policy of this process, which forked processes inherit."""
     return _in_force.get(Policy())
 
 
 @contextmanager
 def trusting(trust: bool) -> Iterator[None]:
-    """Let bundles run code, and files name it, inside the block, if the user has said so."""
+    """Let bundles run code, and files name it, inside the block, if the user has allowed it."""
     policy = in_force()
     token = _in_force.set(replace(policy, trusted=policy.trusted or trust))
     try:
@@ -40,13 +42,20 @@ def trusting(trust: bool) -> Iterator[None]:
 
 
 def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
-    """Inspect a bundle before anything of it is evaluated; `reads` are the configurations that are going to be read.
+    """Inspect a bundle before any of it is evaluated; `reads` are the configurations that will be read.
 
     Raises:
-        InputError: something in it is refused, and the user does not trust it; names the first refusal.
+        InputError: something is refused, and the user does not trust the bundle; names the first refusal.
     """
-    # Also of a trusted bundle: the user reads what the trust is given to.
+    # Also for a trusted bundle: the user sees what is being trusted.
     inspection = inspect(folder, policy)
+    # Whoever named it, and whatever was here when the command was read
+    if outside_walls.get() is not None:
+        raise InputError(
+            f"bundle {folder}, which is not shipped, or changed since, without walls",
+            "a bundle that the command line names as such",
+            "add --sandbox, or --no-sandbox: it then runs with your rights",
+        )
     if not policy.trusted:
         inspection.require(reads)
     elif (refusals := inspection.refused(reads)) and folder not in _warned:

@@ -1,13 +1,14 @@
-"""A site's audit log: what came, what left, what was refused; lines that cannot be changed without being noticed.
+"""A site's audit log: what was received, sent and refused, in lines that cannot be changed unnoticed.
 
-A line is a JSON object, and its key `before` is the sha256 of the line before, so that whoever changes, removes or puts
-in a line breaks the chain there. Cutting lines off the end does not break it: note the sha256 of the last line now and
-then in another place, and give it to `medfl site audit`. A line that a crash cut short is kept as it is, and the next
-one says `after_torn`.
+A line is a JSON object whose key `before` is the sha256 of the previous line, so changing, removing or inserting a
+line breaks the chain there. Cutting lines off the end does not: note the sha256 of the last line somewhere else from
+time to time, and give it to `medfl site audit`. A line cut short by a crash is kept as it is, and the next one has
+`after_torn`.
 
     {"time", "site", "round", "direction": "came" | "left" | "refused", "kind": "train" | "evaluate" | "introduce" |
-     "statistics" | ..., "sha256", "bytes", "tensors", "groups": {name: {"tensors", "numbers", "names", "norm"}},
-     "numbers": {name: value}, "reason", "failure", "privacy", "before"}
+     "statistics" | "plan" | ..., "sha256", "bytes", "tensors",
+     "groups": {name: {"tensors", "numbers", "names", "norm"}}, "numbers": {name: value}, "reason", "failure",
+     "privacy", "before"}
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from typing import TYPE_CHECKING
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
-from medfl.core.untrusted import printable
+from medfl.core.untrusted import open_plain, printable
 
 if TYPE_CHECKING:
     from medfl.core.message import Message
 
 _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _BLOCK = 1 << 16
-_LINE_BYTES = 1 << 20  # that a reader takes
-_MOST_BYTES = 1 << 18  # that are written
-_NAMES = 3  # of tensors that stand for all of a group
+_LINE_BYTES = 1 << 20  # maximum for a reader
+_MOST_BYTES = 1 << 18  # maximum for a writer
+_NAMES = 3  # of tensors that represent a group
 _MOST_GROUPS = 64
 _MOST_NUMBERS = 256
 _NAME_LENGTH = 200
@@ -44,10 +45,10 @@ _TEXT_LENGTH = 4000
 
 
 class Audit:
-    """A log to be appended to, by one or several processes."""
+    """A log that one or several processes append to."""
 
     def __init__(self, path: Path | str, site: str = "", say: Print = str) -> None:
-        """Point at the file; it is made with its first line. The site stands in each; `say` is told of a torn line.
+        """Set the file, which is created with its first line. The site is in each line; `say` reports a torn line.
 
         Raises:
             InputError: there is no such folder, or the file cannot be written.
@@ -69,7 +70,7 @@ class Audit:
         """Append a line, and return when it is on the disk.
 
         Raises:
-            RunError: it cannot be written. Nothing may come in or leave that is not in the log.
+            RunError: it cannot be written. Nothing may be received or sent without being logged.
         """
         with self._open(RunError) as handle:
             before, torn = _tail(handle)
@@ -92,9 +93,9 @@ class Audit:
 
     @contextmanager
     def _open(self, kind: type[InputError] | type[RunError]) -> Iterator[int]:
-        """Give the file, locked against other writers."""
+        """Open the file, locked against other writers."""
         try:
-            # Readable for its owner alone: it tells what the site sends.
+            # Readable by its owner only: it reveals what the site sends.
             handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -116,7 +117,7 @@ class Audit:
 
 
 def _encoded(line: Mapping[str, object]) -> bytes:
-    """Return a line; of one that is too long what identifies its message stays."""
+    """Return a line; if it is too long, keep what identifies its message."""
     cut = {}
     short = {}
     for key, value in line.items():
@@ -131,11 +132,11 @@ def _encoded(line: Mapping[str, object]) -> bytes:
 
 
 def describe_message(message: Message, *, norms: bool = False) -> Document:
-    """Describe a message as it is encoded; with `norms` also how large each group is, in the L2 norm.
+    """Describe a message as it is encoded; with `norms` also the L2 norm of each group.
 
-    Who sends it chooses its names: of many groups and numbers the first are described, and all are counted.
+    The sender chooses the names: if there are many groups or numbers, the first are described, and all are counted.
     """
-    # The hash is of what `Message.encode` gives, which the other side can compute too.
+    # The hash is of the output of `Message.encode`, which the other side can compute too.
     encoded = message.encode()
     groups = {}
     for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
@@ -169,13 +170,13 @@ def describe_message(message: Message, *, norms: bool = False) -> Document:
 
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
-    """Return the first of some numbers, by names of limited length."""
+    """Return the first of some numbers, with names truncated."""
     first = sorted(named.items())[:_MOST_NUMBERS]
     return {printable(name, _NAME_LENGTH): value for name, value in first}
 
 
 def describe_document(content: object) -> dict[str, object]:
-    """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
+    """Describe a purely numerical message: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
     return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
 
@@ -187,7 +188,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _tail(handle: int) -> tuple[str | None, bool]:
-    """Return the sha256 of a file's last line, None in an empty file, and whether that line lacks its end."""
+    """Return the sha256 of a file's last line, None for an empty file, and whether that line is incomplete."""
     size = os.fstat(handle).st_size
     if not size:
         return None, False
@@ -211,13 +212,13 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class VerifiedLog:
-    """What a log's file holds.
+    """Contents of a log file.
 
     Attributes:
-        entries: its lines, those that are torn left out.
-        problems: one line each, in the file's order: the log is not the one that was written.
+        entries: its lines, without torn ones.
+        problems: one line each, in the file's order: where the log differs from the one that was written.
         notes: torn lines.
-        last: sha256 of the last line, "" of an empty log: what to note in another place.
+        last: sha256 of the last line, "" for an empty log; to be noted somewhere else.
     """
 
     path: Path
@@ -238,10 +239,10 @@ class VerifiedLog:
         }
 
     def require(self) -> None:
-        """Raise where the chain is broken.
+        """Raise an error if the chain is broken.
 
         Raises:
-            InputError: names the first place.
+            InputError: names the first break.
         """
         if self.problems:
             # The parts of an InputError are joined by semicolons.
@@ -254,10 +255,10 @@ class VerifiedLog:
 
 
 def verify(path: Path, noted: str | None = None) -> VerifiedLog:
-    """Read a log and verify its chain; the line whose sha256, or its first digits, was noted must still be there.
+    """Read a log and verify its chain; the line whose (abbreviated) sha256 was noted must still be there.
 
     Raises:
-        InputError: the file cannot be read, or nothing that identifies a line was noted.
+        InputError: the file cannot be read, or the noted text does not identify a line.
     """
     if noted is not None and not _NOTED.fullmatch(noted):
         raise InputError(
@@ -273,11 +274,11 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     torn = False
 
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             # Bounded: a file without line breaks would fill the memory.
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
                 body = line.removesuffix(b"\n")
-                # Without its line break even a complete entry is torn: the next one counts it so.
+                # Without its line break even a complete entry is torn: the next one counts it as such.
                 entry = _entry(body) if body != line else None
                 if entry is not None:
                     entries.append(entry)

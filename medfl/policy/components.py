@@ -1,8 +1,8 @@
-"""What a configuration may make: classes of MONAI, PyTorch and ignite by their kind, and what medfl offers bundles.
+"""What a configuration may create: classes of MONAI, PyTorch and ignite by their kind, and medfl's own for bundles.
 
-A `_target_` is looked up in the namespace of one loaded module, never by walking through attributes. What is found has
-to be defined where such components are; that object, not its name, is what is called later. This is a filter: what a
-component then does is bounded by the walls (`medfl.safety`).
+A `_target_` is looked up in the namespace of one loaded module, never by walking attributes. The object found must be
+defined in a module of such components; that object, not its name, is called later. This is a filter: the sandbox
+(`medfl.safety`) limits what a component can then do.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
 
 
 class ElsewhereRefused(Refused):
-    """A look at a place that neither the bundle nor the user opens."""
+    """Access to a place that neither the bundle nor the user opens."""
 
 
 def check_path(text: str, *, absolute: bool = False) -> None:
-    """Check a text of a configuration that may be used as a path.
+    """Check a string in a configuration that may be used as a path.
 
-    With `absolute` it may begin with a slash, as in an expression; where the zoo keeps its data it always may.
+    With `absolute` it may begin with a slash, as in an expression; the zoo's usual data paths always may.
 
     Raises:
         Refused: it is a URL, leads upwards, to a home or to a system folder, or is absolute.
@@ -48,7 +48,7 @@ def check_path(text: str, *, absolute: bool = False) -> None:
 
 
 def check_place(path: str | Path, roots: Collection[Path]) -> None:
-    """Check that a file or folder is one that the bundle or the user opens; links in these are followed.
+    """Check that a file or folder is one that the bundle or the user opens; links in it are followed.
 
     Raises:
         ElsewhereRefused: it is not below one of `roots`.
@@ -61,7 +61,7 @@ def check_place(path: str | Path, roots: Collection[Path]) -> None:
 
 
 def name_set(text: str) -> frozenset[str]:
-    """Return the names in a text of them."""
+    """Return the names in a text."""
     return frozenset(text.split())
 
 
@@ -75,7 +75,7 @@ _LOADED = (
     "ignite.metrics",
     "ignite.handlers",
 )
-"""Modules that are loaded to find components in; `import monai` loads its other ones."""
+"""Modules that are loaded to find components; `import monai` loads its others."""
 _CLASSES = tuple(
     name_set(
         "monai.apps.datasets. monai.apps.deepedit. monai.apps.deepgrow. monai.apps.detection. "
@@ -85,14 +85,14 @@ _CLASSES = tuple(
         "torch.utils.data. torch.amp. torch.cuda.amp. ignite.metrics. ignite.handlers."
     )
 )
-"""Where a class is defined that may be made."""
+"""Modules that define permitted classes."""
 _FUNCTIONS = (
     "monai.networks.nets.",
     "monai.apps.detection.networks.",
     "torchvision.models.",
     "ignite.metrics.",
 )
-"""Where a function is defined that makes a network or a metric."""
+"""Modules that define functions returning a network or a metric."""
 _OTHERS = name_set(
     "torch.device medfl.datasets.CheckPatchd medfl.datasets.ReadPaird medfl.datasets.ReadPixelsd "
     "medfl.datasets.ReadVolumed medfl.datasets.WriteMaskd medfl.networks.build "
@@ -101,17 +101,17 @@ _OTHERS = name_set(
 _NEVER = re.compile(
     r"clearml|mlflow|perceptual|tcia|\.trt|gaussianmixture|lltm|transchex", re.IGNORECASE
 )
-"""Parts of the paths of what talks to a server, fetches weights or a network's code, or compiles."""
+"""Parts of the paths of components that contact a server, fetch weights or a network's code, or compile."""
 _WRITERS = re.compile(
     r"Save|Write|Logfile|TensorBoard|ProbMapProducer|(CacheNTrans|GDS|LMDB|Persistent)Dataset"
 )
-"""Parts of the names of what writes files."""
+"""Parts of the names of components that write files."""
 READERS = name_set(
     "ITKReader NibabelReader NrrdReader NumpyReader PILReader PydicomReader WSIReader itkreader nibabelreader "
     "nrrdreader numpyreader pilreader pydicomreader wsireader cucim cuCIM openslide OpenSlide tifffile TiffFile "
     "ITKWriter NibabelWriter PILWriter itkwriter nibabelwriter pilwriter AvgMerger"
 )
-"""What `reader`, `writer` and `merger_cls` may name: MONAI imports and calls anything else that they say."""
+"""Permitted values of `reader`, `writer` and `merger_cls`: MONAI imports and calls any other value."""
 _NAMED = ("reader", "writer", "merger_cls")
 _SWITCHES = (
     "download",
@@ -123,7 +123,7 @@ _SWITCHES = (
     "pretrained_url",
     "pretrained_path",
 )
-"""Arguments by which something is fetched or unpickled."""
+"""Arguments that cause something to be fetched or unpickled."""
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 _REMOVED: dict[str, tuple[str, dict[str, object]]] = {
@@ -131,19 +131,19 @@ _REMOVED: dict[str, tuple[str, dict[str, object]]] = {
     "AsChannelFirst": ("EnsureChannelFirst", {"channel_dim": -1}),
     "SplitChannel": ("SplitDim", {"dim": 0}),
     "IgniteMetric": ("IgniteMetricHandler", {}),
-    "medfl.datasets.WriteClasses": ("SaveClassification", {}),  # of exports of 0.7.0
+    "medfl.datasets.WriteClasses": ("SaveClassification", {}),  # in exports of 0.7.0
 }
-"""Components that MONAI or medfl has removed: what does the same now, and what it is told for that."""
+"""Components that MONAI or medfl has removed: their replacement, and the arguments it needs."""
 
 
 def component(target: str) -> Callable[..., Any]:
     """Return the class or function that a `_target_` names.
 
     Raises:
-        Refused: it is none that may be made; nothing was imported by this name to find out.
+        Refused: it is not permitted; nothing was imported by this name to find out.
     """
     if len(target) <= _LONGEST and _TARGET.fullmatch(target) and "__" not in target:
-        components = _components()  # which loads the modules of others
+        components = _components()  # which loads third-party modules
         if target in components:
             return components[target]  # type: ignore[no-any-return]
         module, _, name = target.rpartition(".")
@@ -164,18 +164,19 @@ def component(target: str) -> Callable[..., Any]:
 
 
 @cache
-def _components() -> dict[str, Any]:
+def _components() -> dict[str, Callable[..., object]]:
     """Return MONAI's components by their short names, the first of two as MONAI does, and medfl's by their paths."""
     for name in _LOADED:
         if importlib.util.find_spec(name.partition(".")[0]):  # torchvision is optional
             importlib.import_module(name)
 
-    components: dict[str, Any] = {}
+    components: dict[str, Callable[..., object]] = {}
     for home, module in list(sys.modules.items()):
-        # Its Affine is no transform.
+        # Its Affine is not a transform.
         if not home.startswith("monai.") or home == "monai.transforms.lazy.utils":
             continue
         for name, entry in vars(module).items():
+            # where it is defined, not where it is imported
             if _is_component(entry) and entry.__module__ == home:
                 components.setdefault(name, entry)
 
@@ -195,7 +196,7 @@ def _is_component(member: Any) -> TypeGuard[Callable[..., Any]]:
 
 
 def is_never_made(member: Callable[..., Any]) -> bool:
-    """Tell whether a component writes files, or is a handler of a trainer's events: they load, save and set others."""
+    """Tell whether a component writes files, or is a handler of trainer events: these load, save and set others."""
     from ignite.metrics import Metric
 
     if _WRITERS.search(member.__name__):
@@ -205,7 +206,7 @@ def is_never_made(member: Callable[..., Any]) -> bool:
 
 
 def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, object]) -> None:
-    """Check what a component is made with; a text that begins with `$`, `@` or `%` is not known yet.
+    """Check the arguments of a component; a string that begins with `$`, `@` or `%` is not known yet.
 
     Raises:
         Refused: something would be fetched, unpickled, or called by its name.
@@ -224,10 +225,10 @@ def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, object]
 
 
 def check_argument(name: str, value: object) -> None:
-    """Check an argument with a meaning of its own, whoever takes it.
+    """Check an argument with a special meaning for any component.
 
     Raises:
-        Refused: it may not have this value.
+        Refused: this value is not permitted.
     """
     if isinstance(value, str) and value[:1] in ("$", "@", "%"):
         return
@@ -250,7 +251,7 @@ def _is_reader(value: object) -> bool:
 
 
 def replace_removed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
+    """Replace a component that MONAI has removed by its present equivalent; return any other unchanged."""
     match = re.fullmatch(
         rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII
     )

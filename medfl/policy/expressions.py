@@ -1,8 +1,8 @@
-"""Which `$` expressions and imports of a configuration are let through, by what their text says; nothing is run here.
+"""Decides by their text which `$` expressions and imports of a configuration are permitted; nothing is run here.
 
-A filter, and a report of what is used: it reads names, and a name that acts (it writes, starts, fetches, unpickles or
-leads to the interpreter) is refused. No list of names is complete, so what an expression may do is bounded by the walls
-(`medfl.safety`) and not here. MONAI evaluates what was let through.
+A filter, and a report of what is used: it reads names, and refuses a name with side effects (it writes, starts,
+fetches, unpickles or leads to the interpreter). No list of names is complete, so what an expression can do is limited
+by the sandbox (`medfl.safety`), not here. MONAI evaluates permitted expressions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from medfl.core.untrusted import Refused, printable
 from medfl.policy.components import check_argument, check_path, name_set
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}
-"""The modules that MONAI offers every expression without an import."""
+"""The modules that MONAI makes available in every expression without an import."""
 _BUILTINS = name_set(
     "abs all any bool bytes complex dict divmod enumerate filter float frozenset int isinstance iter len list map max "
     "min next ord pow range repr reversed round set slice sorted str sum tuple zip"
 )
-"""Built-in functions that make values of values."""
+"""Built-in functions that compute values from values."""
 _CALLED = ("open", "print", "setattr")
 _SCOPE = (*_BUILTINS, *_CALLED, "__import__")
-"""What else is there where an expression is evaluated; the check of the text is stricter."""
+"""Other names available where an expression is evaluated; the check of the text is stricter."""
 _MODULES = name_set(
     "collections copy csv datetime datetime.datetime functools glob itertools json logging math operator os.path "
     "pathlib random re statistics string numpy numpy.fft numpy.linalg numpy.random pandas scipy.fft "
@@ -45,14 +45,14 @@ _MODULES = name_set(
     "monai.handlers monai.inferers monai.losses monai.metrics monai.networks monai.optimizers monai.transforms "
     "monai.utils"
 )
-"""Modules whose members compute, look at files or are components, unless their name acts; of MONAI's all below, too."""
+"""Modules whose members compute, look at files or are components, unless their name acts; with MONAI's submodules."""
 _MEMBERS = name_set(
     "json.load json.loads os.getcwd os.listdir os.sep monai.data.load_decathlon_datalist "
     "medfl.datasets.datalist medfl.datasets.locate medfl.datasets.unlabelled "
     "medfl.datasets.own.above medfl.datasets.own.labelled medfl.datasets.own.listed "
     "medfl.datasets.own.paired"
 )
-"""Further members, whatever their name says."""
+"""Further permitted members, whatever their name."""
 _ATTRIBUTES = {"eval", "load_state_dict", "load_old_state_dict", "removeprefix", "removesuffix"}
 _ACTS = re.compile(
     r"_|(.*_)?(attrgetter|chmod|compile|connect|delattr|download|dump|eval|exec|fetch|fork|getattr|hub|import|"
@@ -62,7 +62,7 @@ _ACTS = re.compile(
     r"|from_?file|tofile|to_(csv|excel|hdf|json|parquet|pickle|sql)|read_(?!csv|text)|(f|gi|cr|tb)_|func_",
     re.IGNORECASE,
 )
-"""A name that acts, leads to a module that does, or to the interpreter; also `LoadImage` and the like."""
+"""A name with side effects, or leading to a module that has them or to the interpreter; also `LoadImage` and others."""
 _PERMISSIONS = {
     "torch.load": "pickle",
     "torch.jit.load": "pickle",
@@ -73,20 +73,20 @@ _PERMISSIONS = {
 }
 """Members that need a permission of the site's policy, and which."""
 _READING = ("r", "rb", "rt")
-_REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
+_REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI recognises them
 _PLACEHOLDER = "_reference_"
 
 
 @dataclass
 class Uses:
-    """What expressions and imports use, with counts, and the policy's permissions that this needs."""
+    """What expressions and imports use, with counts, and the policy permissions this needs."""
 
     counts: Counter[str] = field(default_factory=Counter)
     permissions: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(permission, what needs it)"""
 
     def permit(self, permission: str, what: str, granted: Collection[str]) -> None:
-        """Count that a permission of the policy allows something.
+        """Count a use that a permission of the policy allows.
 
         Raises:
             Refused: the policy does not grant it.
@@ -97,12 +97,12 @@ class Uses:
 
 
 def imported(text: str, uses: Uses) -> dict[str, str]:
-    """Return the names that an import statement (without its `$`) binds, and the paths that they stand for.
+    """Return the names that an import statement (without its `$`) binds, and the paths they refer to.
 
-    Nothing is imported. Whether what a path leads to may be used is checked where an expression uses the name.
+    Nothing is imported. Whether the target of a path may be used is checked when an expression uses the name.
 
     Raises:
-        Refused: it is no import, or a relative one.
+        Refused: it is not an import, or a relative one.
     """
     node = _only_statement(text)
     if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -129,10 +129,10 @@ class ExpressionFilter:
     """What the expressions of one bundle may name.
 
     Attributes:
-        names: what its imports bind, and the paths that they stand for.
+        names: names bound by its imports, and the paths they refer to.
         permissions: of the policy.
         own_modules: top-level modules of the bundle's own Python.
-        length: of an expression, at most.
+        length: maximum length of an expression.
     """
 
     names: Mapping[str, str]
@@ -140,37 +140,37 @@ class ExpressionFilter:
     own_modules: Collection[str] = ()
     length: int = 1000
 
-    def modules(self, text: str) -> dict[str, Any]:
+    def modules(self, text: str) -> dict[str, object]:
         """Check an expression, given without its `$`, and return what the names of imports in it stand for.
 
         Raises:
-            Refused: it names something that is not let through.
+            Refused: it names something that is not permitted.
         """
         # What C imports looks for __import__ here, which no expression can spell.
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "__builtins__": {name: getattr(builtins, name) for name in _SCOPE}
         }
         for name, path in self.check(text, Uses()):
-            with suppress(AttributeError):  # which is told if it is evaluated
+            with suppress(AttributeError):  # which is reported if it is evaluated
                 if isinstance(_located(path), ModuleType):
                     raise Refused(f"{path}, a module as a value")
             values[name] = _located(self.names[name])
         return values
 
     def check(self, text: str, uses: Uses, *, prints: bool = False) -> list[tuple[str, str]]:
-        """Check an expression, and return the imports' names in it, with the path that each leads to.
+        """Check an expression, and return the imported names in it, with the path of each.
 
         Args:
             text: the expression without its `$`.
-            uses: takes what is used.
-            prints: it belongs to a handler, which medfl never makes: it may print.
+            uses: records what is used.
+            prints: it belongs to a handler, which medfl never creates, so it may print.
 
         Raises:
-            Refused: it names something that is not let through.
+            Refused: it names something that is not permitted.
         """
         if len(text) > self.length:
             raise Refused(f"an expression of more than {self.length} characters")
-        # `lambda batch, *_, **__:` takes what it does not use.
+        # `lambda batch, *_, **__:` ignores the arguments it does not use.
         if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):
             raise Refused("a name with two underscores")
 
@@ -222,10 +222,10 @@ class ExpressionFilter:
         return paths
 
     def member(self, path: str, uses: Uses) -> None:
-        """Check what a module's name and attributes lead to.
+        """Check the target of a module's name and attributes.
 
         Raises:
-            Refused: it is not let through.
+            Refused: it is not permitted.
         """
         module = path.rpartition(".")[0]
         while module and module not in _MODULES:
@@ -259,7 +259,7 @@ class ExpressionFilter:
         uses.counts[f".{node.attr}"] += 1
 
     def _call(self, node: ast.Call, uses: Uses) -> Iterator[ast.AST]:
-        """Check a call; yield the name that is called where it is one that may only be called."""
+        """Check a call; yield the called name if it is one that may only be called."""
         called = node.func
         keywords = {}
         for keyword in node.keywords:
@@ -283,7 +283,7 @@ class ExpressionFilter:
             uses.permit("setattr", "setattr()", self.permissions)
             uses.counts["setattr"] += 1
             yield called
-        # A text's has two arguments; a path's, with one, moves a file.
+        # A string's has two arguments; a path's, with one, moves a file.
         elif isinstance(called, ast.Attribute) and called.attr == "replace" and len(node.args) > 1:
             yield from [called] * (not _module_path(called, self.names)[0])
 
@@ -297,7 +297,7 @@ def _check_name(name: str, whole: str) -> None:
 
 
 def _only_statement(text: str) -> ast.stmt:
-    """Return the one statement of a text.
+    """Return the single statement of a text.
 
     Raises:
         Refused: this Python does not parse it, or it is not ASCII, or not one statement.
@@ -306,7 +306,7 @@ def _only_statement(text: str) -> ast.stmt:
         raise Refused("characters outside of ASCII in an expression")
 
     try:
-        # MemoryError is the parser's for what is nested too deeply.
+        # The parser raises MemoryError for deep nesting.
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -328,7 +328,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _module_path(node: ast.AST, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return the import's name that a name or a chain of attributes begins with, and the path that it spells."""
+    """Return the imported name that starts a name or attribute chain, and the path that it spells."""
     attributes = []
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
@@ -341,7 +341,7 @@ def _module_path(node: ast.AST, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _literal(node: ast.AST) -> object:
-    """Return what a node says, a text that begins with `$` where it is computed."""
+    """Return a node's literal value, or a string that begins with `$` if it is computed."""
     try:
         return ast.literal_eval(node)  # type: ignore[arg-type]
     except (ValueError, TypeError, SyntaxError, RecursionError):
@@ -349,8 +349,8 @@ def _literal(node: ast.AST) -> object:
 
 
 def _located(path: str) -> Any:
-    """Return what a path leads to; its module is imported, if that is needed."""
-    # The longest module first: what follows it are attributes.
+    """Return the target of a path, importing its module if needed."""
+    # The longest module first: the rest are attributes.
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])

@@ -1,14 +1,14 @@
-"""What a site's policy makes of a reply before it leaves: checked, clipped, noised, and put on the account.
+"""Applies a site's policy to a reply before it leaves: checks, clips, adds noise, and charges the account.
 
-Clipping and noise act on the change d = w_k - v of the weights that leave, v as the site received them, all together:
+Clipping and noise act on the change d = w_k - v of all weights that leave together, with v as received by the site:
 
     d <- d min(1, C / |d|) + n,  n ~ N(0, sigma^2) in each number;  w_k = v + d is what leaves  (1)
 
-With error feedback (`compression`, topk) d has in it what earlier rounds left unsent. They are computed in float64 and
-rounded to the weights' type afterwards. Counters (whole numbers) leave as they came with noise, and where they and d
-together are longer than C; with noise running variances are kept at 0 or above: both need no look at the images. The
-noise is made of bytes of the operating system's own entropy, not of a seed, so that nobody can compute it, the server
-with the run's seed least.
+With error feedback (`compression`, topk) d includes what earlier rounds left unsent. The result is computed in float64
+and then rounded to the weights' type. Counters (integers) leave as received if there is noise, or if they and d
+together exceed C; with noise, running variances are kept at 0 or above: neither needs access to the images. The noise
+is generated from the operating system's entropy, not from a seed, so that nobody can compute it, least of all the
+server, which has the run's seed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import RunError
+from medfl.core.mappings import without
 from medfl.core.message import Message, Tensors, Weights
 from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, BudgetExceeded
@@ -35,15 +36,15 @@ _VARIANCE = "running_var"
 
 
 class Gate:
-    """Through which everything leaves a site that has rules for it; `account` is that of the site's privacy."""
+    """Everything leaves a site with outbound rules through this gate; `account` is the site's privacy account."""
 
     def __init__(
         self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom
     ) -> None:
-        """Take the rules.
+        """Store the rules.
 
         Raises:
-            InputError: epsilon is to be told, but its library is not installed.
+            InputError: epsilon is to be reported, but its library is not installed.
         """
         self.rules = rules
         self.account = account
@@ -53,10 +54,10 @@ class Gate:
             account.epsilon(rules.multiplier)
 
     def charge_noised_reply(self) -> None:
-        """Charge one noised reply before training starts, as a round that fails discloses something too.
+        """Charge one noised reply before training starts, since a round that fails also discloses something.
 
         Raises:
-            RunError: it is beyond the budget.
+            RunError: it exceeds the budget.
         """
         self.account.refresh()
         if self.rules.has_formal_privacy:
@@ -69,9 +70,9 @@ class Gate:
                 ) from error
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
-        """Return a reply to a broadcast as it may leave, before it is made smaller.
+        """Return the reply to a broadcast as it may leave, before compression.
 
-        The number of the site's training images may leave as it is, as `scalars/samples`.
+        The exact number of the site's training images may leave, as `scalars/samples`.
 
         Raises:
             RunError: the policy forbids something in it; names it.
@@ -91,7 +92,7 @@ class Gate:
         return message
 
     def charge_introduction(self, message: Message, *, from_images: bool) -> None:
-        """Check what a site says before its first training, and charge it; `from_images` if it depends on its images.
+        """Check a site's message before its first training, and charge it; `from_images` if it depends on its images.
 
         Raises:
             RunError: the policy forbids something in it; names it.
@@ -114,13 +115,13 @@ class Gate:
             )
 
     def charge_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
-        """Check and charge numbers that are no reply, metrics and statistics; the policy names them as group/name.
+        """Check and charge numbers that are not a reply, such as metrics and statistics, named group/name.
 
-        `from_images` says whether they depend on training images beyond what the replies have told; of others each
-        answer is counted.
+        `from_images`: they depend on training images beyond what the replies have revealed; otherwise each answer is
+        counted.
 
         Raises:
-            RunError: the policy forbids one of them, or has no more answers; names it.
+            RunError: the policy forbids one of them, or no answers are left; names it.
         """
         keys = [f"{group}/{name}" for name in names]
         self._check_names(keys)
@@ -135,20 +136,33 @@ class Gate:
                 "as many as it may"
             )
 
+    def charge_fingerprint(self, names: Iterable[str], epsilon: float) -> None:
+        """Check and charge a fingerprint with noise.
+
+        Raises:
+            RunError: the policy forbids a name in it, or has a budget, which covers all images rather than one case.
+        """
+        self._check_names(f"fingerprint/{name}" for name in names)
+        if self.rules.epsilon is not None:
+            raise self._refusal(
+                "a fingerprint's epsilon is of one case, the budget's of all images"
+            )
+        self.account.add_fingerprint(epsilon)
+
     def charge_without_noise(self, message: Message, samples: int) -> None:
-        """Charge what leaves of a reply beside its noised change (`charge_noised_reply`); without noise all of it."""
+        """Charge what a reply reveals beside its noised change (`charge_noised_reply`); without noise all of it."""
         if not self.rules.has_formal_privacy:
             self.account.spend(None)
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))
 
     def allowed_numbers(self, numbers: Config, *optional: str) -> Document:
-        """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
-        # The mean loss comes from the images without noise, so no epsilon would cover it.
+        """Drop optional numbers beside a message: all of them with noise, else those that no key names."""
+        # The mean loss is computed from the images without noise, so no epsilon would cover it.
         noised = self.rules.noise is not None
         permits = self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
-        return {name: value for name, value in numbers.items() if name not in kept_back}
+        return without(numbers, kept_back)
 
     def _check_names(self, names: Iterable[str]) -> None:
         if refused := self.rules.refused(names):
@@ -156,7 +170,7 @@ class Gate:
             raise self._refusal(f"'{refused[0]}' is not among its keys{more}")
 
     def _check_uncovered(self, names: Iterable[str]) -> Counter[str]:
-        """Return how often each name leaves without noise; refuse any where epsilon is a budget."""
+        """Return how often each name leaves without noise; refuse any if epsilon is a budget."""
         uncovered = Counter(names)
         if uncovered and self.rules.epsilon is not None:
             raise self._refusal(
@@ -183,14 +197,14 @@ class Gate:
 
         clip = self.rules.clip
         noise = self.rules.noise
-        # Counters count for the norm, but cannot be scaled: where both are short all leaves as it is.
+        # Counters enter the norm, but cannot be scaled: if both are short, all leave unchanged.
         if noise is None and clip is not None and math.hypot(norm, _norm(counters)) <= clip:
             return dict(weights)
 
         scale = 1.0 if clip is None or norm <= clip else clip / norm
         limited_weights = dict(weights)
         for name, change in changes.items():
-            # Without either the weights leave as they are, and not rounded once more.
+            # With neither clipping nor noise the weights leave unchanged, without another rounding.
             if noise is None and not scale < 1:
                 continue
 
@@ -199,15 +213,15 @@ class Gate:
                 drawn = torch.from_numpy(normal(change.numel(), self._entropy))
                 limited += noise * drawn.reshape(change.shape).to(change)
 
-            # Last: a server that sends large numbers would have the change rounded up before the noise
+            # Last: large numbers sent by a server would make the change be rounded before the noise
             limited += base[name].double()
-            # A variance below 0 has no root; to bound it needs no look at the images.
+            # A negative variance has no root; bounding it needs no access to the images.
             if noise is not None and name.endswith(_VARIANCE):
                 limited = limited.clamp(min=0)
 
             limited_weights[name] = limited.to(weights[name].dtype)
 
-        # Whole numbers can be neither scaled nor noised: they leave as they came.
+        # Integers can be neither scaled nor noised: they leave as received.
         for name in counters:
             limited_weights[name] = base[name].clone()
 
@@ -222,7 +236,7 @@ def _norm(changes: Weights) -> float:
 
 
 def normal(count: int, entropy: Entropy = os.urandom) -> Floats:
-    """Return so many standard normal numbers, by the inverse distribution function of 52 random bits each."""
+    """Return `count` standard normal numbers, by the inverse distribution function of 52 random bits each."""
     from scipy.special import ndtri
 
     # In pieces: the inverse needs several times their memory.
@@ -235,10 +249,10 @@ def normal(count: int, entropy: Entropy = os.urandom) -> Floats:
 
 
 def _without_noise(message: Message, samples: int) -> list[str]:
-    """Return what noise does not cover: groups besides the weights, by their names, and numbers."""
+    """Return what noise does not cover: names of groups other than the weights, and numbers."""
     names = [f"{group}/*" for group in message.tensors if group != "weights"]
     for name, number in message.scalars.items():
-        # The number of images is sent exactly, which the account says; any other number is not it.
+        # The exact number of images is sent, as the account says; any other number is not it.
         if name != _SAMPLES or number != samples:
             names.append(f"scalars/{name}")
 

@@ -1,14 +1,14 @@
-"""Inspection: what a bundle would run, read as text; nothing of it is imported, evaluated or instantiated.
+"""Inspection: reads what a bundle would run as text; nothing of it is imported, evaluated or instantiated.
 
 A filter and a report for people. Every file is hashed. Every configuration file (JSON and YAML in `configs/` and in the
-bundle's folder) is read as plain values and walked: each `_target_` is to be a component (`components`), each `$`
-expression is read for names that act (`expressions`), each text that could be a path has to stay inside bundle or data
-folder. Words of the site's policy widen this, one by one. What a bundle may do is bounded by the walls
-(`medfl.safety`); without them (`--trust`, `--no-sandbox`, Python) this is all there is.
+bundle's folder) is read as plain values and walked: each `_target_` must be a component (`components`), each `$`
+expression is checked for names with side effects (`expressions`), each string that could be a path must stay inside
+the bundle or data folder. Permissions in the site's policy widen this one by one. The sandbox (`medfl.safety`) limits
+what a bundle can do; without it (`--trust`, `--no-sandbox`, Python) this is the only protection.
 
-One place is read with more patience: top-level lists of expressions, `initialize`, `run` and whatever they are called,
-that nothing refers to and medfl does not ask for hold statements, which it never evaluates. metadata.json describes: no
-expression is accepted there.
+One place is checked less strictly: top-level lists of expressions (`initialize`, `run` and others) that nothing refers
+to and medfl does not use contain statements, which medfl never evaluates. metadata.json is descriptive: it may contain
+no expression.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.names import not_among
 from medfl.core.untrusted import (
     Plain,
     Refused,
@@ -45,7 +46,7 @@ from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, impo
 from medfl.policy.policy import PERMISSIONS, Policy
 from medfl.storage.places import config_file
 
-# What an inspection found: its files, what it would use, what is refused
+# Result of an inspection: the bundle's files, what it would use, what is refused
 
 NOT_LISTED = (
     "a bundle names components of MONAI and PyTorch, and what computes",
@@ -54,13 +55,13 @@ NOT_LISTED = (
 )
 """The last two parts of an error about something that a bundle may not do."""
 READ = ("train", "evaluate", "inference", "metadata", "federated")
-"""The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
+"""The configurations that medfl reads, by their names in configs/; others are pinned but never evaluated."""
 TWICE = ("train", "evaluate", "inference")
-"""Those of them that an export has for MONAI alone, too."""
+"""Those that an export also has in a form for MONAI alone."""
 TRAINING = ("train", "evaluate", "metadata", "federated")
-"""Those of them that a training reads."""
+"""Those read for training."""
 INFERENCE = ("inference", "metadata")
-"""Those that a prediction with a bundle's own weights reads."""
+"""Those read for a prediction with a bundle's own weights."""
 UNREADABLE = "where a configuration is keys and values"
 LEAVES = (
     "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
@@ -72,7 +73,7 @@ LEAVES = (
     "(metrics/validate/accuracy, metrics/validate/cases)",
     "no image, file name, path, text or expression",
 )
-"""What leaves a site, as far as it can be said without running anything."""
+"""What leaves a site, as far as it is known without running anything."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class File:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is refused, where and why."""
+    """A refused item, its location and the reason."""
 
     file: str
     id: str
@@ -115,10 +116,10 @@ class Inspection:
     allowed: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(permission of the policy, what it allowed)"""
     data: dict[str, str] = field(default_factory=dict)
-    """file -> what it says of `dataset_dir`"""
+    """file -> its value of `dataset_dir`"""
     refusals: list[Refusal] = field(default_factory=list)
     pin_refusals: list[Refusal] = field(default_factory=list)
-    """those of them that are about a file's pin"""
+    """those about a file's pin"""
 
     @property
     def accepted(self) -> bool:
@@ -126,9 +127,9 @@ class Inspection:
         return not self.refusals
 
     def refused(self, reads: Collection[str]) -> list[Refusal]:
-        """Return what is refused for who reads these configurations, by their names in configs/.
+        """Return the refusals that concern a reader of these configurations, given by their names in configs/.
 
-        What is refused in others does not count, but a file that is not as it was pinned does.
+        Refusals in others do not count, except for a file that differs from its pin.
         """
         unread = {f"configs/{name}" for name in set(READ).difference(reads)}
         refusals = []
@@ -140,7 +141,7 @@ class Inspection:
         return refusals
 
     def require(self, reads: Collection[str] = READ) -> None:
-        """Raise if something is refused for who reads these configurations.
+        """Raise an error if something is refused for a reader of these configurations.
 
         Raises:
             InputError: names the first refusal, and how many there are.
@@ -149,7 +150,7 @@ class Inspection:
         if not refusals:
             return
 
-        # A file that cannot be read is damaged rather than hostile: it is said in other words.
+        # An unreadable file is damaged rather than hostile: the message says so.
         first = refusals[0]
         count = len(refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
@@ -166,24 +167,27 @@ class Inspection:
         problem = f"bundle {printable(self.bundle)!r} is refused: {first}{more}".replace(";", ",")
         if len(self.pin_refusals) == count:  # nothing else is wrong with it
             command = f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE"
-            advice = f"{command} shows them and pins them anew"
-            raise InputError(problem, "the files that the site's policy has pinned", advice)
+            raise InputError(
+                problem,
+                "the files that the site's policy has pinned",
+                f"{command} shows them and pins them anew",
+            )
 
         raise InputError(problem, *NOT_LISTED)
 
     def refuse(self, file: str, id_: str, why: object) -> None:
-        """Note that something is refused, and where."""
+        """Record that something is refused, and where."""
         self.refusals.append(Refusal(file, id_, str(why)))
 
     def unpin(self) -> list[str]:
-        """Judge the bundle without the policy's pins; return in which files it is not as these say, and why."""
+        """Judge the bundle without the policy's pins; return the files that differ from their pins, and why."""
         pin_refusals = self.pin_refusals
         self.pin_refusals = []
-        self.refusals = [refusal for refusal in self.refusals if refusal not in pin_refusals]
+        self.refusals = not_among(self.refusals, pin_refusals)
         return list(map(str, pin_refusals))
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy that pins the files of this bundle, with all else of another."""
+        """Return a policy that pins the files of this bundle, with all else from another policy."""
         files = {file.path: file.sha256 for file in self.files}
         return replace(policy, bundle=self.bundle, files=files)
 
@@ -215,19 +219,19 @@ class Inspection:
 
 _MACRO = re.compile(r"%\w+((#|::)\w+)*", re.ASCII)
 _ENTRIES = ("initialize", "run", "finalize", "training", "evaluating", "testing", "inferring")
-"""Statements that the zoo's bundles give to `monai.bundle run`, alone or in lists."""
+"""Statements that the zoo's bundles give to `monai.bundle run`, single or in lists."""
 _ASKED = name_set(
     "train validate val trainer evaluator validator val_dataset network network_def network_name inferer preprocessing "
     "dataset_dir bundle_root device in_channels image_size patch_size surface_tolerance images masks labels classes "
     "group_by split batch_size"
 )
-"""Ids that medfl itself asks for, whether or not anything refers to them; a list under one is no list of statements."""
+"""Ids that medfl itself uses, whether or not anything refers to them; a list under one is not a list of statements."""
 _UPWARDS = re.compile(r"^(\.\./)+(?=\w)", re.ASCII)
-"""Begins a placeholder beside the bundle, which is opened only where the user names it."""
+"""Start of a placeholder beside the bundle, which is opened only if the user names it."""
 _BUNDLES = ("public", "teachers", "plm", "bundle")
 """Settings that name other bundles, models and runs."""
 _REFUSALS = 1000
-"""After so many nothing more of a configuration is looked at."""
+"""After this many, the rest of a configuration is not inspected."""
 _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
 
 _Keys = tuple[str, ...]
@@ -237,7 +241,7 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
     """Inspect the bundle in a folder.
 
     Args:
-        folder: the bundle's; links in its own path are followed, links inside it are refused.
+        folder: of the bundle; links in its own path are followed, links inside it are refused.
         policy: of the site; None: the default, which allows nothing extra and pins nothing.
 
     Raises:
@@ -279,7 +283,7 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
 
 
 def _imports(inspection: Inspection, file: str, content: Plain, uses: Uses) -> dict[str, str]:
-    """Return the names that a configuration's imports bind, and the paths that they stand for."""
+    """Return the names bound by a configuration's imports, and the paths they refer to."""
     names: dict[str, str] = {}
     for key in ("imports", "+imports"):
         statements = content.get(key, []) if isinstance(content, dict) else []
@@ -301,7 +305,7 @@ def _imports(inspection: Inspection, file: str, content: Plain, uses: Uses) -> d
 
 @dataclass
 class _Configuration:
-    """A configuration file: `content` as plain values; `referred`: words that any file's references have."""
+    """A configuration file: `content` as plain values; `referred`: words in the references of any file."""
 
     inspection: Inspection
     policy: Policy
@@ -313,12 +317,12 @@ class _Configuration:
 
     @cached_property
     def stem(self) -> str:
-        """Its name without ending."""
+        """Its name without extension."""
         return PurePosixPath(self.file).stem
 
     @cached_property
     def statements(self) -> set[str]:
-        """The top-level ids that medfl never evaluates: statements, or lists of them, that nothing asks for."""
+        """The top-level ids that medfl never evaluates: statements, or lists of them, that nothing uses."""
         ids = set()
         for key, entry in self.content.items():
             name = str(key).removeprefix("+")
@@ -335,7 +339,7 @@ class _Configuration:
         return ids
 
     def inspect(self) -> None:
-        """Walk through it, and note what it uses and what is refused."""
+        """Walk through it, and record what it uses and what is refused."""
         if self.stem in ("train", "inference", "evaluate") and "dataset_dir" in self.content:
             self.inspection.data[self.file] = printable(self.content["dataset_dir"])
 
@@ -349,7 +353,7 @@ class _Configuration:
                     self._check_keys(node)
                 if self.stem == "metadata":
                     self._describe(node)
-                # Imports were read before.
+                # Imports have been read before.
                 elif keys[:1] != ("imports",):
                     self._node(keys, node)
             except Refused as error:
@@ -391,7 +395,7 @@ class _Configuration:
             raise Refused(f"a value of type {type(node).__name__}")
 
     def _setting(self, keys: _Keys, node: Plain) -> None:
-        """Check a setting of federated.yaml, which names bundles and tables, and is merged as if a user gave it."""
+        """Check a setting of federated.yaml, which names bundles and tables, and is merged as if given by the user."""
         if not isinstance(node, str):
             return
         if {*_BUNDLES} & {*keys} and not _NAMES.fullmatch(node):
@@ -411,15 +415,15 @@ class _Configuration:
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any]) -> None:
-        """Check what a component is made with."""
+        """Check the arguments of a component."""
         arguments = dict(replace_removed(node))
-        # An inference has its own weights: what would fetch some is turned off when it is read.
+        # An inference has its own weights: fetching others is disabled when it is read.
         if self.stem == "inference" and arguments.get("pretrained") is True:
             arguments["pretrained"] = False
         try:
             factory = component(str(arguments.pop("_target_", "")))
         except Refused:
-            return  # which is told where the target stands
+            return  # which is reported at the target
         check_arguments(factory, arguments)
 
     def _text(self, keys: _Keys, text: str) -> None:
@@ -454,7 +458,7 @@ class _Configuration:
             return
 
         self.inspection.expressions += 1
-        # A handler is never made: it may print.
+        # A handler is never created, so it may print.
         prints = any(part.endswith("handlers") for part in keys)
         try:
             self.filter.check(text[1:], self.uses, prints=prints)
@@ -463,9 +467,9 @@ class _Configuration:
 
 
 def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:
-    """Yield every value with the keys to it; top-level keys such as `+train#dataset` are taken apart as MONAI does.
+    """Yield every value with its keys; top-level keys such as `+train#dataset` are split as MONAI does.
 
-    Nothing is yielded of what lies deeper than `depth` keys.
+    Values deeper than `depth` keys are skipped.
     """
     todo: list[tuple[_Keys, Plain]] = [((), content)]
     while todo:
@@ -486,7 +490,7 @@ def _id(keys: _Keys) -> str:
     return printable("#".join(keys))
 
 
-# The files of a bundle: hashed, told by kind, compared with what the policy pins; configurations as plain values.
+# The files of a bundle: hashed, classified, compared with the policy's pins; configurations as plain values.
 
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
@@ -504,9 +508,9 @@ _WEIGHTS = (
 )
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
-"""What Python would import in the place of other modules."""
+"""What Python would import instead of other modules."""
 _CHUNK = 1 << 20
-# Bytes of a file, or of each of its blocks on the disk: more are holes.
+# Maximum bytes of a file per disk block: beyond that it is sparse.
 _UNPACKED = 1 << 31
 _BLOCK = 100 * 512
 
@@ -520,7 +524,7 @@ class BundleFiles:
     """
 
     def __init__(self, inspection: Inspection, policy: Policy) -> None:
-        """Read, pin and note the files; what may not be is refused in the inspection."""
+        """Read, pin and record the files; forbidden ones are refused in the inspection."""
         self.inspection = inspection
         self.policy = policy
         self.root = inspection.folder
@@ -544,7 +548,7 @@ class BundleFiles:
                     raise Refused("a folder with the name of a file")
                 if not stat.S_ISREG(status.st_mode):
                     raise Refused("neither a file nor a folder")
-                # Windows tells no blocks.
+                # Windows does not report blocks.
                 blocks = getattr(status, "st_blocks", status.st_size)
                 if status.st_size > max(_UNPACKED, _BLOCK * blocks):
                     raise Refused(
@@ -565,7 +569,7 @@ class BundleFiles:
 
         for folder, folders, files in folders_below(self.root, unreadable):
             paths += [Path(folder) / name for name in files]
-            # Of folders those that could be taken for files, or lead out of the bundle.
+            # Only folders that could be mistaken for files, or lead out of the bundle.
             for path in map(Path(folder).joinpath, folders):
                 if path.is_symlink() or path.suffix in _READ_AS:
                     paths.append(path)
@@ -595,7 +599,7 @@ class BundleFiles:
 
         is_read = path.parts[0] == "configs" and path.stem in READ
         if is_read and len(path.parts) == 2 and path.stem in TWICE:
-            # beside medfl's form of it the one for MONAI alone is not read
+            # if medfl's form exists, the one for MONAI alone is not read
             is_read = (
                 getattr(config_file(self.root, path.stem), "parent", None)
                 != self.root / "configs/medfl"
@@ -628,9 +632,9 @@ class BundleFiles:
 
         if name.endswith(".py"):
             self.own_modules.add(PurePosixPath(name).parts[0].removesuffix(".py"))
-        # Noted before it may be refused: a pin covers every file.
+        # Recorded before it may be refused: a pin covers every file.
         self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
-        # Read from the bytes that were hashed: the file may change meanwhile.
+        # Read from the hashed bytes: the file may change meanwhile.
         if kind == "configuration":
             if size > limits.config_bytes:
                 raise Refused(f"{size} bytes; a configuration has at most {limits.config_bytes}")
@@ -647,7 +651,7 @@ class BundleFiles:
             return
 
         here = {file.path: file.sha256 for file in self.inspection.files}
-        # What follows is refused for its pin alone, which `Inspection.unpin` takes back.
+        # From here on, refusals concern pins only, which `Inspection.unpin` removes.
         refusals = self.inspection.refusals
         before = len(refusals)
         for name, digest in here.items():

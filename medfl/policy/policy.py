@@ -1,4 +1,4 @@
-"""A site's policy: which files a bundle consists of, and what it may do beyond what every bundle may.
+"""A site's policy: which files a bundle consists of, and what it may do beyond the default.
 
     bundle: hippocampus          # the folder's name
     allow: [scripts]             # words, see `PERMISSIONS`
@@ -6,7 +6,8 @@
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
     outbound: {clip: 1.0}        # what may leave the site, see `Outbound`
-    jobs: [train, evaluate]      # what a job may do; evaluate: examine a model that the site does not train
+    jobs: [train, evaluate]      # what a job may do; evaluate: examine or calibrate a finished model; plan: ask for
+                                 # the site's fingerprint (medfl plan), only where it is named
     methods: [fedavg, scaffold]  # that a job may ask for
     settings: {rounds: 100}      # the most that a job may ask for, see `MOST`
 
@@ -28,36 +29,39 @@ import yaml
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.run import Run, examines
+from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Plain, Refused, decode_text, printable, read_bytes, read_plain
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# What a site's policy says of what may leave: the key `outbound` of the policy file.
+# A site's policy on what may leave: the key `outbound` of the policy file.
 #
 #     outbound:
 #       keys: [weights, scalars/samples]   # patterns of group/name, or a group; anything else refuses the round
 #       max_bytes: 50000000                # of one reply as it is encoded
 #       clip: 1.0                          # largest L2 norm of a reply's change of the weights
 #       noise: 5.0                         # standard deviation of Gaussian noise in each number of that change
-#       epsilon: 8                         # a budget: rounds that would go beyond it are refused
-#       delta: 1.0e-5                      # the chance that epsilon leaves out
+#       epsilon: 8                         # a budget: rounds that would exceed it are refused
+#       delta: 1.0e-5                      # probability with which the epsilon guarantee may fail
 #       answers: 500                       # with noise, the most answers about images that are kept out of training
-#       min_count: 10                      # of statistics and tables, counts below it are not told
+#       fingerprint_epsilon: 2             # noise of a fingerprint: epsilon per case
+#       min_count: 10                      # for statistics and tables, counts below it are suppressed
 #
-# Every key may be left out; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
+# Every key is optional; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
 # reply, `scalars/...`, `metrics/...` of an evaluation (over FLARE with the number of a section's items, as
-# `metrics/validate/cases`; of a job that only examines the tables of `medfl.evaluation.tally`, as
-# `metrics/test/confusion`), `data_stats`, and `told/train_loss`, `told/labels` and `told/channels` (which structures
-# the masks show and which channels the images have, where job or site say so), which are left out rather than refused.
-# The number of steps and of training images, and whether the site kept a State, come with every reply. How it is done:
-# `medfl.policy.gate`.
+# `metrics/validate/cases`; for an evaluation-only job the tables of `medfl.evaluation.tally`, as
+# `metrics/test/confusion`, and calibration tables, as `metrics/test/sets`), `data_stats`, `fingerprint`, and
+# `told/train_loss`, `told/labels` and `told/channels` (which structures the masks annotate and which channels the
+# images have, if the job or the site says so), which are omitted instead of refused.
+# The number of steps and of training images, and whether the site kept a State, are part of every reply. For the
+# mechanism see `medfl.policy.gate`.
 
 
 @dataclass(frozen=True)
 class Outbound:
-    """Rules for what leaves, as the keys above; the default lets leave what the method sends."""
+    """Rules for what leaves, with the keys above; by default everything that the method sends may leave."""
 
     keys: tuple[str, ...] | None = None
     max_bytes: int | None = None
@@ -67,13 +71,14 @@ class Outbound:
     delta: float = 1e-5
     answers: int | None = None
     min_count: int = 0
+    fingerprint_epsilon: float | None = None
 
     @classmethod
     def read(cls, values: object, where: str) -> Outbound:
         """Read the values of the key `outbound` as YAML gives them; `where` names the file in errors.
 
         Raises:
-            InputError: they say something that no policy can say.
+            InputError: they are not valid in a policy.
         """
         if not isinstance(values, dict):
             raise InputError(
@@ -95,36 +100,36 @@ class Outbound:
 
     @property
     def has_formal_privacy(self) -> bool:
-        """Whether changes are limited and noised, so that (epsilon, delta) can be told of them."""
+        """Whether changes are clipped and noised, so that (epsilon, delta) can be computed for them."""
         return self.clip is not None and self.noise is not None
 
     @property
     def multiplier(self) -> float:
-        """Noise per sensitivity: two changes whose norms are at most C differ by at most 2 C."""
+        """Noise per sensitivity: two changes with norms of at most C differ by at most 2 C."""
         assert self.clip is not None
         assert self.noise is not None
         return self.noise / (2 * self.clip)
 
     def refused(self, names: Iterable[str]) -> list[str]:
-        """Return those of some names that may not leave."""
+        """Return the names that may not leave."""
         return [name for name in names if not self.permits(name)]
 
     def permits(self, name: str) -> bool:
-        """Tell whether something of this name may leave."""
+        """Tell whether something with this name may leave."""
         if self.keys is None:
             return True
         group = name.partition("/")[0]
         return any(fnmatchcase(name, key) or key == group for key in self.keys)
 
     def as_dict(self) -> dict[str, object]:
-        """Return what differs from the default, as the policy file has it."""
+        """Return the values that differ from the default, as in the policy file."""
         changed = changes(self)
         if self.keys is not None:
             changed["keys"] = list(self.keys)
         return changed
 
     def lines(self) -> list[str]:
-        """Say the rules, a line each."""
+        """Describe the rules, one line each."""
         if self.keys is None:
             keys = "everything that the method sends"
         else:
@@ -154,6 +159,11 @@ class Outbound:
                 f"at most {self.answers} questions about images kept out of training are answered"
             )
 
+        if self.fingerprint_epsilon is not None:
+            lines.append(
+                f"a fingerprint has noise of epsilon {self.fingerprint_epsilon:g} for one case"
+            )
+
         if self.min_count:
             lines.append(f"of statistics, counts below {self.min_count} are not told")
 
@@ -161,13 +171,17 @@ class Outbound:
 
 
 def changes(rules: DataclassInstance) -> dict[str, object]:
-    """Return what differs from the default, by name, in plain values."""
+    """Return the values that differ from the default, by name, as plain values."""
     defaults = type(rules)()
-    return {k: v for k, v in asdict(rules).items() if v != getattr(defaults, k)}
+    changed = {}
+    for k, v in asdict(rules).items():
+        if v != getattr(defaults, k):
+            changed[k] = v
+    return changed
 
 
 def check_known(names: Iterable[object], known: Collection[str], what: str) -> None:
-    """Raise an InputError if a name in a policy is not known; `what` says where it stands and what it is."""
+    """Raise an InputError if a name in a policy is unknown; `what` says where it is and what it is."""
     for name in names:
         if name not in known:
             advice = did_you_mean(str(name), known, "take it out")
@@ -183,6 +197,7 @@ _ALLOWED: Mapping[str, str] = {
     "delta": "a number above 0 and below 1",
     "answers": "a whole number of at least 1",
     "min_count": "a whole number of at least 0",
+    "fingerprint_epsilon": "a number above 0",
 }
 
 
@@ -191,7 +206,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         good = isinstance(value, list) and all(isinstance(key, str) and key for key in value)
         value = tuple(value) if good else value
     elif name in ("max_bytes", "answers", "min_count"):
-        # isinstance would take True for a number.
+        # isinstance would accept True as a number.
         good = type(value) is int and value >= (name != "min_count")
     else:
         value = _number(value)
@@ -207,7 +222,7 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 
 def _number(value: Any) -> float:
-    """Return a number, also one like 1e-5, which YAML takes for text."""
+    """Return a number, also in forms like 1e-5, which YAML reads as text."""
     if isinstance(value, bool):
         return math.nan
     try:
@@ -231,8 +246,12 @@ PERMISSIONS = {
 }
 """What a policy can allow, and what each permission means."""
 
-JOBS = ("train", "evaluate")
-"""What a job does: train a model, or only examine one."""
+EVALUATE = "evaluate"
+PLAN = "plan"
+UNNAMED_JOBS = ("train", EVALUATE)
+JOBS = (*UNNAMED_JOBS, PLAN)
+"""Purposes of a job: train a model, evaluate one (and calibrate it), or request the input for planning one, which
+a policy must name."""
 _KEYS = ("bundle", "allow", "limits", "files", "outbound", "jobs", "methods", "settings")
 MOST = ("rounds", "batch_size", "local_epochs")
 """Settings of a run that a policy may limit."""
@@ -267,13 +286,13 @@ class Policy:
     """path below the bundle's folder -> sha256; None: not pinned"""
     outbound: Outbound = field(default_factory=Outbound)
     trusted: bool = False
-    """the user's own word for this process (`--trust`), which no file can say: bundles run uninspected"""
+    """the user's own decision for this process (`--trust`), which no file can make: bundles run uninspected"""
     methods: tuple[str, ...] = ()
-    """that a job may ask for; none named: any"""
+    """methods that a job may request; if none is named: any"""
     settings: Mapping[str, int] = field(default_factory=dict)
-    """the most that a job may ask for, of `MOST`; none named: any"""
+    """maximum values that a job may request, of `MOST`; if none is named: any"""
     jobs: tuple[str, ...] = ()
-    """of `JOBS`; none named: any"""
+    """of `JOBS`; if none is named: `UNNAMED_JOBS`"""
 
     @property
     def runs_scripts(self) -> bool:
@@ -281,7 +300,7 @@ class Policy:
         return self.trusted or "scripts" in self.allow
 
     def restricted_to(self, run: Run) -> Policy:
-        """Return the policy that agrees to a run and no more of its kind, where this one says nothing of it."""
+        """Return the policy that permits a run and nothing more of its kind, where this one has no rule for it."""
         settings = self.settings or {name: max(1, int(getattr(run, name))) for name in MOST}
         return replace(
             self,
@@ -291,9 +310,10 @@ class Policy:
         )
 
     def disagreement(self, run: Run) -> tuple[str, str] | None:
-        """Return what of a run is not agreed to, and what is; None where all is."""
-        if self.jobs and job_of(run) not in self.jobs:
-            return f"a job to {job_of(run)}", f"{' and '.join(self.jobs)}, as its policy says"
+        """Return what in a run is not permitted, and what is; None if everything is."""
+        jobs = self.jobs or UNNAMED_JOBS
+        if job_of(run) not in jobs:
+            return f"a job to {job_of(run)}", f"{' and '.join(jobs)}, as its policy says"
         if self.methods and run.method not in self.methods:
             return (
                 f"method {printable(run.method, 60)}",
@@ -305,7 +325,7 @@ class Policy:
         return None
 
     def job_rules(self) -> str:
-        """Say which jobs are taken."""
+        """List the accepted jobs."""
         rules = [f"at most {count} {name}" for name, count in self.settings.items()]
         if self.methods:
             rules.insert(0, f"methods {', '.join(self.methods)}")
@@ -318,7 +338,7 @@ class Policy:
         """Read a policy file.
 
         Raises:
-            InputError: it cannot be read, or says something that no policy can say.
+            InputError: it cannot be read, or is not a valid policy.
         """
         try:
             document = read_plain(
@@ -383,7 +403,7 @@ class Policy:
             "settings": dict(self.settings),
         }
         parts |= {key: rules for key, rules in optional.items() if rules}
-        # No files at all are a pin too, other than no key.
+        # An empty list of files is a pin too, unlike a missing key.
         if self.files is not None:
             parts["files"] = dict(sorted(self.files.items()))
 
@@ -399,22 +419,15 @@ class Policy:
 
 def job_of(run: Run) -> str:
     """Return which of `JOBS` a run is."""
-    return "evaluate" if examines(run) else "train"
+    if not examines(run):
+        return "train"
+
+    return EVALUATE if run.init else PLAN
 
 
-def _are_pins(files: object) -> bool:
-    if files is None:
-        return True
-    if not isinstance(files, dict):
-        return False
-
-    for path, digest in files.items():
-        if not isinstance(path, str) or not isinstance(digest, str):
-            return False
-        if not _SHA256.fullmatch(digest):
-            return False
-
-    return True
+def _are_pins(files: Plain) -> bool:
+    is_pinned = matches_type(files, dict[str, str]) and all(map(_SHA256.fullmatch, files.values()))
+    return files is None or is_pinned
 
 
 def _words(document: Mapping[str, Plain], key: str, path: Path) -> list[str]:
@@ -428,7 +441,7 @@ def _words(document: Mapping[str, Plain], key: str, path: Path) -> list[str]:
 def _numbers(
     document: Mapping[str, Plain], key: str, known: Collection[str], path: Path
 ) -> dict[str, int]:
-    """Return names with whole numbers in a policy."""
+    """Return names with integers in a policy."""
     numbers = document.get(key) or {}
     if not isinstance(numbers, dict):
         raise InputError(

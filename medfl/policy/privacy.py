@@ -1,13 +1,14 @@
-"""The account of a site's privacy: what all of its replies together tell of its training images.
+"""A site's privacy account: the cumulative privacy loss of all its replies about its training images.
 
-A reply is the Gaussian mechanism: a change of the weights whose norm is at most C, and noise of standard deviation
-sigma in each number. For all training images of the site replaced by as many others, the change moves by at most 2 C;
-so the noise multiplier is z = sigma / 2 C. Replies are composed by the Renyi accountant (Mironov, 2017) of the library
-dp_accounting. Each reply counts, a repeated round too, for its noise is drawn anew. It is written down before the site
-trains: a round that fails, as its numbers are not finite, has told that it did.
+A reply is a Gaussian mechanism: a change of the weights with norm at most C, plus noise of standard deviation sigma in
+each number. If all training images of the site are replaced by as many others, the change moves by at most 2 C, so
+the noise multiplier is z = sigma / 2 C. Replies are composed by the Renyi accountant (Mironov, 2017) of the library
+dp_accounting. Every reply counts, also that of a repeated round, since its noise is drawn anew. It is recorded before
+the site trains: a round that fails, e.g. because its numbers are not finite, has revealed that it did.
 
-The account is of the images and not of a job: all jobs on one data folder share one file (`account_file`), which is
-read anew, checked and written under a lock, so that two of them at the same time cannot spend what is left twice.
+The account belongs to the images, not to a job: all jobs on one data folder share one file (`account_file`), which is
+read again, checked and written under a lock, so that two concurrent jobs cannot spend the remainder twice.
+Noised fingerprints have an epsilon of another kind, per case; these add up and are reported separately.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
         return 0.0
 
     accountant = rdp.RdpAccountant()
+    # in one order: the sum of floats depends on it
     for multiplier, count in sorted(replies.items()):
         accountant.compose(dp_accounting.GaussianDpEvent(multiplier), count)
 
@@ -65,22 +67,23 @@ class BudgetExceeded(Exception):
 
 
 def account_file(folder: Path, data: str) -> Path:
-    """Return where the account of a data folder is, below the folder of a site's States: by its path without links."""
+    """Return the account file of a data folder, below the site's folder of States: named by its resolved path."""
     key = hashlib.sha256(os.fsencode(Path(data).expanduser().resolve())).hexdigest()[:16]
     return folder / f"data-{key}.privacy.json"
 
 
 @dataclass
 class Account:
-    """What a site has told so far; kept in a file, it lasts over restarts and over all runs on the same images.
+    """Releases of a site so far; a file keeps them over restarts and over all runs on the same images.
 
     Attributes:
         path: the file; None: in memory.
-        delta: of the (epsilon, delta) that is told.
+        delta: of the reported (epsilon, delta).
         noised: noise multiplier -> number of replies with it.
-        plain: replies that were not clipped, or without noise.
-        uncovered: name of what left without noise -> how often.
-        answers: how many questions about images that are kept out of training were answered, without noise.
+        plain: replies without clipping or without noise.
+        uncovered: name of a value released without noise -> how often.
+        answers: number of unnoised answers about images that are kept out of training.
+        case_epsilon: sum of the per-case epsilons of noised fingerprints.
     """
 
     path: Path | None = None
@@ -89,26 +92,27 @@ class Account:
     plain: int = 0
     uncovered: Counter[str] = field(default_factory=Counter)
     answers: int = 0
+    case_epsilon: float = 0.0
 
     @classmethod
     def open(cls, path: Path | None, delta: float) -> Account:
-        """Continue the account in a file, or begin one.
+        """Continue the account in a file, or start one.
 
         Raises:
-            RunError: the file is damaged; nothing may leave before somebody has looked.
+            RunError: the file is damaged; nothing may leave before somebody has checked it.
         """
         account = cls(path, delta)
         account.refresh()
         return account
 
     def refresh(self) -> None:
-        """Read the file again, as `open`: other jobs on the same images spend too."""
+        """Read the file again, as `open` does: other jobs on the same images spend too."""
         if self.path is None or not self.path.is_file():
             return
         vars(self).update(_read(self.path))
 
     def merge_site_account(self, other: Path) -> None:
-        """Add what stands in the account of a site, as earlier versions kept it, and put that file aside."""
+        """Add the per-site account kept by earlier versions, and move that file aside."""
         if self.path is None or not other.is_file():
             return
         with self._locked():
@@ -121,21 +125,21 @@ class Account:
 
     @property
     def replies(self) -> int:
-        """How many replies have left."""
+        """Number of replies released."""
         return sum(self.noised.values()) + self.plain
 
     def epsilon(self, more: float | None = None) -> float:
-        """Return epsilon so far, infinite where something was not covered; `more` adds a reply of this multiplier."""
+        """Return epsilon so far, infinite if something was not covered; `more` adds a reply with this multiplier."""
         if self.plain or self.uncovered:
             return math.inf
         further = Counter({} if more is None else {more: 1})
         return epsilon_of(self.noised + further, self.delta)
 
     def spend(self, multiplier: float | None, budget: float | None = None) -> None:
-        """Write down a reply before it leaves: the multiplier of its noise, None if it was not clipped and noised.
+        """Record a reply before it leaves: the multiplier of its noise, None if it was not clipped and noised.
 
         Raises:
-            BudgetExceeded: epsilon would be more than the budget.
+            BudgetExceeded: epsilon would exceed the budget.
             RunError: it cannot be written.
         """
         with self._locked():
@@ -152,18 +156,24 @@ class Account:
             self._write()
 
     def add(self, uncovered: Mapping[str, int]) -> None:
-        """Write down what leaves without noise: parts of a reply, an introduction, an evaluation, statistics."""
+        """Record what leaves without noise: parts of a reply, an introduction, an evaluation, statistics."""
         with self._locked():
             self.uncovered.update(uncovered)
             self._write()
 
     def add_answer(self, most: int | None = None) -> bool:
-        """Write down an answer about images that are kept out of training; return whether `most` allows it."""
+        """Record an answer about images that are kept out of training; return whether `most` allows it."""
         with self._locked():
             allowed = most is None or self.answers < most
             self.answers += allowed
             self._write()
         return allowed
+
+    def add_fingerprint(self, epsilon: float) -> None:
+        """Record a fingerprint before it leaves, by the epsilon of its noise."""
+        with self._locked():
+            self.case_epsilon += epsilon
+            self._write()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -174,7 +184,7 @@ class Account:
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A file beside it: the account itself is replaced, and a lock would stay on the old one.
+            # A separate file: the account itself is replaced, and a lock would stay on the old one.
             lock_file = self.path.with_name(f".{self.path.name}.lock")
             lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -198,6 +208,8 @@ class Account:
         words = self._of_training()
         if self.answers:
             words += f"; questions about images kept out of training, answered without noise: {self.answers}"
+        if self.case_epsilon:
+            words += f"; fingerprints with noise: epsilon {self.case_epsilon:.3g} for one case"
         return words
 
     def _of_training(self) -> str:
@@ -218,7 +230,11 @@ class Account:
     def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         epsilon = self.epsilon()
-        noised = [{"multiplier": z, "replies": n} for z, n in sorted(self.noised.items())]
+        noised = []
+        for z, n in sorted(self.noised.items()):
+            noised.append({"multiplier": z, "replies": n})
+
+        of_cases = {"case_epsilon": self.case_epsilon} if self.case_epsilon else {}
         return {
             "replies": self.replies,
             "epsilon": epsilon if math.isfinite(epsilon) else None,
@@ -228,11 +244,12 @@ class Account:
             "plain": self.plain,
             "uncovered": dict(sorted(self.uncovered.items())),
             "answers": self.answers,
+            **of_cases,
         }
 
 
 def _read(path: Path) -> Document:
-    """Return what a file says of an account, by the names of its attributes."""
+    """Return the contents of an account file, by the names of the attributes."""
     try:
         document = json_values(path)
         noised = {float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}
@@ -242,6 +259,7 @@ def _read(path: Path) -> Document:
             "plain": int(document["plain"]),
             "uncovered": Counter(uncovered),
             "answers": int(document.get("answers", 0)),
+            "case_epsilon": float(document.get("case_epsilon", 0)),
         }
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(

@@ -1,1 +1,1 @@
-"""What the operating system holds a process to."""
+"""Limits on a process, enforced by the operating system."""

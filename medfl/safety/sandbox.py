@@ -1,13 +1,14 @@
-"""What a process may still do once it has entered a sandbox: the kernel's Landlock, with a filter of system calls.
+"""A process's remaining rights in a sandbox: the kernel's Landlock, with a filter of system calls.
 
-Entered before anything of a bundle is evaluated, it holds for this process and all that it starts, for good. It needs
-no rights. What an older kernel does not know is left out, and said.
+It is entered before anything of a bundle is evaluated, and permanently restricts this process and all its children. It
+needs no privileges. Restrictions that an older kernel does not support are skipped, and reported.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import struct
 import sys
@@ -19,19 +20,21 @@ from medfl.core.errors import InputError
 from medfl.core.names import PRIVATE_CACHE
 from medfl.safety import syscall_filter
 
-_CREATE = 444
-_ADD = 445
-_RESTRICT = 446
-_BENEATH = 1
-_PORT = 2
-_NO_NEW_PRIVILEGES = 38
-_CAPABILITY_VERSION = 0x20080522
+_CREATE = 444  # landlock_create_ruleset
+_ADD = 445  # landlock_add_rule
+_RESTRICT = 446  # landlock_restrict_self
+_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
+_PORT = 2  # LANDLOCK_RULE_NET_PORT
+_NO_NEW_PRIVILEGES = 38  # PR_SET_NO_NEW_PRIVS
+_CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
+# rights on files: LANDLOCK_ACCESS_FS_EXECUTE and so on
 _EXECUTE = 1
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_FOLDER = 1 << 3
 _IOCTL = 1 << 15
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL
+# rights on ports: LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP
 _BIND = 1
 _CONNECT = 2
 _SINCE = (  # (ABI, rights on files, rights on ports, scopes, what is not refused before)
@@ -42,25 +45,33 @@ _SINCE = (  # (ABI, rights on files, rights on ports, scopes, what is not refuse
     (5, _IOCTL, 0, 0, "ioctl of devices"),
     (6, 0, 0, 3, "signals to other processes"),
 )
-_SYSTEM = (
-    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/nix/store", "/proc", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/timezone", "/etc/ssl", "/etc/pki", "/etc/ca-certificates",
-    "/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/passwd",
-    "/etc/group", "/etc/fonts", "/etc/mime.types", "/etc/os-release", "/etc/alternatives", "/etc/nvidia",
-    "/dev/urandom", "/dev/random", "/dev/zero",
-)  # fmt: skip
+_SYSTEM = """
+    /usr /lib /lib64 /bin /sbin /nix/store /proc /sys/bus /sys/class /sys/dev /sys/devices /sys/fs/cgroup
+    /sys/kernel/mm /sys/module /etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d /etc/localtime /etc/timezone
+    /etc/ssl/certs /etc/ssl/openssl.cnf /etc/pki/ca-trust /etc/pki/tls/certs /etc/pki/tls/openssl.cnf
+    /etc/ca-certificates /etc/resolv.conf /etc/hosts /etc/host.conf /etc/nsswitch.conf /etc/gai.conf /etc/passwd
+    /etc/group /etc/fonts /etc/mime.types /etc/os-release /etc/alternatives /etc/nvidia /dev/urandom /dev/random
+    /dev/zero
+"""
+
+_VARIABLES = re.compile(
+    "(PYTHON|MPL)[A-Z]+|(MEDFL|XDG|LC|LD|OMP|KMP|MKL|OPENBLAS|GLIBC|MALLOC|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|ITK"
+    "|MONAI)_[A-Z0-9_]+|PATH|HOME|LANG|TZ|TERM|COLUMNS|LINES|NO_COLOR|CC|CXX|CPATH|LIBRARY_PATH|TMPDIR"
+    "|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE"
+)
+"""Environment variables of a worker: others may contain somebody's keys."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a sandboxed process may do; what does not exist is passed over.
+    """What a sandboxed process may do; missing files are skipped.
 
     Attributes:
-        read: files, and folders with all below.
-        write: folders below which everything may be read, written, made, moved and deleted; files; devices.
-        connect: TCP ports, of any machine: Landlock knows no addresses.
-        bind: TCP ports to listen at.
-        programs: files, or folders of them, that may be executed; without any, none at all.
+        read: files, and folders with their contents.
+        write: folders whose contents may be read, written, created, moved and deleted; files; devices.
+        connect: TCP ports, on any machine: Landlock cannot restrict addresses.
+        bind: TCP ports to listen on.
+        programs: files, or folders of them, that may be executed; if empty, none.
     """
 
     read: tuple[Path, ...] = ()
@@ -71,8 +82,9 @@ class Allowed:
 
 
 def abi() -> int:
-    """Return the version of the kernel's Landlock, 0 where it has none or it is switched off."""
+    """Return the version of the kernel's Landlock, 0 if it is missing or disabled."""
     if sys.platform == "linux":
+        # flag 1 asks for the version alone
         version: int = _libc().syscall(_CREATE, None, 0, 1)
         return max(0, version)
 
@@ -80,7 +92,7 @@ def abi() -> int:
 
 
 def lacking() -> str:
-    """Return what a sandbox needs and this machine has not, "" where nothing is lacking."""
+    """Return what a sandbox needs but this machine lacks, "" if nothing."""
     if not abi():
         return "a Linux kernel of at least 5.13 with Landlock switched on"
     if not syscall_filter.supported():
@@ -92,22 +104,33 @@ def lacking() -> str:
 def python_and_system() -> tuple[Path, ...]:
     """Return what any run reads: Python with its packages, medfl with its bundles, the system's libraries.
 
-    The folder in which `python -m` was started is not among them, unless PYTHONPATH names it.
+    The folder in which `python -m` was started is not included, unless PYTHONPATH names it.
     """
     package = Path(__file__).resolve().parents[1]
+    # the first is the script's own folder
     by_name_of = [*sys.path[1:], *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
-    paths = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, by_name_of))
+    paths = (
+        *_SYSTEM.split(),
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        *filter(None, by_name_of),
+    )
     return (*map(Path, paths), package, package.parent / "bundles")
 
 
 def devices() -> tuple[Path, ...]:
-    """Return what a run writes to in /dev: the null device, memory shared by processes, NVIDIA's driver."""
+    """Return the files in /dev that a run writes: the null device, shared memory, NVIDIA's driver."""
     return (Path(os.devnull), Path("/dev/shm"), *Path("/dev").glob("nvidia*"))
 
 
 def program_files(names: Iterable[str]) -> tuple[Path, ...]:
     """Return the files of programs of these names or paths, of those that exist, and the loader of all programs."""
-    files = [Path(path).resolve() for name in names if (path := shutil.which(name))]
+    files = []
+    for name in names:
+        if path := shutil.which(name):
+            files.append(Path(path).resolve())
+
     return (
         *files,
         *(path for folder in ("/lib", "/lib64") for path in Path(folder).glob("ld-*.so*")),
@@ -115,9 +138,9 @@ def program_files(names: Iterable[str]) -> tuple[Path, ...]:
 
 
 def private_folders(folder: Path) -> dict[str, str]:
-    """Make folders for what this process writes on the side; return the variables that name them.
+    """Create folders for this process's auxiliary files; return the variables that name them.
 
-    What others would run or load as code may not lie in a cache that they share.
+    What other processes would run or load as code must not be in a shared cache.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tmp").mkdir(exist_ok=True)
@@ -127,35 +150,51 @@ def private_folders(folder: Path) -> dict[str, str]:
         "CUDA_CACHE_PATH": f"{folder}/cuda",
         "TMPDIR": f"{folder}/tmp",
         PRIVATE_CACHE: str(folder),
-        "LOKY_MAX_CPU_COUNT": "1",  # else joblib asks a program for the cores
+        "LOKY_MAX_CPU_COUNT": "1",  # otherwise joblib runs a program to count the cores
     }
 
 
+def variables() -> dict[str, str]:
+    """Return the environment without what no worker needs."""
+    return {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+
+
+def forget_environment() -> None:
+    """Take from this process what `variables` leaves out, also where the kernel keeps it (/proc/self/environ)."""
+    remaining = variables()
+    os.environ.clear()
+    # the program's name, in brackets, may have blanks; the 48th and 49th field after it are env_start and env_end
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, numbers[47:49])
+    if start:
+        ctypes.memset(start, 0, end - start)
+
+    os.environ.update(remaining)
+
+
 class Sandbox:
-    """A sandbox to be entered, once, by this process or by a child before it executes something.
+    """A sandbox to be entered once, by this process or by a child before it executes something.
 
     Args:
-        allowed: what may still be done.
+        allowed: what is still allowed.
 
     Attributes:
         abi: version of the kernel's Landlock.
-        not_refused: what this kernel lets a process do all the same.
+        not_refused: what this kernel cannot prevent.
 
     Raises:
         InputError: the kernel has no Landlock, or libseccomp is not installed.
     """
 
     def __init__(self, allowed: Allowed) -> None:
-        """Hand the rules to the kernel; nothing is restricted yet."""
+        """Give the rules to the kernel; nothing is restricted yet."""
         self.allowed = allowed
         self.abi = abi()
         if missing := lacking():
             raise InputError("a sandbox", missing, "run it there, or without")
 
         supported = [row for row in _SINCE if row[0] <= self.abi]
-        self._files, ports, scopes = (
-            sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True)
-        )
+        self._files, ports, scopes = map(sum, zip(*(row[1:4] for row in supported), strict=True))
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
 
         attributes = struct.pack("QQQ", self._files, ports, scopes)
@@ -171,13 +210,15 @@ class Sandbox:
 
     def _allow(self, paths: Iterable[Path], rights: int) -> None:
         for path, handle in _opened(paths):
+            # the kernel refuses a file the rights that only folders have
             fitting = rights if path.is_dir() else rights & _OF_A_FILE
+            # "=": the kernel's structure has no padding
             _called(
                 _ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0
             )
 
     def enter(self) -> None:
-        """Restrict this process, and all that it will start, for good; InputError if it has other threads."""
+        """Restrict this process and all its future children permanently; InputError if it has other threads."""
         if len(os.listdir("/proc/self/task")) > 1:
             raise InputError(
                 "a sandbox in a process with threads",
@@ -198,7 +239,7 @@ class Sandbox:
         )
 
     def line(self, folder: Path) -> str:
-        """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""
+        """Return the message to the user: the kernel's version and what is allowed; `folder` is the writable one."""
         ports = sorted({*self.allowed.connect, *self.allowed.bind})
         if ports:
             network = f"TCP ports {', '.join(map(str, ports))} only"
@@ -216,7 +257,7 @@ class Sandbox:
 
 
 def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield the paths that exist, each with a handle that is closed afterwards."""
+    """Yield the existing paths, each with a handle that is closed afterwards."""
     for path in dict.fromkeys(paths):
         try:
             handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -230,7 +271,7 @@ def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def _drop_capabilities() -> None:
-    """Give up what the user root has beside its files, for good: it may look into no process that kept them."""
+    """Permanently drop root's capabilities other than file access: it may not inspect processes that kept theirs."""
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     if _libc().capset(header, bytes(24)):
         raise OSError(ctypes.get_errno(), "capset")

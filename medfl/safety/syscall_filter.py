@@ -1,8 +1,8 @@
 """An allow list of system calls (seccomp, by libseccomp): what training needs, and nothing else.
 
-It began with the calls that `strace -f` shows of a run with two worker processes; calls of the same kind stand with
-them, as C libraries differ in which they take. Programs may also begin a session (`setsid`); without programs nobody
-leaves the worker's process group, which its keeper ends.
+It started from the calls that `strace -f` shows for a run with two worker processes, plus calls of the same kind, since
+C libraries differ in which they use. Programs may also start a session (`setsid`); without programs nobody can leave
+the worker's process group, which its keeper kills.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = """
     fstat fstatfs fsync ftruncate getcwd getdents getdents64 lseek link linkat lstat mkdir mkdirat newfstatat open
     openat openat2 pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename
     renameat renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat sync_file_range tee truncate umask
-    unlink unlinkat write writev copy_file_range fcntl memfd_create
+    unlink unlinkat write writev copy_file_range memfd_create
 """
 MEMORY = """
     brk madvise mbind membarrier mincore mlock mlock2 mmap mprotect mremap msync munlock munmap get_mempolicy
@@ -45,34 +45,38 @@ WAITING_AND_TIME = """
 """
 SYSTEM = "getrandom sysinfo uname"
 ENDS = "getpeername getsockname getsockopt recvfrom recvmmsg recvmsg setsockopt shutdown"
-"""Of sockets that are there: pairs between a process and its children."""
+"""For existing sockets: pairs between a process and its children."""
 NETWORK = "bind connect"
 LISTENING = "accept accept4 listen"
 PROGRAMS = "execve execveat setsid"
 RESTRICTING = "capset landlock_add_rule landlock_create_ruleset landlock_restrict_self seccomp"
-"""With which a program that is started puts walls around itself: they take rights away and give none."""
+"""Used by a started program to sandbox itself: they remove rights and give none."""
 _RECENT = ("clone3", "cachestat", "map_shadow_stack", "mseal", "fchmodat2", "setxattrat")
-"""Calls that C libraries try first: told not to be there, they take an older one, which can be looked into."""
+"""Calls that C libraries try first: if reported missing, they use an older one, whose arguments can be checked."""
 
 _LIBRARY = "libseccomp.so.2"
 _UNIX = 1
 _INTERNET = (2, 10)
 _TRANSPORT = (0, 6, 17)
-"""IPv4 and IPv6; the protocols 0 (the usual one), TCP and UDP: names are looked up over UDP."""
+"""IPv4 and IPv6; the protocols 0 (default), TCP and UDP: names are resolved over UDP."""
 _FAST_OPEN = 0x20000000
-"""Flag of a message that connects: Landlock's rule on `connect` does not see it."""
-_NEW_NAMESPACES = 0x7E020080
-"""Flags of `clone` that give a process a view of its own, in which it has all rights."""
+"""Flag of a message that connects: Landlock's rule on `connect` does not cover it."""
+_NOT_A_CHILD = 0x7E028080
+"""Flags of `clone`: new namespaces, in which a process has all rights; a parent other than the caller."""
+_CONNECTED = (1, 5)
+"""Types of Unix sockets that send only to their other end: a datagram goes where its own header says."""
+_FCNTLS = (*range(8), 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
+"""Duplicates, flags, record locks, pipe sizes, seals: no signal owner, no leases, no notifications."""
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Is it a terminal, and how wide; bytes that wait; whether to block, whether programs inherit: none types into it."""
+"""Is it a terminal, its width; waiting bytes; non-blocking, close-on-exec: none injects input."""
 _DRIVER_IOCTLS = (0x4600, 0x0000)
 """Kinds of requests to NVIDIA's driver."""
 _PROCESS_SETTINGS = (1, 2, 3, 15, 16, 21, 23, 25, 30, 38, 39, 40, 41, 42, 47, 0x53564D41)
-"""What `prctl` may read or set: the signal at a parent's death, names, timer slack, huge pages, names of memory."""
+"""What `prctl` may read or set: parent-death signal, names, timer slack, huge pages, names of memory."""
 
 
 def supported() -> bool:
-    """Return whether libseccomp is here; without it there is no filter."""
+    """Return whether libseccomp is available; without it there is no filter."""
     try:
         _seccomp()
     except (ImportError, OSError, RuntimeError):
@@ -82,7 +86,7 @@ def supported() -> bool:
 
 
 def _seccomp() -> ModuleType:
-    """Import pyseccomp, which looks for its library by programs: slow, and refused by a sandbox around this one."""
+    """Import pyseccomp, which finds its library by running programs: slow, and refused in a surrounding sandbox."""
     find = ctypes.util.find_library
     ctypes.util.find_library = lambda name: _LIBRARY
     try:
@@ -92,17 +96,17 @@ def _seccomp() -> ModuleType:
 
 
 def enter(sockets: bool, listening: bool, programs: bool) -> None:
-    """Filter the system calls of this thread, and of what it starts, for good; needs `no_new_privs`.
+    """Permanently filter the system calls of this thread and its children; needs `no_new_privs`.
 
-    What is not on the list fails with EPERM.
+    Calls that are not on the list fail with EPERM.
 
     Args:
-        sockets: whether sockets of the internet may be made; of no other family in any case.
-        listening: whether a socket may listen; at which ports, Landlock says of those that are named.
+        sockets: whether internet sockets may be created; other families never.
+        listening: whether a socket may listen; Landlock decides on which ports.
         programs: whether programs may be executed.
 
     Raises:
-        OSError: the kernel does not take it.
+        OSError: the kernel rejects the filter.
     """
     make_filter(sockets, listening, programs).load()
 
@@ -115,7 +119,7 @@ def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter
     machine = seccomp.system_arch()
 
     def known(names: Iterable[str]) -> Iterator[str]:
-        """Yield those of the names that this machine has, and libseccomp knows."""
+        """Yield the names that exist on this machine and that libseccomp knows."""
         for name in names:
             if seccomp.resolve_syscall(machine, name) >= 0:
                 yield name
@@ -130,19 +134,25 @@ def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter
     for name in known(_RECENT):
         calls.add_rule(seccomp.ERRNO(errno.ENOSYS), name)
 
-    # Of this process only: 0 is the caller, and no other number is looked at
+    # For this process only: 0 is the caller, and no other number is accepted
     itself = seccomp.Arg(0, seccomp.EQ, 0)
     allow("prlimit64 sched_setaffinity", itself)
-    allow("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+    allow("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NOT_A_CHILD, 0))
     for setting in _PROCESS_SETTINGS:
         allow("prctl", seccomp.Arg(0, seccomp.EQ, setting))
 
     for request in _IOCTLS:
         allow("ioctl", seccomp.Arg(1, seccomp.EQ, request))
-    for kind in _DRIVER_IOCTLS:  # Landlock says of which devices
+    for kind in _DRIVER_IOCTLS:  # Landlock decides for which devices
         allow("ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFF00, kind))
 
-    allow("socketpair", seccomp.Arg(0, seccomp.EQ, _UNIX))
+    for command in _FCNTLS:
+        allow("fcntl", seccomp.Arg(1, seccomp.EQ, command))
+
+    for kind in _CONNECTED:
+        connected = seccomp.Arg(1, seccomp.MASKED_EQ, 0xF, kind)
+        allow("socketpair", seccomp.Arg(0, seccomp.EQ, _UNIX), connected)
+    # without an address: to the other end alone
     allow("sendto", seccomp.Arg(4, seccomp.EQ, 0), seccomp.Arg(3, seccomp.MASKED_EQ, _FAST_OPEN, 0))
     allow("sendmsg", seccomp.Arg(2, seccomp.MASKED_EQ, _FAST_OPEN, 0))
     allow("sendmmsg", seccomp.Arg(3, seccomp.MASKED_EQ, _FAST_OPEN, 0))

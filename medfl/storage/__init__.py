@@ -1,4 +1,4 @@
-"""Files as they are written and read: replaced atomically, weights, checkpoints of others, the run folder."""
+"""Files: replaced atomically, weights, third-party checkpoints, the run folder."""
 
 from typing import TYPE_CHECKING
 

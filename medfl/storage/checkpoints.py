@@ -1,7 +1,7 @@
-"""Tensors in files of `torch.save`, rebuilt from kind, shape and numbers; nothing else is made of a pickle.
+"""Tensors in files of `torch.save`, rebuilt from type, shape and numbers; a pickle creates nothing else.
 
-PyTorch believes what a pickle says of sparse, quantised and nested tensors, whose indices then reach into the memory of
-others, and it hands out its own functions. Here dense tensors, NumPy's arrays and plain values are rebuilt only.
+PyTorch trusts what a pickle says about sparse, quantised and nested tensors, whose indices can then reach into other
+memory, and it exposes its own functions. Here only dense tensors, NumPy arrays and plain values are rebuilt.
 """
 
 from __future__ import annotations
@@ -9,50 +9,51 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from medfl.core.mappings import pick, pick_known
 from medfl.core.untrusted import printable
 from medfl.storage.pickled_arrays import STAND_INS, PickledArray, PickledType, latin1
 
 
 def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tensor:
-    """Return a tensor on the numbers of a storage, without a gradient; an UnpicklingError if it is no plain one.
+    """Return a tensor on the numbers of a storage, without a gradient; UnpicklingError if it is not a plain one.
 
     Raises:
-        RuntimeError: it reaches beyond its storage.
+        RuntimeError: it extends beyond its storage.
     """
-    # A negative or huge number here would have PyTorch read the memory of others.
+    # A negative or huge number here would make PyTorch read other memory.
     described = (
         isinstance(numbers, Tensor) and isinstance(size, tuple) and isinstance(stride, tuple)
     )
     if not described or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it holds a tensor that is not described as PyTorch does it")
-    # After the gradient and the hooks: bits of a view of complex numbers.
+    # After the gradient and the hooks: flags of a view of complex numbers.
     if any(more[2:]):
         raise pickle.UnpicklingError(
             "it holds a tensor that is conjugated or negated when it is read"
         )
 
-    # By set_, so that it is no view of another tensor.
+    # By set_, so that it is not a view of another tensor.
     tensor: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))
     return tensor
 
 
 def first(value: Any, *_: Any) -> Any:
-    """Return what a pickle wraps: a Parameter's tensor, a Size's tuple, a Counter's dict."""
+    """Return the object that a pickle wraps: a Parameter's tensor, a Size's tuple, a Counter's dict."""
     return value
 
 
 class ScriptModule(dict[str, object]):
-    """Stands for a module of TorchScript: its attributes by name; its code is not read."""
+    """Represents a TorchScript module: its attributes by name; its code is not read."""
 
 
 def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
-    """Put values into a dict; an UnpicklingError for a name that is no text and no number, as Python hashes any."""
+    """Put values into a dict; UnpicklingError for a name that is not text or a number, since Python would hash it."""
     plain = type(target) in (dict, OrderedDict)
     if not plain or not all(isinstance(name, _NAMES) for name in names):
         raise pickle.UnpicklingError("it holds values by other things than texts and numbers")
@@ -60,7 +61,7 @@ def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """Return an OrderedDict; Python 2 gives its pairs at once."""
+    """Return an OrderedDict; Python 2 passes its pairs at once."""
     mapping: OrderedDict[Any, Any] = OrderedDict()
     if pairs and type(pairs) is not list:
         raise pickle.UnpicklingError(
@@ -79,7 +80,7 @@ _TYPED = (
     "restore_type_tag",
     *(f"build_{kind}list" for kind in ("int", "double", "bool", "tensor")),
 )
-"""What TorchScript wraps its lists and dicts in."""
+"""Wrappers of TorchScript's lists and dicts."""
 _REBUILT: Mapping[str, Any] = {
     **STAND_INS,
     **{f"{place}.{name}Storage": kind for place in ("torch", "torch.cuda") for name, kind in _KINDS.items()},
@@ -88,23 +89,23 @@ _REBUILT: Mapping[str, Any] = {
     "collections.OrderedDict": ordered, "_codecs.encode": latin1,
     **{f"torch.jit._pickle.{name}": first for name in _TYPED},
 }  # fmt: skip
-"""Name in a file of `torch.save` -> what is called in its place, or the kind of a storage's numbers."""
+"""Name in a file of `torch.save` -> the function to call instead, or the type of a storage's numbers."""
 _STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
-"""Of a pickle's steps those that `torch.save` writes: others make objects, or ask for memory of any size."""
+"""Pickle opcodes that `torch.save` writes: others create objects, or request memory of any size."""
 _SCRIPT_CLASS = "a class of TorchScript"
-"""Stands for any: it cannot be called."""
+"""Represents any such class: it cannot be called."""
 _MOST_NAMES = 10_000_000
-"""Characters of all names in a file of TorchScript, each with those of the modules that it is in."""
+"""Maximum total length of all names in a TorchScript file, each with those of its enclosing modules."""
 _NAMES = (str, bytes, int, float, type(None))
 _SINGLE = (*_NAMES, Tensor, np.ndarray, np.generic)
 _VERSIONS = ("version", "spectral_norm")
-"""Of what weights say of each module; another word has `load_state_dict` put the file's tensors in as they are."""
+"""Per-module metadata of weights; another key would make `load_state_dict` assign the file's tensors directly."""
 _ALLOWED = "a checkpoint is tensors and plain values"
 
 
 def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
-    # The parts themselves are kept: an id is another's once its object is gone.
+    # The parts themselves are kept: an id is reused once its object is gone.
     todo = [value]
     visited = {}
     while todo:
@@ -117,43 +118,43 @@ def require_plain_values(value: Any) -> None:
             raise pickle.UnpicklingError(f"it holds a {type(part).__name__} as a value; {_ALLOWED}")
 
         if isinstance(part, dict):
-            # An OrderedDict may have attributes, as a state dict its `_metadata`.
+            # An OrderedDict may have attributes, such as a state dict's `_metadata`.
             todo += [*part.values(), *getattr(part, "__dict__", {}).values()]
         else:
             todo += part
 
 
 class PlainUnpickler(pickle._Unpickler):
-    """Reads tensors, NumPy's arrays and numbers, and plain values, as `torch.save` writes them, and nothing else.
+    """Reads only tensors, NumPy arrays and numbers, and plain values, as `torch.save` writes them.
 
     Attributes:
-        storages: key -> bytes of each storage that was asked for.
+        storages: key -> bytes of each requested storage.
     """
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: BinaryIO, size: int, read: Callable[[str, int], Tensor]) -> None:
+    def __init__(self, file: IO[bytes], size: int, read: Callable[[str, int], Tensor]) -> None:
         """Read a pickle.
 
         Args:
-            file: where it is.
-            size: bytes of the whole file, which bound what is made of it.
-            read: gives the bytes of a storage from its key and their number.
+            file: to read from.
+            size: bytes of the whole file, which limit what is created from it.
+            read: returns the bytes of a storage from its key and their number.
         """
         super().__init__(file, encoding="utf-8")
-        self._left = 2 * size  # an array is a text and bytes
+        self._left = 2 * size  # an array is a string and bytes
         self._read = read
         self.storages: dict[str, Tensor] = {}
 
     def load(self) -> Any:
-        """Return the next value of the file; an UnpicklingError names what else it holds."""
+        """Return the next value of the file; UnpicklingError names anything else it contains."""
         value = super().load()
         require_plain_values(value)
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name."""
+        """Return the replacement for a name."""
         if module.partition(".")[0] == "__torch__":
             return _SCRIPT_CLASS
         if (full := f"{module}.{name}") not in _REBUILT:
@@ -161,7 +162,7 @@ class PlainUnpickler(pickle._Unpickler):
         return _REBUILT[full]
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """Return a storage, as its numbers in a row."""
+        """Return a storage as a flat tensor of its numbers."""
         match pid:
             case ("storage", torch.dtype() as kind, str() as key, _, int() as count, *view) if (
                 not any(view)
@@ -189,7 +190,7 @@ class PlainUnpickler(pickle._Unpickler):
             )
 
     def _take_parts(self, arguments: object) -> None:
-        """Count what a call is given, which it may copy: one short step of a pickle gives the same again."""
+        """Count the arguments of a call, which may copy them: one short pickle opcode can repeat them."""
         if not isinstance(arguments, tuple):
             raise pickle.UnpicklingError("it holds a call that is not described as Python does it")
 
@@ -221,7 +222,7 @@ class PlainUnpickler(pickle._Unpickler):
             self._take(len(state["_metadata"]))
             metadata = {}
             for name, facts in state["_metadata"].items():
-                metadata[name] = {kind: facts[kind] for kind in _VERSIONS if kind in facts}
+                metadata[name] = pick_known(facts, _VERSIONS)
             vars(target)["_metadata"] = metadata
         elif isinstance(target, ScriptModule) and type(state) is dict:
             self._take(len(state))
@@ -245,7 +246,7 @@ class PlainUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), _refuse),
-        **{step: pickle._Unpickler.dispatch[step] for step in _STEPS},
+        **pick(pickle._Unpickler.dispatch, _STEPS),
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _new,
         pickle.BUILD[0]: _build,
@@ -255,12 +256,12 @@ class PlainUnpickler(pickle._Unpickler):
 
 
 def script_tensors(module: ScriptModule) -> ScriptModule:
-    """Return the tensors of a module of TorchScript and of those in it, by their names in a state dict."""
+    """Return the tensors of a TorchScript module and its submodules, by their names in a state dict."""
     tensors = ScriptModule()
     todo = [("", module)]
     length = 0
     for prefix, part in todo:
-        # one that holds itself would have no end
+        # a module that contains itself would never end
         length += sum(1 + len(prefix) + len(name) for name in part)
         if length > _MOST_NAMES:
             raise pickle.UnpicklingError("its modules have more names than any network's")

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import safetensors
 import safetensors.torch
@@ -22,23 +22,28 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from medfl.core.errors import RunError
-from medfl.core.message import Tensors, Weights
-from medfl.core.untrusted import JSON_VALUES, printable, read_plain
+from medfl.core.errors import RunError, beginning
+from medfl.core.mappings import map_values
+from medfl.core.message import Tensors, Weights, byte_count
+from medfl.core.untrusted import JSON_VALUES, open_plain, printable, read_plain
 from medfl.storage.checkpoints import PlainUnpickler, ScriptModule, script_tensors
 
 _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
 _LEVELS = 200
 """Of a State's description, two for each of the State's own."""
+_MOST_BYTES = sys.maxsize
+if hasattr(os, "sysconf"):
+    _MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+"""Of a file that is read as a whole: one with holes takes no room on a disk."""
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""Begins a file of PyTorch before 1.6."""
+"""Magic number of a file of PyTorch before 1.6."""
 State = dict[str, Any]
-"""A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
+"""A plain, possibly nested dict of tensors, numbers, strings and lists: all that persists between rounds."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` by way of a sibling file and a rename.
+    """Write `data` to `path` via a sibling file and a rename.
 
     Raises:
         RunError: the disk is full or the folder cannot be written; the old file is untouched.
@@ -49,11 +54,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def _write_tensors(path: Path, named: Tensors, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
-    with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
+    with atomic_replace(path, byte_count(named)) as temporary:
         temporary.touch()
         mode = temporary.stat().st_mode
         safetensors.torch.save_file(named, temporary, metadata=metadata)
-        # safetensors gives rights to the owner only; a sandbox lets none be changed.
+        # safetensors makes files readable by the owner only; a sandbox does not allow changing that.
         with suppress(PermissionError):
             temporary.chmod(mode)
 
@@ -76,11 +81,11 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 def writing(
     target: Path | str, advice: str = "free some space, then go on (a run with --resume)"
 ) -> Iterator[None]:
-    """Raise a RunError where what the block writes to `target` cannot be written."""
+    """Raise a RunError if the block cannot write to `target`."""
     try:
         yield
     except (OSError, safetensors.SafetensorError, RuntimeError) as error:
-        # torch.save's of a full disk names its writer; any other is no failure to write.
+        # On a full disk torch.save's error names its writer; other errors are not failures to write.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         raise RunError(
@@ -90,10 +95,9 @@ def writing(
 
 def _reason(error: Exception) -> str:
     """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
+    number = None
     if isinstance(error, OSError):
         number = error.errno
-    else:
-        number = None
 
     if number is None and (match := re.search(r"os error (\d+)", str(error))):
         number = int(match[1])
@@ -105,7 +109,7 @@ def _reason(error: Exception) -> str:
 
 
 def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:
-    """Write a State atomically: tensors and round as safetensors, its shape and numbers as JSON in the header."""
+    """Write a State atomically: tensors and round as safetensors, its structure and numbers as JSON in the header."""
     tree, numbered = split_state(state)
     if round_ is not None:
         numbered[_ROUND] = torch.tensor(round_)
@@ -127,7 +131,7 @@ def load_state(path: Path) -> State:
 
 
 def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
-    """Return a State's shape and numbers as JSON, and its tensors, contiguous on the CPU, by their numbers in it."""
+    """Return a State's structure and numbers as JSON, and its tensors, contiguous on the CPU, by number."""
     tensors = []
 
     def strip(node: object) -> object:
@@ -138,7 +142,7 @@ def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
         if isinstance(node, Mapping):
             if not all(isinstance(key, str) for key in node):
                 raise TypeError(f"a State has string keys only; got {list(node)[:3]}")
-            return {"dict": {key: strip(value) for key, value in node.items()}}
+            return {"dict": map_values(strip, node)}
 
         if isinstance(node, list | tuple):
             return {"list": list(map(strip, node))}
@@ -154,9 +158,9 @@ def split_state(state: Mapping[str, object]) -> tuple[str, Tensors]:
 
 
 def join_state(tree: str, tensors: Tensors) -> State:
-    """Invert `split_state`; an error of any type if it is something else."""
+    """Invert `split_state`; raises any type of error for other input."""
     shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
-    state: State = _filled(shape, tensors)
+    state = _filled(shape, tensors)
     if not isinstance(state, dict):
         raise ValueError("it holds no names and values")
 
@@ -164,13 +168,13 @@ def join_state(tree: str, tensors: Tensors) -> State:
 
 
 def _filled(node: Any, tensors: Tensors) -> Any:
-    """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
+    """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is invalid."""
     if not isinstance(node, dict) or len(node) != 1:
         raise ValueError(f"{node!r:.60} describes no part of a state")
 
     ((kind, value),) = node.items()
     if kind == "tensor" and type(value) is int:
-        return tensors.pop(str(value))  # once: a copy of it each time would fill a disk
+        return tensors.pop(str(value))  # once: repeated copies could fill a disk
     if kind == "dict" and isinstance(value, dict):
         return {key: _filled(child, tensors) for key, child in value.items()}
     if kind == "list" and isinstance(value, list):
@@ -181,20 +185,21 @@ def _filled(node: Any, tensors: Tensors) -> Any:
     raise ValueError(f"{node!r:.60} describes no part of a state")
 
 
-def _require_plain(path: Path, links: bool = False) -> None:
-    if not path.is_file() or (path.is_symlink() and not links):  # a pipe would be waited for
+def _require_plain(path: Path) -> None:
+    if not path.is_file() or path.is_symlink():  # a pipe would be waited for
         raise ValueError("there is no plain file")
 
 
 def state_round(path: Path) -> int:
-    """Return the round of a State's file; one of medfl 0.6.0, damaged, or elsewhere has it in its name only, else 0."""
+    """Return the round of a State's file; if it is of medfl 0.6.0, damaged or elsewhere, from its name, else 0."""
     try:
         _require_plain(path)
         with safetensors.safe_open(path, framework="pt") as file:
             if (number := int(file.get_tensor(_ROUND))) >= 0:
                 return number
             raise ValueError(f"{number} is no round")
-    except Exception:  # the Rust reader raises its own type for each kind of damage, and for a tensor that is not there
+    # The Rust reader raises its own type for each kind of damage, and for a missing tensor.
+    except Exception:
         digits = re.match(r"\d{6}", path.name)
         return int(digits[0]) if digits else 0
 
@@ -206,7 +211,7 @@ def to_device(state: State, device: torch.device) -> State:
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write plain values as JSON, indented; raises as `write_atomic`."""
+    """Write plain values as indented JSON; raises as `write_atomic`."""
     write_atomic(path, (json.dumps(document, indent=1, default=list) + "\n").encode())
 
 
@@ -218,43 +223,71 @@ def save_weights(path: Path, weights: Weights) -> None:
 
 
 def load_weights(path: Path) -> Tensors:
-    """Read weights written by `save_weights`; RunError if the file is missing or damaged."""
+    """Read weights written by `save_weights`; RunError if the file is missing or damaged.
+
+    They are of this process alone: in a file that is mapped to memory others could change them, or cut them off.
+    """
+    return read_weights(path)[0]
+
+
+def read_weights(path: Path) -> tuple[Tensors, str]:
+    """Return weights as `load_weights` does, and the SHA-256 of the bytes that they were made of."""
     try:
-        _require_plain(path, links=True)
-        return dict(safetensors.torch.load_file(path))
-    except Exception as error:  # as above
+        content, sha256 = hashed(path)
+        return dict(safetensors.torch.load(content.getvalue())), sha256
+    except Exception as error:  # the Rust reader's, as above
         raise RunError(f"cannot read the weights {path}: {printable(error, 200)}") from error
 
 
-def load_pickled(path: Path) -> Any:
-    """Read tensors and plain values that `torch.save` wrote; Parameters come as tensors, and all on the CPU.
-
-    Of TorchScript these are the tensors by name, a `ScriptModule`, and no code of it is read. Nothing else is rebuilt
-    (`PlainUnpickler`), and the file has to have as many bytes as its tensors take.
+def hashed(path: Path) -> tuple[io.BytesIO, str]:
+    """Return the content of a plain file, and its SHA-256: what is read of it is what was hashed.
 
     Raises:
-        ValueError or UnpicklingError: it holds something else, or would take more; damage raises other errors, too.
+        OSError: it cannot be read, or would take more than half of the machine's memory.
     """
-    _require_plain(path, links=True)
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, "it would take more than half of the memory")
+        content = file.read()
+
+    return io.BytesIO(content), hashlib.sha256(content).hexdigest()
+
+
+def load_pickled(source: Path | io.BytesIO) -> Any:
+    """Read tensors and plain values that `torch.save` wrote; Parameters come as tensors, and all on the CPU.
+
+    For TorchScript the result is a `ScriptModule` of the tensors by name, and none of its code is read. Nothing else is
+    rebuilt (`PlainUnpickler`), and the file must have as many bytes as its tensors take.
+
+    Raises:
+        ValueError or UnpicklingError: it contains something else, or would take more; damage may raise other errors.
+    """
+    with open_plain(source) if isinstance(source, Path) else source as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         start = file.read(4)
         file.seek(0)
         try:
             if start == b"PK\3\4":
                 return _from_archive(file, size)
+            # b"\x80" begins a pickle of protocol 2
+            if start and start[:1] != b"\x80":
+                raise ValueError(f"torch.save did not write it; {beginning(file)}")
 
             return _from_stream(file, size)
-        except (EOFError, IndexError, struct.error) as error:  # which say nothing
+        except (EOFError, IndexError, struct.error) as error:  # which have no message
             raise ValueError("it is cut off or damaged") from error
 
 
-def _from_archive(file: BinaryIO, size: int) -> Any:
+def _from_archive(file: IO[bytes], size: int) -> Any:
     with zipfile.ZipFile(file) as archive:
-        # Stored as it is, and no bytes twice: else a small file could fill the memory.
+        # Uncompressed, and no bytes twice: otherwise a small file could fill the memory.
         members = archive.infolist()
-        folder = members[0].filename.partition("/")[0]
-        # TorchScript packs its code, of which nothing is read
+        folder = members[0].filename.partition("/")[0] if members else ""
+        if f"{folder}/data.pkl" not in archive.namelist():
+            raise ValueError("torch.save did not write it; it is another archive")
+
+        # TorchScript compresses its code, none of which is read
         read_here = (f"{folder}/data/", f"{folder}/data.pkl", f"{folder}/byteorder")
         members = [member for member in members if member.filename.startswith(read_here)]
         packed = any(member.compress_type for member in members)
@@ -265,7 +298,7 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
 
         for member in members:
             if not member.CRC:
-                del member.CRC  # torch.save may be told to write none
+                del member.CRC  # torch.save can be configured to write none
 
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != sys.byteorder.encode():
@@ -284,7 +317,7 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
         return script_tensors(loaded) if isinstance(loaded, ScriptModule) else loaded
 
 
-def _from_stream(file: BinaryIO, size: int) -> Any:
+def _from_stream(file: IO[bytes], size: int) -> Any:
     """Read what PyTorch wrote before 1.6: pickles, and the bytes of the storages that the last of them names."""
     unpickler = PlainUnpickler(file, size, lambda _, length: torch.empty(length, dtype=torch.uint8))
     if unpickler.load() != _MAGIC:
@@ -319,9 +352,9 @@ def weights_sha256(weights: Weights) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, read piece by piece."""
+    """Return the SHA-256 of a file's bytes, read in pieces."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
@@ -329,11 +362,11 @@ def file_sha256(path: Path) -> str:
 
 def _unshared(tensors: list[Tensor]) -> list[Tensor]:
     """Clone tensors that share a storage (tied weights, views): safetensors refuses shared storage."""
-    pointers: set[int] = set()
+    pointers = set()
     unshared = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        # Empty tensors have no memory, or one address for all of them.
+        # Empty tensors have no memory, or share one address.
         if tensor.numel():
             if storage.data_ptr() in pointers or storage.nbytes() != tensor.nbytes:
                 tensor = tensor.clone()

@@ -1,7 +1,7 @@
-"""NumPy's arrays and numbers in the pickles of others, rebuilt from kind, shape and bytes.
+"""NumPy arrays and numbers in third-party pickles, rebuilt from type, shape and bytes.
 
-NumPy believes what a pickle says of a type: one that denies to hold objects makes pointers of the file's bytes. So what
-stands for NumPy's own here takes plain numbers only, and leaves nothing else for a pickle to change.
+NumPy trusts what a pickle says about a type: one that claims not to hold objects turns the file's bytes into pointers.
+So the replacements here accept plain numbers only, and leave nothing else for a pickle to change.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ _KIND = re.compile(r"[biufc?][0-9]{0,2}|[?bBhHiIlLqQefdFD]", re.ASCII)
 
 
 class PickledType:
-    """Stands for `numpy.dtype`: a kind of number and its byte order."""
+    """Replaces `numpy.dtype`: a type of number and its byte order."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
-        """Take the kind, as `f4`; an UnpicklingError for anything but a kind of number."""
+        """Store the type, e.g. `f4`; UnpicklingError for anything but a type of number."""
         if not isinstance(kind, str) or not _KIND.fullmatch(kind):
             raise pickle.UnpicklingError("it holds an array of other things than numbers")
         self.dtype = np.dtype(kind)
 
     def __setstate__(self, state: Any) -> None:
-        """Take the byte order of a state; what else it says of a type is for other types than numbers."""
+        """Set the byte order from a state; its other entries concern types that are not numbers."""
+        order = ""
         if isinstance(state, tuple) and len(state) > 1:
             order = state[1]
-        else:
-            order = ""
 
         if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
             raise pickle.UnpicklingError("it holds an array of other things than numbers")
@@ -39,14 +38,14 @@ class PickledType:
 
 
 class PickledArray(np.ndarray[Any, Any]):
-    """Stands for `numpy.ndarray`, and for what makes an empty one: its state alone says what is in it."""
+    """Replaces `numpy.ndarray` and the function that creates an empty one: its state alone gives the contents."""
 
     def __new__(cls, *_: Any) -> PickledArray:
-        """Return an empty array, whatever is asked for."""
+        """Return an empty array, whatever is requested."""
         return super().__new__(cls, (0,), np.uint8)
 
     def __setstate__(self, state: Any) -> None:  # type: ignore[override]  # what a pickle gives, of any type
-        """Take shape, type, order and bytes; an UnpicklingError if they do not go together."""
+        """Set shape, type, order and bytes; UnpicklingError if they do not fit together."""
         shape, kind, by_columns, data = state[-4:] if isinstance(state, tuple) else (None,) * 4
         if isinstance(data, str):
             data = data.encode("latin1")
@@ -63,7 +62,7 @@ class PickledArray(np.ndarray[Any, Any]):
 
 
 def number(kind: Any, data: Any) -> Any:
-    """Return a NumPy number from its type and bytes; an UnpicklingError if they are none."""
+    """Return a NumPy number from its type and bytes; UnpicklingError if they are invalid."""
     if (
         not isinstance(kind, PickledType)
         or not isinstance(data, bytes)
@@ -74,7 +73,7 @@ def number(kind: Any, data: Any) -> Any:
 
 
 def latin1(text: str, *_: Any) -> bytes:
-    """Return bytes that a pickle of protocol 2 has as text."""
+    """Return bytes that a pickle of protocol 2 stores as text."""
     return text.encode("latin1")
 
 
@@ -84,4 +83,4 @@ STAND_INS: Mapping[str, Any] = {
     **{f"numpy.{core}.multiarray._reconstruct": PickledArray for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": number for core in ("core", "_core")},
 }
-"""Name in a pickle -> what is made in its place."""
+"""Name in a pickle -> its replacement."""

@@ -1,4 +1,4 @@
-"""Where files lie for which nobody named a place, and whether a place that was named will do."""
+"""Default locations of files, and checks of locations that were given."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ LOCAL_REFERENCE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 
 PHANTOM = "phantom"
-"""What `--data` says in the place of a folder, for drawn images."""
+"""Value of `--data` for phantom images instead of a folder."""
 
 WHICH = {"last": "weights", "best": "best"}
-"""What `--which` says -> name of the weights' file in a run folder."""
+"""Value of `--which` -> name of the weights file in a run folder."""
 
 FOLDS = "folds.json"
-"""What a cross-validation's folder has, and no run's: what was asked for."""
+"""Found only in a cross-validation's folder: its request."""
+
+GRID = "compare.json"
+"""Shared by all runs in a comparison's folder."""
 
 TRIAL = "trial.json"
-"""What is said of a run that was validated only, in the place of summary.json."""
+"""Summary of a run that was only validated, instead of summary.json."""
 
 CROSS_SITE = "cross_site.csv"
 """Scores of every model at every site, in a run folder."""
 
 CONTRIBUTION = "contribution.csv"
-"""What each site contributed, in a run folder."""
+"""Each site's contribution, in a run folder."""
 
 CALIBRATION = "calibration.json"
-"""What `medfl calibrate` writes into a run folder, and `medfl export` into the docs/ of a bundle."""
+"""Written by `medfl calibrate` into a run folder, and by `medfl export` into the docs/ of a bundle."""
+
+CALIBRATION_SUMS = "calibration_sums.safetensors"
+"""Calibration tables released by sites that keep their images, in the run folder of an evaluation job on FLARE."""
 
 _LEAST_SIDE = 16
 _WEIGHTS = {
@@ -53,19 +59,20 @@ _PRETRAINED = {
         "hub/models--timm--{}/snapshots/*/model.safetensors",
     ),
 }
-"""Where PyTorch's and Hugging Face's caches have the pretrained weights of a network."""
+"""Locations of a network's pretrained weights in PyTorch's and Hugging Face's caches."""
 BACKBONES = ("backbone", *_PRETRAINED)
-"""Kinds of `--init` that give a network all but its head."""
+"""Kinds of `--init` that initialise all of a network but its head."""
 
 _PRIVATE = ("prepared", "answers", "embeddings", PHANTOM)
-"""Kinds of cache that a worker in a sandbox has for itself: what a bundle makes there, others would take up."""
+"""Kinds of cache that a sandboxed worker has for itself: others would use what a bundle writes there."""
 
 
 def config_file(root: Path, stem: str, *, medfl: bool = True) -> Path | None:
     """Return a bundle's configuration file of this name, JSON or YAML, None if there is none.
 
-    An export has some twice: in configs/ for MONAI alone, and in configs/medfl/ for medfl, which then reads only these;
-    `medfl=False` returns the first.
+    An export has some of them twice: in configs/ for MONAI alone, and in configs/medfl/ for medfl, which then reads
+        only
+    the latter; `medfl=False` returns the former.
     """
     for place in ("configs/medfl",) * medfl + ("configs",):
         for suffix in (".json", ".yaml", ".yml"):
@@ -78,14 +85,14 @@ def config_file(root: Path, stem: str, *, medfl: bool = True) -> Path | None:
 def cache_folder(kind: str, *, shared: bool = False) -> Path:
     """Return the user's cache folder of one kind ($XDG_CACHE_HOME/medfl/<kind>); it may not exist yet.
 
-    A portable process has its own, for others may have been filled with other bits; a worker in a sandbox likewise,
-    unless `shared` says to look into everybody's.
+    A portable process has its own, since others may contain other bits; a sandboxed worker likewise, unless `shared`
+    selects the common one.
     """
     if not shared and kind in _PRIVATE and os.environ.get(PRIVATE_CACHE):
         return Path(os.environ[PRIVATE_CACHE]) / kind
 
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # expanduser leaves the ~ of a user who has no home, as in some containers.
+    # expanduser keeps the ~ of a user without a home, as in some containers.
     if home.startswith("~"):
         raise InputError(
             "a user without a home",
@@ -94,6 +101,7 @@ def cache_folder(kind: str, *, shared: bool = False) -> Path:
         )
 
     root = Path(home) / "medfl"
+    # what other kernels prepared may differ in its last bits
     if portable.active():
         return root / "portable" / kind
 
@@ -101,12 +109,12 @@ def cache_folder(kind: str, *, shared: bool = False) -> Path:
 
 
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:
-    """Return the run folder where --out names none; InputError if the bundle's folder has no name for one."""
+    """Return the run folder used without --out; InputError if the bundle's folder has no name for one."""
     return Path("runs") / f"{check_name(bundle, 'bundle')}-{method.rpartition('.')[2]}-{seed}"
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a model's folder is a run's, else it is a bundle's; InputError if it is neither."""
+    """Tell whether a model's folder is a run's rather than a bundle's; InputError if it is neither."""
     if (folder / "run.json").is_file():
         return True
     if (folder / "configs").is_dir():
@@ -121,19 +129,19 @@ def is_run(folder: Path) -> bool:
 def require_unused(
     path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume"
 ) -> None:
-    """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
+    """Raise an InputError if a folder cannot be created, or contains anything but what `beside` names."""
     # The path is written into JSON records, which are UTF-8.
     if "\ufffd" in (shown := os.fsencode(path).decode(errors="replace")):
         raise InputError(
             f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1"
         )
 
+    # several folders on the way may have to be made
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
+        reason = "is not a folder"
         if parent.is_dir():
             reason = "may not be written to"
-        else:
-            reason = "is not a folder"
 
         raise InputError(
             f"--out {path} cannot be made: {parent} {reason}",
@@ -152,19 +160,23 @@ def require_unused(
 
 
 def require_new_bundle(root: Path, size: int | None = None) -> None:
-    """Raise an InputError if no bundle can be written into this folder, or not with pictures of this size."""
+    """Raise an InputError if no bundle can be written to this folder, or not with pictures of this size."""
     if root.exists():
         raise InputError(
             f"{root} exists", "a new folder for the bundle", "give a path that does not exist"
         )
     check_name(root.name, "bundle name")
     if size is not None and size < _LEAST_SIDE:
-        allowed = f"a whole number of at least {_LEAST_SIDE} pixels"
-        raise InputError(f"--size {size}", allowed, f"give {_LEAST_SIDE} or more")
+        raise InputError(
+            f"--size {size}",
+            f"a whole number of at least {_LEAST_SIDE} pixels",
+            f"give {_LEAST_SIDE} or more",
+        )
 
 
 def require_for_export(out: Path) -> None:
     """Raise an InputError if no exported bundle can be written into this folder."""
+    # a link to nothing does not exist, and would be written through
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise InputError(
             f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder"
@@ -179,7 +191,7 @@ def require_for_export(out: Path) -> None:
 
 
 def require_there(path: Path) -> None:
-    """Raise an InputError if there are no images because nothing is there."""
+    """Raise an InputError if the image path does not exist."""
     if not path.is_dir() and not path.is_file():
         raise InputError(
             f"{path} is no file and no folder", "images that are there", "check the path"
@@ -187,13 +199,13 @@ def require_there(path: Path) -> None:
 
 
 def check_which(which: str) -> None:
-    """Raise an InputError if a run has no weights of this word."""
+    """Raise an InputError if a run has no weights of this name."""
     if which not in WHICH:
         raise InputError(f"--which {which}", "last or best", "give --which last or --which best")
 
 
 def require_run(path: Path) -> None:
-    """Raise an InputError if a folder holds no run."""
+    """Raise an InputError if a folder contains no run."""
     if not (path / "run.json").is_file():
         raise InputError(
             f"--out {path} holds no run (no run.json)",
@@ -203,7 +215,7 @@ def require_run(path: Path) -> None:
 
 
 def folder_to_resume(path: Path) -> Path:
-    """Return the folder for --resume: the run's own, for a fold that of its cross-validation."""
+    """Return the folder for --resume: the run's own, or for a fold that of its cross-validation."""
     if (path.parent / FOLDS).is_file():
         return path.parent
 
@@ -211,18 +223,19 @@ def folder_to_resume(path: Path) -> Path:
 
 
 def record_of(source: Path) -> Path:
-    """Return the run.json that `--from` names, itself or by its folder."""
+    """Return the run.json that `--from` names, directly or by its folder."""
     return source / "run.json" if source.is_dir() else source
 
 
 def weights_file(text: str) -> Path:
     """Return the file that `--init` names.
 
-    It is FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME or timm:NAME, which are looked for where these
+    FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME or timm:NAME, which are looked up where these
+    libraries keep their downloads.
     libraries keep their downloads.
 
     Raises:
-        InputError: it is not there.
+        InputError: it does not exist.
     """
     kind, colon, folder = text.partition(":")
     if colon and kind in _PRETRAINED:
@@ -253,13 +266,13 @@ def weights_file(text: str) -> Path:
 
 
 def _downloaded(text: str, variable: str, home: str, pattern: str) -> Path:
-    """Return the only file of a library's cache with the weights that a text names."""
+    """Return the only file in a library's cache with the named weights."""
     name = text.partition(":")[2]
     root = Path(os.environ.get(variable) or home).expanduser()
+    files = []
+    # a name with * or / would find other files
     if re.fullmatch(r"[\w.-]+", name):
         files = sorted(root.glob(pattern.format(name)))
-    else:
-        files = []
 
     if len(files) == 1:
         return files[0]

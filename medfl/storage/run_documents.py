@@ -1,26 +1,29 @@
-"""The JSON files of a run's folder, read as files that somebody else may have written.
+"""The JSON files of a run folder, read as files that somebody else may have written.
 
-The forms say of which type an entry is that medfl reads; an entry that is missing is no error unless it is required.
+The forms give the types of the entries that medfl reads; a missing entry is an error only if it is required.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypedDict
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
-from medfl.core.names import from_cell, refuse_untrusted_module
+from medfl.core.names import from_cell, not_among, outside_walls, refuse_untrusted_module
 from medfl.core.run import Run
+from medfl.core.task import TASKS
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import (
+    JSON_BYTES,
     Plain,
     Refused,
+    not_plain,
     printable,
     read_bytes,
     read_json,
@@ -30,7 +33,7 @@ from medfl.core.untrusted import (
 
 MANIFEST = "manifest.json"
 NEWCOMERS = "newcomers.csv"
-"""Of a run by a method with a model for each site: as predictions.csv, of the sites without training items."""
+"""For a method with a model per site: like predictions.csv, for the sites without training items."""
 Round = Annotated[int, range(1_000_001)]
 _METRICS = dict[str, float | None] | None
 _BY_ROUND = dict[str, dict[str, float | None] | None] | None
@@ -47,7 +50,7 @@ class _Site(TypedDict):
 
 
 class CoverageRow(TypedDict, total=False):
-    """A row of calibration.json, of a site or a group, without what is not known or not told."""
+    """A row of calibration.json for a site or a group, without unknown or unreleased values."""
 
     name: str
     way: str
@@ -110,7 +113,7 @@ MANIFEST_FORM: Form = {
     },
 }  # fmt: skip
 ALL_SITES = "all sites"
-"""The name of the row of calibration.json whose threshold is of no site."""
+"""The name of the row of calibration.json whose threshold belongs to no single site."""
 CALIBRATION: Form = {
     "weights_sha256": str, "which": str, "task": str, "data_source": str, "model": str, "site": str, "coverage": float,
     "scores": str, "share": str, "promise": str, "scale": list[float], "rows": list[CoverageRow], "by": str,
@@ -134,7 +137,7 @@ def checked(path: Path, document: Plain, form: Form, required: Iterable[str] = (
     """Return a JSON document of a run folder after checking its entries.
 
     Raises:
-        InputError: it is no object, lacks a required entry, or has one of another type; names file and entry.
+        InputError: it is not an object, lacks a required entry, or has one of another type; names file and entry.
     """
     if not isinstance(document, dict):
         raise damaged(path, "holds no JSON object")
@@ -146,25 +149,28 @@ def checked(path: Path, document: Plain, form: Form, required: Iterable[str] = (
 
 def require_entries(path: Path, document: Config, required: Iterable[str]) -> None:
     """Raise an InputError if a document of a run folder lacks one of these entries."""
-    if missing := [name for name in required if name not in document]:
+    if missing := not_among(required, document):
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
 def _not_linked(path: Path) -> Path:
-    """Return the path of a run's file; InputError if it is a link, by which a file elsewhere would be read."""
+    """Return the path of a run's file; InputError if it is a link, through which a file elsewhere would be read."""
     if path.is_symlink():
         raise damaged(path, "is a link")
     return path
 
 
 def read_document(path: Path, form: Form, required: Iterable[str] = ()) -> Document:
-    """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
+    """Read and check a JSON file of a run folder; InputError as in `untrusted.read_json` and `checked`."""
     return checked(path, read_json(_not_linked(path), *_AS_WRITTEN), form, required)
 
 
 def read_run_document(path: Path) -> Document:
     """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, RUN)
+    if (task := document.get("task", TASKS[0])) not in TASKS:
+        raise damaged(path, f"has the task {printable(task, 40)!r}, none of {', '.join(TASKS)}")
+
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
             raise damaged(path, error)
@@ -181,17 +187,58 @@ def read_run(path: Path) -> tuple[Run, Document]:
     """Return the run in a run.json and the whole document.
 
     Raises:
-        InputError: the file is missing or damaged, or names a module that the user has not named.
+        InputError: the file is missing or damaged, or names a module that the user has not allowed.
     """
     document = read_run_document(path)
     return run_of(path, document), document
 
 
 def run_of(path: Path, document: Document) -> Run:
-    """Return the run that a run.json records; InputError if it names a module that the user has not named."""
+    """Return the run that a run.json records; InputError if it names a module that the user has not allowed."""
     run = upgraded(Run.from_dict(document))
     refuse_untrusted_module(run.method, "method", path)
+    refuse_code(path, run.bundle_path, run.config)
     return run
+
+
+def refuse_code(path: Path, bundle: str, config: object) -> None:
+    """Refuse a record that contains code, outside a sandbox, unless the user has typed it.
+
+    Raises:
+        InputError: it contains code now, whatever the file said when the command was read.
+    """
+    typed = outside_walls.get()
+    if typed is not None and brings_code(bundle, config, typed):
+        raise InputError(
+            f"{path}, which brings expressions or components, without walls",
+            "a record that has only its bundle's",
+            "add --sandbox, or --no-sandbox: it then runs with your rights",
+        )
+
+
+def brings_code(bundle: str, config: object, typed: Sequence[str] = ()) -> bool:
+    """Tell whether a record has expressions or components that come neither from its bundle nor from the user."""
+    texts = ["", *typed]
+    with suppress(Refused):
+        file = Path(bundle) / "configs" / "federated.yaml"
+        texts.append(read_bytes(file, JSON_BYTES).decode(errors="replace"))
+
+    return any(all(code not in text for text in texts) for code in _code_in(config))
+
+
+def _code_in(value: object) -> Iterator[str]:
+    """Yield what MONAI evaluates or instantiates in a configuration."""
+    parts: Iterable[object] = ()
+    if isinstance(value, str) and value.startswith("$"):
+        yield value
+    elif isinstance(value, Mapping):
+        yield str(value.get("_target_", ""))
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+
+    for part in parts:
+        yield from _code_in(part)
 
 
 def read_summary(path: Path) -> Document:
@@ -210,7 +257,7 @@ def read_calibration(path: Path) -> Document:
 
 
 def _apart(value: Config) -> tuple[Document, list[object]]:
-    """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
+    """Return a summary without the scores of structures, and those scores: they are under "classes", beside numbers."""
     flat = {}
     classes = []
     for name, part in value.items():
@@ -226,9 +273,9 @@ def _apart(value: Config) -> tuple[Document, list[object]]:
 
 
 def read_round(path: Path, line: bytes, number: int) -> Document:
-    """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
+    """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is invalid."""
     try:
-        # Before it is parsed, which takes many times its memory.
+        # Before parsing, which takes many times its memory.
         if len(line) > _LINE:
             raise Refused(f"more than {_LINE} bytes")
         document = read_json_bytes(line)
@@ -241,7 +288,7 @@ def read_round(path: Path, line: bytes, number: int) -> Document:
 
 
 def round_lines(path: Path) -> list[bytes]:
-    """Return the lines of rounds.jsonl, the last of which is what follows the last line break; [] without a file.
+    """Return the lines of rounds.jsonl, the last being what follows the last line break; [] without a file.
 
     Raises:
         InputError: it cannot be read, or is too long.
@@ -255,22 +302,22 @@ def round_lines(path: Path) -> list[bytes]:
 
 
 def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]]:
-    """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for lacking cells.
+    """Return the rows of a run's table, sites.csv or predictions.csv, each with its line number; "" for missing cells.
 
     Raises:
-        InputError: it is no such table; names the line.
+        InputError: it is not a valid table; names the line.
     """
     try:
         names, rows = read_table(_not_linked(path))
     except Refused as error:
         raise damaged(path, str(error)) from None
 
-    if rows and (lost := [column for column in columns if column not in names]):
+    if rows and (lost := not_among(columns, names)):
         raise damaged(path, f"has no column {lost[0]}")
 
     cleaned = []
     for number, row in rows:
-        # csv puts the cells beyond the header under None.
+        # csv puts cells beyond the header under None.
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
         cells = {from_cell(name): from_cell(cell or "") for name, cell in row.items()}
@@ -280,7 +327,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
 
 
 def read_manifest(folder: Path) -> Document:
-    """Return the entries of a run folder's manifest; each State file that it names is a plain one there, or missing.
+    """Return the entries of a run folder's manifest; each State file that it names is a plain file there, or missing.
 
     Raises:
         InputError: it cannot be read, an entry is missing or of another type, or a State file is not acceptable.
@@ -302,10 +349,10 @@ def read_manifest(folder: Path) -> Document:
 
 
 def state_file(folder: Path, name: str) -> Path:
-    """Return the path of a State's file in a run's folder, whether or not it is there.
+    """Return the path of a State's file in a run folder, whether or not it exists.
 
     Raises:
-        InputError: the name is not one that medfl gives to a State, or a link or anything but a plain file has it.
+        InputError: the name is not one that medfl gives to a State, or belongs to something other than a plain file.
     """
     state = folder / "state"
     if not _STATE.fullmatch(name):
@@ -322,36 +369,29 @@ def _is_plain_or_missing(path: Path) -> bool:
         return isinstance(error, FileNotFoundError)
 
 
-_WRITTEN_FOLDERS = ("state", "predictions", "events", "local")
-
-
 def require_plain(folder: Path) -> None:
-    """Check that a run's folder, which is to be written to, has only plain files and folders, and no links.
+    """Check that a run folder that will be written to has only plain files and folders, and no links.
 
     Raises:
-        InputError: it has something else, by which a file elsewhere would be read or overwritten.
+        InputError: it contains something else, through which a file elsewhere would be read or overwritten.
     """
-    paths = list(folder.iterdir())
-    for path in paths:
-        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+    for path in not_plain(folder):
+        # W&B keeps links to its own folders there; FLARE's folder is removed before it is created
+        if path.relative_to(folder).parts[:-1][:1] not in (("wandb",), ("flare",)):
             raise damaged(
                 path.with_name(printable(path.name)), "is neither a plain file nor a folder"
             )
-        # Other folders, as of W&B, may have links of their own.
-        if path.name in _WRITTEN_FOLDERS and path.is_dir():
-            for base, folders, files in os.walk(path):
-                paths += [Path(base, name) for name in (*folders, *files)]
 
 
 _MOVED = {"weights": "site_weights", "decay_per": "decay_per", "keep_optimizer": "keep_optimizer"}
 """Options of these methods that became settings of every run after 0.6.0."""
 _BEFORE = {"fedbm": tuple(_MOVED), "fedcb": tuple(_MOVED), "fedhelp": ("weights",)}
 _ADDED = {"fedrod": {"personal_start": "zero"}}
-"""Options that came after 0.6.0, with another default than what was done before."""
+"""Options added after 0.6.0 whose default differs from the earlier behaviour."""
 
 
 def upgraded(run: Run) -> Run:
-    """Return a run with the names of today; one of today as it is.
+    """Return a run with today's names; a current one is returned unchanged.
 
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """

@@ -1,6 +1,6 @@
 """RunFolder: the files in `--out`, written so that a kill at any moment loses at most the round in progress.
 
-With several workers it may also lose the round before, while that is still being evaluated.
+With several workers it may also lose the previous round, if that is still being evaluated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BEST = "best-server.safetensors"
 
 @dataclass(frozen=True)
 class StateFile:
-    """A site's saved State: the round that it is of, and its file. On FLARE the file is at the site."""
+    """A site's saved State: its round and its file. On FLARE the file is at the site."""
 
     round: int
     path: Path
@@ -62,7 +62,7 @@ class RunFolder:
     The manifest in `state/` is the commit point: it names the State files of the last complete round, and is replaced
     by a rename. Files that it does not name are left over from a kill; the next commit removes them.
 
-    Sites write their own States, to `state_path`; this class handles only the files' names.
+    Sites write their own States to `state_path`; this class handles only file names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
-        """Make a new folder, in which only what `beside` names may exist already; InputError if that cannot be."""
+        """Create a new folder, in which only what `beside` names may already exist; InputError if it cannot be."""
         require_unused(path, beside)
         folder = cls(path)
         try:
@@ -89,7 +89,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of an earlier run; InputError if there is none in it."""
+        """Open the folder of an earlier run; InputError if it contains none."""
         require_run(path)
         return cls(path)
 
@@ -125,7 +125,7 @@ class RunFolder:
         return self._files.get(name)
 
     def readable_state(self, name: str, run_hash: str) -> Path | None:
-        """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
+        """Return a readable file of a site's newest State: here, or where a FLARE site keeps it."""
         newest = self.newest_state(name)
         if newest is None or newest.path.is_file():
             return None if newest is None else newest.path
@@ -135,7 +135,7 @@ class RunFolder:
         return at_site if at_site.is_file() else newest.path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
-        """Make the States that these sites saved in a round, which is not committed yet, their newest."""
+        """Make the States that these sites saved in an uncommitted round their newest."""
         replaced = [self._files[name].path.name for name in names if name in self._files]
         for name in names:
             self._files[name] = StateFile(round_, self.state_path(round_, name))
@@ -144,12 +144,12 @@ class RunFolder:
             self._stale += replaced
 
     def drop_states(self, round_: int, names: Collection[str]) -> None:
-        """Have the next commit remove the States that these sites may have saved in a round; the older ones stay."""
+        """Let the next commit remove the States that these sites may have saved in a round; older ones stay."""
         if self._stale is not None:
             self._stale += [self.state_path(round_, name).name for name in names]
 
     def commit(self, round_: int, server: State, record: Config) -> None:
-        """Save a complete round: the server's State, which files are the sites' newest States, and a JSON record.
+        """Save a complete round: the server's State, the names of the sites' newest States, and a JSON record.
 
         Raises:
             RunError: the disk is full; the last committed round is intact.
@@ -179,7 +179,7 @@ class RunFolder:
         }
         write_atomic(self.state / MANIFEST, json.dumps(document).encode())
 
-        # Only now: until the manifest is replaced the files of the round before are needed.
+        # Only now: the previous round's files are needed until the manifest is replaced.
         needed = {server_file, *sites.values(), MANIFEST, best}
         if self._stale is None:
             stale = os.listdir(self.state)
@@ -194,11 +194,11 @@ class RunFolder:
     def manifest(self) -> Document | None:
         """Return the last committed round's manifest, None before the first commit.
 
-        It names the files of the States and, but in older folders, their rounds (`rounds`, site -> round) and their
+        It names the files of the States and, except in older folders, their rounds (`rounds`, site -> round) and their
         SHA-256 (`sha256`, file -> digest).
 
         Raises:
-            InputError: it is damaged, or names something else than a State's file.
+            InputError: it is damaged, or names something other than a State's file.
         """
         if (self.state / MANIFEST).is_file():
             return read_manifest(self.path)
@@ -206,7 +206,7 @@ class RunFolder:
         return None
 
     def server_state(self, manifest: Config) -> State:
-        """Load the server's State of a manifest."""
+        """Load the server's State named by a manifest."""
         return load_state(self.state / manifest["server"])
 
     @cached_property
@@ -224,7 +224,7 @@ class RunFolder:
 
     @cached_property
     def _sums(self) -> dict[str, str]:
-        """SHA-256 of the States' files, kept from commit to commit: only a repeated round writes a file again."""
+        """SHA-256 of the States' files, kept between commits: only a repeated round writes a file again."""
         return dict((self.manifest() or {}).get("sha256") or {})
 
     @cached_property
@@ -233,7 +233,7 @@ class RunFolder:
         return str((self.manifest() or {}).get("best") or _BEST)
 
     def save_best(self, round_: int, server: State) -> None:
-        """Save the server's State of the best round so far; the one before it stays until this round is committed."""
+        """Save the server's State of the best round so far; the previous one stays until this round is committed."""
         if self._stale is not None:
             self._stale.append(self._best)
         self._best = f"{round_:06d}-best.safetensors"
@@ -256,7 +256,7 @@ class RunFolder:
             file.write(json.dumps(entry) + "\n")
 
     def rounds(self) -> list[Document]:
-        """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
+        """Read rounds.jsonl up to the first incomplete line, as left by a kill (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines = round_lines(path)
         entries = []
@@ -267,7 +267,7 @@ class RunFolder:
         return entries
 
     def truncate_rounds(self, last: int) -> list[Document]:
-        """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
+        """Drop the uncommitted rounds after `last` from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
         text = "".join(json.dumps(entry) + "\n" for entry in entries)
         write_atomic(self.path / "rounds.jsonl", text.encode())
@@ -276,7 +276,7 @@ class RunFolder:
     # Results
 
     def write_weights(self, name: str, weights: Weights) -> None:
-        """Write `<name>.safetensors`; a mapping that is no dict is written one tensor at a time.
+        """Write `<name>.safetensors`; a mapping other than a dict is written one tensor at a time.
 
         Raises:
             RunError: the disk is full; the old file is untouched.
@@ -292,7 +292,7 @@ class RunFolder:
         write_json(self.path / "summary.json", summary)
 
     def write_trial(self, trial: Config) -> None:
-        """Write trial.json, of a run that is not tested."""
+        """Write trial.json, for a run that is not tested."""
         write_json(self.path / TRIAL, trial)
 
     def write_table(self, name: str, rows: Sequence[Config]) -> None:
@@ -311,7 +311,7 @@ class RunFolder:
         write_atomic(self._subfolder("pictures") / f"{name}.png", png)
 
     def predictions_folder(self, site: str) -> Path:
-        """Return the folder of a site's predicted masks, making it."""
+        """Return the folder of a site's predicted masks, creating it."""
         return self._subfolder("predictions", readable_file_name(site))
 
     def _subfolder(self, *names: str) -> Path:
@@ -324,7 +324,7 @@ class RunFolder:
 def _save_streamed(path: Path, weights: Weights) -> None:
     """Write a safetensors file holding one tensor at a time; each is read twice, for its shape and its values."""
     forms = {name: (t.dtype, tuple(t.shape), t.nbytes) for name, t in weights.items()}
-    # Wide numbers first, so that every value is aligned.
+    # Wide types first, so that every value is aligned.
     names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header = {}
     offset = 0
@@ -358,7 +358,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def safe_file_name(name: str) -> str:
     """Return a file name for the name of a site or case; different names stay different."""
-    # Dots too: a site may be called "..", and its file must not get another ending.
+    # Dots too: a site may be called "..", and its file must not get another extension.
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
     if len(plain) <= 100:
         return plain

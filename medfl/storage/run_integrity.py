@@ -1,4 +1,4 @@
-"""Check that a run's folder is as the run left it, before the run continues.
+"""Check that a run folder is as the run left it, before the run continues.
 
 A run continues from its record, its rounds and the States of its last round, and ends with the weights and the
 server's State of its best round.
@@ -20,14 +20,14 @@ from medfl.storage.files import file_sha256, state_round
 from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
 from medfl.storage.run_folder import RunFolder
 
-_SETTLED = 10**9  # ns since a file's last change, after which another change has another time
+_SETTLED = 10**9  # ns since a file's last change, after which another change has a different time
 _ANEW = "restore it, or start the run anew in another folder"
 
 
 def read_verified_run(path: Path) -> tuple[Run, Document]:
-    """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
+    """Read a run.json as `read_run` does; InputError also if its settings do not match its hash."""
     run, document = read_run(path)
-    # Of the document, not of `run`: an earlier version made the hash under its own names.
+    # From the document, not from `run`: an earlier version computed the hash with its own names.
     written = hash_as_recorded(document)
     recorded = document.get("run_hash", written)
     if recorded != written:
@@ -46,16 +46,16 @@ def read_verified_run(path: Path) -> tuple[Run, Document]:
 
 
 def verified_manifest(folder: RunFolder, sums: bool = True) -> Document | None:
-    """Return the manifest of a run's last committed round, None where the run was stopped before its first.
+    """Return the manifest of a run's last committed round, None if the run stopped before its first.
 
     With `sums` the SHA-256 of the State files are compared; older folders have none. A process reads a file again only
     if its time or size changed: a run is checked when it is planned and again when it starts.
 
     Raises:
-        InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was
+        InputError: a file that the run needs is missing, damaged or not a plain file; names the file. Nothing was
             changed.
     """
-    # First: by a link the next lines would read a file elsewhere.
+    # First: the next lines would follow a link to a file elsewhere.
     require_plain(folder.path)
     manifest = folder.manifest()
     if manifest is None:
@@ -86,9 +86,9 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> Document | None:
 
 
 def _sum(path: Path) -> str:
-    """Return the SHA-256 of a file, read again only where it may have changed."""
+    """Return the SHA-256 of a file, read again only if it may have changed."""
     stat = path.stat()
-    # Another write at once could have the same time.
+    # Another write immediately afterwards could have the same time.
     if time.time_ns() - stat.st_mtime_ns < _SETTLED:
         return file_sha256(path)
     version = (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
@@ -116,9 +116,9 @@ def _refuse_missing_manifest(folder: RunFolder) -> None:
 
 
 def _needed(folder: RunFolder, manifest: Document) -> Iterator[tuple[Path, str | None]]:
-    """Yield the files that a run continues from, each with its SHA-256 if that is known.
+    """Yield the files that a run continues from, each with its SHA-256 if known.
 
-    Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
+    Only site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
     """
     digests = manifest.get("sha256") or {}
     yield folder.state / manifest["server"], digests.get(manifest["server"])

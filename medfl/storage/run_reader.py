@@ -1,4 +1,4 @@
-"""RunReader: the files of a run folder, each read and checked when it is first asked for."""
+"""RunReader: the files of a run folder, each read and checked on first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -42,7 +42,7 @@ SUMMARY_KINDS = {
 }
 """Kind -> its key in summary.json, its title, and the entries below that key."""
 
-Rows = Sequence[tuple[int, Mapping[str, Any]]]
+Rows = Sequence[tuple[int, Config]]
 """The rows of a table, each with its line number."""
 
 
@@ -64,11 +64,11 @@ class Table:
         return list(self.rows[0][1]) if self.rows else []
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a column, "" where there is none."""
+        """Return a column, "" if it is missing."""
         return tuple(str(row.get(name, "")) for _, row in self.rows)
 
     def numbers(self, name: str) -> Floats:
-        """Return a column as numbers, NaN where a cell is blank."""
+        """Return a column as numbers, NaN if a cell is blank."""
         try:
             cells = [row[name] for _, row in self.rows]
             return np.array([math.nan if cell in ("", None) else float(cell) for cell in cells])
@@ -83,7 +83,7 @@ class Table:
 class RunReader:
     """A run folder, finished or not.
 
-    Opening it reads nothing. A damaged file raises an InputError that names it, when it is first asked for.
+    Opening it reads nothing. A damaged file raises an InputError that names it, on first use.
 
     Raises:
         InputError: the folder has no run.json.
@@ -101,9 +101,9 @@ class RunReader:
 
     @classmethod
     def from_record(cls, record: Config, **read: object) -> Self:
-        """Return a reader of what is in memory already, under the names of the attributes below and of a subclass's."""
+        """Return a reader of data already in memory, under the names of the attributes below and of a subclass's."""
         reader = cls.__new__(cls)
-        nothing: Config = {"path": Path(), "rounds": (), "sites": (), "summary": None}
+        nothing = {"path": Path(), "rounds": (), "sites": (), "summary": {}}
         vars(reader).update({**nothing, "record": record, **read})
         return reader
 
@@ -111,7 +111,7 @@ class RunReader:
 
     @cached_property
     def document(self) -> Config:
-        """`run.json`, of which older versions wrote fewer entries."""
+        """`run.json`; older versions wrote fewer entries."""
         return read_run_document(self.path / "run.json")
 
     @cached_property
@@ -130,7 +130,7 @@ class RunReader:
 
     @cached_property
     def rounds(self) -> Sequence[Config]:
-        """The lines of `rounds.jsonl`; a last one without its line break was cut off by a crash and is left out."""
+        """The lines of `rounds.jsonl`; a last one without its line break was cut off by a crash and is omitted."""
         path = self.path / "rounds.jsonl"
         lines = enumerate(round_lines(path)[:-1], 1)
         return [read_round(path, line, number) for number, line in lines if line.strip()]
@@ -142,10 +142,10 @@ class RunReader:
         return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
 
     @cached_property
-    def summary(self) -> Config | None:
-        """`summary.json`, None where the run did not get that far."""
+    def summary(self) -> Config:
+        """`summary.json`, {} if the run did not get that far."""
         file = self.path / "summary.json"
-        return read_summary(file) if file.is_file() else None
+        return read_summary(file) if file.is_file() else {}
 
     @cached_property
     def manifest(self) -> Config | None:
@@ -155,12 +155,12 @@ class RunReader:
 
     @cached_property
     def prediction_table(self) -> Table | None:
-        """`predictions.csv`, None where the run did not get that far."""
+        """`predictions.csv`, None if the run did not get that far."""
         return self._table("predictions.csv")
 
     @cached_property
     def newcomer_table(self) -> Table | None:
-        """`newcomers.csv`, None where there is none."""
+        """`newcomers.csv`, None if there is none."""
         return self._table(NEWCOMERS)
 
     def _table(self, name: str) -> Table | None:
@@ -168,7 +168,7 @@ class RunReader:
         return None if rows is None else Table(self.path / name, rows)
 
     def prediction_rows(self) -> list[dict[str, str]] | None:
-        """Return the rows of `predictions.csv` as text; errors as of `prediction_table`."""
+        """Return the rows of `predictions.csv` as text; errors as in `prediction_table`."""
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
@@ -180,17 +180,17 @@ class RunReader:
 
     @cached_property
     def promised(self) -> Config | None:
-        """`calibration.json`, None where the run is not calibrated."""
+        """`calibration.json`, None if the run is not calibrated."""
         file = self.path / CALIBRATION
         return read_calibration(file) if file.is_file() else None
 
     def sha256_of(self, which: str) -> str:
-        """Return what the run recorded of its "last" or "best" weights, "" where it was interrupted."""
+        """Return the recorded SHA-256 of the "last" or "best" weights, "" if the run was interrupted."""
         key = {"last": "weights_sha256", "best": "best_sha256"}[which]
-        return str((self.final_summary or {}).get(key) or "")
+        return str(self.final_summary.get(key) or "")
 
     def calibration(self, which: str, model: str) -> Config | None:
-        """Return calibration.json where it is of these weights and of this kind of `model`: global or personal."""
+        """Return calibration.json if it is for these weights and this kind of `model`: global or personal."""
         document = self.promised
         if document is None:
             return None
@@ -232,20 +232,20 @@ class RunReader:
 
     @property
     def phantom(self) -> bool:
-        """Whether the images were drawn by a program."""
+        """Whether the images are phantoms."""
         return bool(self.record["data"]["source"] == "phantom")
 
     @property
     def public(self) -> Config | None:
-        """The run's public data, None where it used none."""
+        """The run's public data, None if it used none."""
         return self.record.get("public")
 
     # How far it came
 
     @property
     def finished(self) -> bool:
-        """Whether the summary and all rounds are there: those asked for, or up to where a callback stopped the run."""
-        if self.summary is None:
+        """Whether the summary and all rounds are there: those requested, or up to where a callback stopped the run."""
+        if not self.summary:
             return False
         stopped = self.summary.get("status") == "stopped"
         if stopped:
@@ -256,29 +256,29 @@ class RunReader:
         return len(self.rounds) >= int(last)
 
     @property
-    def final_summary(self) -> Config | None:
-        """The summary of the last committed round, None where the run was interrupted, or is being continued."""
-        if self.summary is None or self.manifest is None:
+    def final_summary(self) -> Config:
+        """The summary of the last committed round, {} if the run was interrupted or is being continued."""
+        if not self.summary or self.manifest is None:
             return self.summary
         # A run that is continued has rounds that its old summary does not know.
         if self.manifest["round"] == self.summary["rounds"]:
             return self.summary
 
-        return None
+        return {}
 
     @property
     def best_round(self) -> Config | None:
-        """The number and the validation metric of the best round, None where no round was evaluated."""
+        """The number and the validation metric of the best round, None if no round was evaluated."""
         manifest = self.manifest or {"record": {}}
-        return manifest["record"].get("best") or (self.final_summary or {}).get("best")
+        return manifest["record"].get("best") or self.final_summary.get("best")
 
     @property
     def undefined(self) -> Sequence[str]:
-        """What the run says of its key metric where that is undefined."""
-        return (self.summary or {}).get("undefined") or ()
+        """The run's notes on an undefined key metric."""
+        return self.summary.get("undefined") or ()
 
     def progress(self) -> list[tuple[int, float, float, float]]:
-        """Return (round, bytes so far, seconds so far, key metric) of the rounds whose validation metric is known."""
+        """Return (round, bytes so far, seconds so far, key metric) of the rounds with a known validation metric."""
         points = []
         sent = 0.0
         seconds = 0.0
@@ -304,11 +304,11 @@ class RunReader:
 
     @property
     def personal_model(self) -> str:
-        """What a personal model of this run is, in words; "" where it has none, or an older run does not say."""
+        """Description of this run's personal models; "" if it has none, or an older run does not say."""
         columns = chain.from_iterable(self.sites)
         if not any(column.startswith("personal_") for column in columns):
             return ""
-        return str((self.summary or {}).get("personal_model") or "")
+        return str(self.summary.get("personal_model") or "")
 
     @cached_property
     def site_names(self) -> tuple[str, ...]:
@@ -317,12 +317,12 @@ class RunReader:
         return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))
 
     def size(self, site: str, section: str) -> int:
-        """Return how many items of a section the site has."""
+        """Return the number of items of a section at the site."""
         sites = self.record["partition"].get("sites") or {}
         return len(sites.get(site, {}).get(section, ()))
 
     def site_values(self, kind: str, metric: str) -> Metrics:
-        """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""
+        """Return site -> test metric for sites that have it; `kind` is received, personal or local."""
         column = f"{kind}_{metric}"
         try:
             values = {row["site"]: float(row[column]) for row in self.sites if column in row}
@@ -335,12 +335,12 @@ class RunReader:
     def pooled(self) -> list[tuple[str, str, Config]]:
         """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
 
-        Mean and sd are over the sites' own models, each on everybody's test items; one site has no sd.
+        Mean and sd are over the sites' own models, each on all test items; one site has no sd.
         """
-        if self.summary is None:
+        if not self.summary:
             return []
 
-        # Without entries by kind those of the judged model stand at the top.
+        # Without entries by kind, those of the judged model are at the top.
         by_kind = {kind: self.summary.get(key) for kind, (key, _, _) in SUMMARY_KINDS.items()}
         if not any(by_kind.values()):
             by_kind[self.judged] = self.summary
@@ -355,5 +355,5 @@ class RunReader:
 
     @property
     def structures(self) -> Mapping[str, Config]:
-        """Structure -> metrics and cases of the judged model after the last round; {} where there are none."""
-        return ((self.summary or {}).get("last") or {}).get("classes") or {}
+        """Structure -> metrics and cases of the judged model after the last round; {} if there are none."""
+        return (self.summary.get("last") or {}).get("classes") or {}

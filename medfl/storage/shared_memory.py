@@ -1,6 +1,6 @@
 """Values passed between processes of one machine; never read from a network (see `message` for that).
 
-Tensors are pickled as NumPy buffers, large ones placed in memory that both processes share. PyTorch's own way takes a
+Tensors are pickled as NumPy buffers, large ones placed in memory that both processes share. PyTorch's own way uses a
 file handle for each tensor, and thousands of tensors exhaust the handles.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _ALIGNED = 64
 _SMALL = 4096
-"""Bytes below which a tensor is pickled with the rest."""
+"""Tensors below this number of bytes are pickled with the rest."""
 
 
 class SharedBuffer:
@@ -29,7 +29,7 @@ class SharedBuffer:
     """
 
     def __init__(self, size: int) -> None:
-        """Reserve the memory; it is freed when no tensor points to it any more."""
+        """Reserve the memory; it is freed when no tensor refers to it any more."""
         self.bytes = torch.frombuffer(mmap.mmap(-1, max(size, _ALIGNED)), dtype=torch.uint8)
         self.used = 0
 
@@ -98,7 +98,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_plain(obj: object) -> TypeGuard[Tensor]:
-    # A subclass, as MONAI's MetaTensor, has more to it than numbers.
+    # A subclass, such as MONAI's MetaTensor, has more to it than numbers.
     return type(obj) is Tensor or type(obj) is nn.Parameter
 
 

@@ -75,6 +75,21 @@ def test_a_cell_of_a_table_is_no_formula_and_is_read_back(text: str) -> None:
     assert from_cell(written) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("a;=x|y", "a;'=x|y"), ("a; +x(1);@b", "a;' +x(1);'@b"), ("＝1", "'＝1"), ("=a;'=b", "'=a;''=b"),
+        (";-" * 10_000, ";-" * 10_000),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_cell_is_a_formula_where_semicolons_part_cells(
+    text: str, written: str
+) -> None:
+    """Spreadsheets of many countries open a table so, and what no quotes hold together falls apart."""
+    assert as_cell(text) == written
+    assert from_cell(written) == text
+
+
 @pytest.mark.parametrize("value", ["-1.5", "+3", "north", "'quoted'", "", 7, None, -0.5])
 def test_other_cells_stay(value: object) -> None:
     assert as_cell(value) == value

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.run import DataRecord, PartitionRecord, PublicRecord, Run
+from medfl.core.run import DataRecord, PartitionRecord, PublicRecord, Run, without_round_limit
 from tests.support.toy import run_record
 
 RUN = run_record()
@@ -106,6 +106,13 @@ def test_a_setting_changes_the_hash_and_is_named(name: str) -> None:
     assert other.run_hash != RUN.run_hash
     named = [line.partition(":")[0].partition(".")[0] for line in other.difference(RUN)]
     assert set(named) == (set() if name == "rounds" else {name})
+
+
+def test_a_schedule_over_all_rounds_goes_on_with_its_own_number_of_rounds() -> None:
+    run = run_record(decay_per="poly")
+    longer = dataclasses.replace(run, rounds=run.rounds + 1)
+    assert longer.difference(run) == [f"rounds: {run.rounds + 1} was {run.rounds}"]
+    assert without_round_limit(longer).run_hash != without_round_limit(run).run_hash
 
 
 def test_what_a_run_is_scored_by_is_named_and_changes_no_hash() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,19 @@ def flags(one: Setting) -> list[str]:
     return [one.flag] if one.kind is bool else [one.flag, str(value_of(one))]
 
 
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return cli.parser()
+
+
 @pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
+def test_a_flag_that_a_verb_takes_is_not_lost(
+    name: str, verb: str, parser: argparse.ArgumentParser
+) -> None:
     """What a verb does not take it refuses; `compare` has seeds of its own, sites of a job choose their device."""
-    one, parser = SETTINGS[name], cli.parser()
+    one = SETTINGS[name]
     left_out = {"compare": ("seed", "aggregation", "max_share"), "export": ("device",)}.get(
         verb, ()
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from monai.bundle import ConfigParser
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import Configuration
@@ -163,6 +164,23 @@ def configuration(
     file = folder / "configs" / "train.json"
     file.write_text(json.dumps(content))
     return Configuration(folder, [file], {}, {}, torch.device("cpu"), policy or Policy())
+
+
+def test_a_configuration_is_parsed_once_and_a_macro_may_hold_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of ids of a zoo's bundle would be parsed again for what is evaluated first."""
+    parsed, parse = [], ConfigParser.parse
+
+    def counted(parser: ConfigParser, reset: bool = True) -> None:
+        parsed.append(parser)
+        parse(parser, reset)
+
+    monkeypatch.setattr(ConfigParser, "parse", counted)
+    config = configuration(tmp_path / "bundle", {"x": "%y", "y": "%z", "z": "$1 + @one", "one": 1})
+    assert [config.evaluated(key) for key in "xyz"] == [2, 2, 2]
+    assert config.build_new("x", "z") == [2, 2]
+    assert len(parsed) == len(set(map(id, parsed))) == 2
 
 
 CODE = "__import__('pathlib').Path('MARK').touch()"

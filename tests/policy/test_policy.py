@@ -155,13 +155,22 @@ def test_what_a_policy_says_itself_stays_when_it_agrees_to_a_run() -> None:
 
 
 def test_a_job_that_only_examines_is_agreed_to_apart(tmp_path: Path) -> None:
-    examines = run_record(method="fedavg", rounds=0, batch_size=8, local_epochs=2)
+    examines = run_record(method="fedavg", rounds=0, batch_size=8, local_epochs=2, init="x")
     agreed = read(tmp_path, Policy().restricted_to(examines).text())
     assert agreed.jobs == ("evaluate",)
     assert agreed.disagreement(examines) is None
     trains = run_record(method="fedavg", rounds=1, batch_size=8, local_epochs=2)
     assert agreed.disagreement(trains) == ("a job to train", "evaluate, as its policy says")
     assert "evaluate; " in agreed.job_rules()
+
+
+def test_a_job_that_plans_has_to_be_named(tmp_path: Path) -> None:
+    plans = run_record(method="fedavg", rounds=0, batch_size=8, local_epochs=2)
+    problem = ("a job to plan", "train and evaluate, as its policy says")
+    assert Policy().disagreement(plans) == problem
+    agreed = read(tmp_path, Policy().restricted_to(plans).text())
+    assert agreed.jobs == ("plan",)
+    assert agreed.disagreement(plans) is None
 
 
 @pytest.mark.parametrize("entry", BORDER, ids=lambda entry: entry["what"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_group_of_too_many_processes_ends_with_all_of_them() -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_group_of_too_much_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its processes have together counts; what they share counts once."""
-    monkeypatch.setattr(bounds, "most_memory", lambda: 500 << 20)
+    monkeypatch.setattr(bounds, "total_memory", lambda: (500 << 20) / 0.95)
     shared = "x = b'x' * (300 << 20); forks(3); time.sleep(1.5); os._exit(len(x) >> 28)"
     assert bounds.wait(group(shared)) == (1, "")
     apart = "forks(2, lambda: globals().update(x=b'x' * (300 << 20))); time.sleep(60)"
@@ -67,9 +68,34 @@ def test_a_group_within_its_bounds_is_waited_for() -> None:
     assert bounds.wait(group("forks(2); time.sleep(1.5); os._exit(7)")) == (7, "")
 
 
-def test_the_bound_is_below_what_the_machine_has() -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < bounds.most_memory() < total
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_group_ends_where_the_machine_has_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has it: what waits in sockets, and files in memory, are in no process's."""
+    monkeypatch.setattr(bounds, "total_memory", lambda: 1000 << 20)
+    monkeypatch.setattr(bounds, "memory_left", lambda: 19 << 20)
+    code, reason = bounds.wait(group("time.sleep(60)"))
+    assert (code, reason) == (-9, "only 19 MiB of the machine's memory were left")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_group_of_too_many_threads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_most_threads", lambda: 100)
+    text = "import threading; [threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(110)]"
+    assert bounds.wait(group(text)) == (-9, "it had 111 threads; at most 100")
+
+
+def test_bounds_are_those_of_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0 < bounds.memory_left() <= bounds.total_memory()
+    monkeypatch.setattr(bounds, "_GROUP", tmp_path)
+    for name, text in (
+        ("max", "1000"),
+        ("current", "700"),
+        ("stat", "anon 1\nfile 300\nshmem 50\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert (bounds.total_memory(), bounds.memory_left()) == (1000, 550)
 
 
 KEPT = r"""
@@ -96,7 +122,12 @@ def test_what_a_worker_has_started_ends_with_a_keeper_that_is_killed() -> None:
     assert keeper.stdout is not None
     with keeper.stdout as output:
         (leader,) = {int(output.readline()) for _ in range(4)}
-        assert len([*bounds._members(leader)]) == 4
+        # What ends the group is one of its members until it has a session of its own
+        deadline = time.monotonic() + 60
+        while len([*bounds._members(leader)]) != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
         keeper.kill()
         assert output.read() == ""  # the end of what all of them had open
 

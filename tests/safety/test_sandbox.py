@@ -56,6 +56,25 @@ def listen_unbound():
     with socket.socket() as server:
         server.listen()
 
+def datagram(address):
+    one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    one.sendmsg([b"x"], [], 0, address)
+
+def control(command, value):
+    with open(run / "file", "w") as file:
+        fcntl.fcntl(file, command, value)
+
+def sibling():
+    caller = os.getpid()
+    call("clone", 0x8000 | 17, 0, 0, 0, 0)
+    if os.getpid() != caller:
+        os._exit(0)
+
+def list_folder(path):
+    if not os.path.exists(path):
+        raise PermissionError
+    os.listdir(path)
+
 parent = os.getppid()
 empty = ctypes.create_string_buffer(256)
 FAST_OPEN = 0x20000000
@@ -110,6 +129,8 @@ tries = {
     "bind there": lambda: bind(allowed["free"]),
     "unix socket": lambda: socket.socket(socket.AF_UNIX),
     "netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+    "datagram": lambda: datagram(str(place / "listens")),
+    "abstract datagram": lambda: datagram("\\0medfl"),
     "multipath TCP": lambda: socket.socket(proto=262),
     "io_uring": lambda: call("io_uring_setup", 1, empty),
     "fast open": lambda: fast_open(lambda one: one.sendto(b"x", FAST_OPEN, ("127.0.0.1", allowed["elsewhere"]))),
@@ -134,9 +155,16 @@ tries = {
     "times": lambda: os.utime(outside / "secret", (0, 0)),
     "times of a handle": lambda: os.utime(held, (0, 0)),
     "watch": lambda: call("inotify_init1", 0),
+    "watch a folder": lambda: fcntl.fcntl(os.open(run, os.O_RDONLY), fcntl.F_NOTIFY, 0x20),
+    "hold a file": lambda: control(fcntl.F_SETLEASE, fcntl.F_WRLCK),
+    "signals by a file": lambda: control(fcntl.F_SETOWN, parent),
+    "kind of these signals": lambda: control(10, 9),
+    "keys of the system": lambda: list_folder("/etc/ssl/private"),
+    "the kernel's own files": lambda: list_folder("/sys/kernel/debug"),
     "watch all": lambda: call("fanotify_init", 0, 0),
     "namespace": lambda: call("unshare", 0x10000000),
     "clone into a namespace": lambda: call("clone", 0x10000000 | 17, 0, 0, 0, 0),
+    "clone a sibling": sibling,
     "new clone": lambda: call("clone3", empty, 88),
     "mount": lambda: call("mount", b"none", bytes(run), b"tmpfs", 0, 0),
     "root": lambda: os.chroot(run),
@@ -180,6 +208,8 @@ NETWORK = (
     "bind there",
     "unix socket",
     "netlink",
+    "datagram",
+    "abstract datagram",
     "multipath TCP",
     "fast open",
     "fast open of a message",

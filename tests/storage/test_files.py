@@ -21,6 +21,7 @@ from medfl.storage.files import (
     load_pickled,
     load_state,
     load_weights,
+    read_weights,
     save_state,
     save_weights,
     state_round,
@@ -286,5 +287,22 @@ def test_a_file_of_weights_is_not_packed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would unpack to more"):
         load_pickled(packed)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no plain file"):
+    with pytest.raises(OSError, match="no plain file"):
         load_pickled(tmp_path / "pipe")
+
+
+def test_what_was_hashed_is_what_was_read(tmp_path: Path) -> None:
+    """A file that is mapped to memory would change the tensors, and end the process where it is cut off."""
+    path = tmp_path / "a.safetensors"
+    save_weights(path, {"a": torch.zeros(2**20)})
+    content = path.read_bytes()
+    weights, sha256 = read_weights(path)
+    assert sha256 == hashlib.sha256(content).hexdigest()
+    with path.open("r+b") as file:
+        file.write(content[:-4096] + b"\1" * 4096)
+    assert not weights["a"].any()
+    os.truncate(path, 4096)
+    assert not weights["a"].any()
+    os.truncate(path, 2**42)  # a file with holes takes no room
+    with pytest.raises(RunError, match="more than half of the memory"):
+        read_weights(path)

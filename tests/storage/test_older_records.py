@@ -11,7 +11,6 @@ from medfl import cli, load_run
 from medfl.core.run import Run
 from medfl.methods import load
 from medfl.storage.run_documents import upgraded
-from tests.support.phantoms import draw_small
 from tests.support.toy import run_record
 
 OLD = {"weights": "uniform", "keep_optimizer": False, "decay_per": "epoch"}
@@ -41,10 +40,9 @@ def test_a_kept_optimiser_is_not_left_behind_in_silence() -> None:
 
 @pytest.mark.slow
 def test_a_run_of_fedrod_goes_on_with_the_head_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """In the second round the first site comes for the first time: its head begins as it did in 0.6.0."""
-    draw_small(monkeypatch)
     common = [
         "run",
         "mednist",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.names import outside_walls
 from medfl.core.untrusted import Refused, read_bytes, read_json, read_table
 from medfl.data.partition.rules import _by_file
+from medfl.policy.audit import verify
+from medfl.report import folds
 from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
 from medfl.storage.run_documents import (
     read_rows,
@@ -52,6 +56,7 @@ RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
     "rounds above the most": lambda d: d.update(rounds=10**9),
     "a negative number of rounds": lambda d: d.update(rounds=-1),
     "a negative seed": lambda d: d.update(seed=-1),
+    "a task that nobody has": lambda d: d.update(task="x"),
     "a learning rate that is not a number": lambda d: d.update(lr=float("nan")),
     "an infinite learning rate": lambda d: d.update(lr=float("inf")),
     "a cohort above one": lambda d: d.update(cohort=2.0),
@@ -104,12 +109,16 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
         file.truncate(2**40)
     for path, why in (
         (pipe, "plain"),
-        (folder, "directory"),
+        (folder, "plain"),
         (large, "more than"),
         (tmp_path / "none", "No such file"),
     ):
         with pytest.raises(Refused, match=why):
             read_bytes(path, 2**20)
+    with pytest.raises(OSError, match="plain"):
+        file_sha256(pipe)
+    with pytest.raises(InputError, match="plain"):
+        verify(pipe)
     with pytest.raises(Refused, match="null"):
         read_bytes(Path("a\0b"), 9)
 
@@ -214,7 +223,8 @@ def test_a_folder_of_states_that_is_a_link_is_not_emptied(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "where", ["predictions/site-a", "local/state", "events/x/y", "state/deeper/z"]
+    "where",
+    ["predictions/site-a", "local/state", "events/x/y", "state/deeper/z", "sites/0a/x", "pictures"],
 )
 def test_a_link_anywhere_in_what_a_run_writes_is_not_followed(tmp_path: Path, where: str) -> None:
     folder = made(tmp_path / "run")
@@ -232,6 +242,49 @@ def test_links_of_others_in_a_run_folder_are_left_alone(tmp_path: Path) -> None:
     (folder.path / "wandb" / "run-1").mkdir(parents=True)
     (folder.path / "wandb" / "latest-run").symlink_to("run-1")
     assert verified_manifest(RunFolder(folder.path)) is not None
+    (folder.path / "wandb" / "/".join("d" * 110)).mkdir(parents=True)
+    assert verified_manifest(RunFolder(folder.path)) is not None
+    (folder.path / "wandbs").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="wandbs is neither a plain file nor a folder"):
+        verified_manifest(RunFolder(folder.path))
+
+
+def test_folders_in_folders_without_end_are_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    (folder.path / "/".join("d" * 110)).mkdir(parents=True)
+    with pytest.raises(InputError, match="d is neither a plain file nor a folder"):
+        verified_manifest(RunFolder(folder.path))
+
+
+@pytest.mark.parametrize(
+    "code", [{"a": {"_target_": "torch.nn.Linear"}}, {"b": ["$1 + 1"]}], ids=str
+)
+def test_a_record_that_brings_code_is_not_read_outside_of_walls(
+    code: dict[str, object], tmp_path: Path
+) -> None:
+    """Also where it did not when the command was read; unless the user has typed the same."""
+    run = run_record(bundle="mednist", bundle_path=str(tmp_path), config=code)
+    (tmp_path / "run.json").write_text(json.dumps(run.to_dict()))
+    record = {"folds": 2, "bundle": "mednist", "images": ["a", "b"], "command": None}
+    empty = {"options": {}, "requested": {}, "settings": {}}
+    (tmp_path / "folds.json").write_text(json.dumps({**record, **empty, "config": code}))
+
+    def read() -> None:
+        read_run(tmp_path / "run.json")
+        folds.read_record(tmp_path)
+        outside_walls.set([])
+        for read_one in (
+            lambda: read_run(tmp_path / "run.json"),
+            lambda: folds.read_record(tmp_path),
+        ):
+            with pytest.raises(InputError, match="brings expressions or components, without walls"):
+                read_one()
+
+        outside_walls.set(["--config=a={_target_: torch.nn.Linear}", "--config=b=[$1 + 1]"])
+        read_run(tmp_path / "run.json")
+        folds.read_record(tmp_path)
+
+    copy_context().run(read)
 
 
 def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
@@ -384,3 +437,9 @@ def test_whole_files_are_taken(tmp_path: Path) -> None:
     save_weights(tmp_path / "w", server(1)["weights"])
     (tmp_path / "link").symlink_to(tmp_path / "w")
     assert load_weights(tmp_path / "link").keys() == server(1)["weights"].keys()
+
+
+def test_semicolons_part_a_table_whose_header_has_a_comma_too(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes("\ufeffDatei;Länge, mm;Klinik\r\na.png;3;Köln\r\n".encode())
+    _, [(_, row)] = read_table(tmp_path / "t.csv")
+    assert row == {"Datei": "a.png", "Länge, mm": "3", "Klinik": "Köln"}

@@ -1,0 +1,25 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from medfl.core.tables import markdown_table
+
+HOSTILE = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "a | b",
+    "a\\| 0.99 ", "a\\", "a\n\n# b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_are_text_in_a_cell_of_markdown(name: str) -> None:
+    """As Python-Markdown and markdown-it read it."""
+    text = markdown_table(["site", name], [[name, "0.5"], ["north", "0.25"]])
+    markdown = pytest.importorskip("markdown")
+    commonmark = pytest.importorskip("markdown_it")
+    plain = markdown.markdown(text, extensions=["tables"])
+    for page in (plain, commonmark.MarkdownIt("commonmark").enable("table").render(text)):
+        assert not any(tag in page for tag in ("<script", "<img", "<a ", "<h1"))
+        assert page.count("<td") == 4
+        assert ">0.25<" in page
