@@ -1,3 +1,3 @@
-"""A MONAI bundle read, configured and begun; the shipped ones lie in `bundles/`."""
+"""A MONAI bundle read, configured and opened; the shipped ones are in `bundles/`."""
 
 from medfl.bundle.files import shipped_folders as shipped_folders

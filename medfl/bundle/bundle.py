@@ -1,8 +1,8 @@
 """Bundle: a MONAI bundle, shipped or third-party, read as a problem: networks, data, loss and optimiser.
 
 Everything is reached from the bundle's trainer (`train#trainer` or flat `trainer`) by following references, so both of
-the zoo's styles work unmodified. Handlers are never made, for they write files; a trainer and an evaluator
-only where the trainer has an iteration of its own.
+the zoo's styles work unmodified. Handlers are never created, since they write files; a trainer and an evaluator
+only if the trainer has its own iteration.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ignite.engine import Engine
-from ignite.exceptions import NotComputableError
 from monai.data import decollate_batch
+from monai.utils import convert_to_tensor
 from torch import Tensor, nn
 
 from medfl.bundle import text_embeddings
@@ -38,11 +37,18 @@ from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes
 from medfl.core.errors import InputError, RunError, as_text, root_cause
+from medfl.core.mappings import without
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
 from medfl.data.prepare import DiskCache, budget, sample_key
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
+from medfl.evaluation.evaluators import (
+    CaseEvaluator,
+    ClassEvaluator,
+    EpochMetric,
+    Evaluator,
+    MaskEvaluator,
+)
 from medfl.evaluation.metrics import IF_MISSING, WHOLE, Cases, title
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
@@ -59,7 +65,7 @@ from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.places import cache_folder
 from medfl.training.site import mean_loss
 
-# A foreign bundle's own key metric, computed of a whole set of cases as its evaluator computes it of an epoch
+# A third-party bundle's own key metric, computed on a whole set of cases as its evaluator computes it for an epoch
 
 PREDICTION = "own_pred"
 LABEL = "own_label"
@@ -71,7 +77,7 @@ class OwnMetric:
 
     Attributes:
         name: in results.
-        metric: attached to an engine of its own.
+        metric: of ignite.
         postprocessing: dictionary transform over "pred" and "label", or None.
     """
 
@@ -80,24 +86,23 @@ class OwnMetric:
     postprocessing: Callable[[Any], Any] | None
 
     @cached_property
-    def _engine(self) -> Engine:
-        engine = Engine(lambda engine, batch: None)
-        self.metric.attach(engine, self.name)
-        return engine
+    def _epoch(self) -> EpochMetric:
+        return EpochMetric(self.name, self.metric)
 
     def postprocessed(self, prediction: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return what the metric takes of a batch, stacked: "own_pred" and "own_label" (B, ...).
+        """Return the metric's inputs for a batch, stacked: "own_pred" and "own_label" (B, ...).
 
         Raises:
             RunError: the bundle's postprocessing fails.
         """
-        batch: Any = decollate_batch({"pred": prediction, "label": target})
+        batch = decollate_batch({"pred": prediction, "label": target})
         try:
             if self.postprocessing is not None:
-                batch = [self.postprocessing(case) for case in batch]
+                batch = list(map(self.postprocessing, batch))
 
-            predictions = torch.stack([torch.as_tensor(case["pred"]) for case in batch])
-            labels = torch.stack([torch.as_tensor(case["label"]) for case in batch])
+            # MONAI's metadata of an image are not sent
+            predictions = torch.stack([convert_to_tensor(case["pred"]) for case in batch])
+            labels = torch.stack([convert_to_tensor(case["label"]) for case in batch])
         except Exception as error:
             raise RunError(
                 f"the bundle's postprocessing fails: {as_text(root_cause(error))}"
@@ -106,26 +111,19 @@ class OwnMetric:
         return {PREDICTION: predictions.cpu(), LABEL: labels.cpu()}
 
     def of(self, cases: Cases) -> dict[str, float]:
-        """Return {name: value}, {} where it is undefined on these cases."""
+        """Return {name: value}, {} if it is undefined on these cases."""
         if PREDICTION not in cases.values or not len(cases):
             return {}
 
         columns = zip(cases.values[PREDICTION], cases.values[LABEL], strict=True)
-        # what an ignite engine does in an epoch of one iteration
-        self._engine.state.output = [{"pred": pred, "label": label} for pred, label in columns]  # type: ignore[assignment]
-        self.metric.started(self._engine)
         try:
-            self.metric.iteration_completed(self._engine)
-            value = self.metric.compute()
-        except NotComputableError:
-            return {}
+            value = self._epoch.of([{"pred": pred, "label": label} for pred, label in columns])
         except Exception as error:
             raise RunError(
                 f"the bundle's metric {self.name!r} fails: {as_text(root_cause(error))}"
             ) from error
 
-        number = float(torch.as_tensor(value, dtype=torch.float64).nanmean())
-        return {} if math.isnan(number) else {self.name: number}
+        return {} if math.isnan(value) else {self.name: value}
 
 
 # The bundle
@@ -137,17 +135,17 @@ _FORMER = {"trial": False, "scores": "medfl"}
 
 
 class Bundle(Problem):
-    """A MONAI bundle with a trainer, supervised or with an iteration of its own.
+    """A MONAI bundle with a trainer, supervised or with its own iteration.
 
     Its federated.yaml may declare two things. With `trial: false`, task, `in_channels` and class names are taken from
-    the configuration, without a trial step. With `scores: medfl`, medfl's own evaluator of the task scores it.
+    the configuration, without a trial step. With `scores: medfl`, it is scored by medfl's own evaluator of the task.
 
     Args:
         name_or_path: a shipped bundle's name, or the folder of any MONAI bundle.
-        config: ids of the bundle's own configuration to override, as in `monai.bundle run` (`{"image_size": 28}`).
-        device: where its networks live.
-        policy: what it may do beyond what every bundle may; None: what `medfl.policy.admission` has in force.
-        known_as: the name of the shipped bundle whose former version the folder is.
+        config: overridden ids of the bundle's own configuration, as in `monai.bundle run` (`{"image_size": 28}`).
+        device: of its networks.
+        policy: what it may do beyond the default; None: the policy in force in `medfl.policy.admission`.
+        known_as: the name of the shipped bundle whose earlier version the folder contains.
 
     Raises:
         InputError: no such bundle, one that inspection refuses, an id that does not exist, or a configuration without
@@ -166,7 +164,7 @@ class Bundle(Problem):
         *,
         known_as: str = "",
     ) -> None:
-        """Inspect the bundle unless it ships as it is, and parse its configuration; nothing is evaluated yet."""
+        """Inspect the bundle unless it ships unchanged, and parse its configuration; nothing is evaluated yet."""
         root = find(name_or_path)
         policy = admission.in_force() if policy is None else policy
         if not ships_unchanged(root):
@@ -187,7 +185,7 @@ class Bundle(Problem):
         find_unlabelled: FindUnlabelled | None,
         embeddings: Mapping[str, tuple[Tensor, str]],
     ) -> None:
-        """Parse the configuration under these overrides."""
+        """Parse the configuration with these overrides."""
         train = config_file(self.root, "train") or self.root / "configs" / "train.json"
         config = self._read(overrides, train)
         trainer = find_trainer(config)
@@ -233,10 +231,10 @@ class Bundle(Problem):
         """Return this bundle with further ids of its configuration overridden.
 
         Args:
-            config: as of `Bundle`.
-            find_unlabelled: finds training images without labels, which are asked for.
+            config: as for `Bundle`.
+            find_unlabelled: finds training images without labels, if requested.
         """
-        # not by its constructor: this bundle was inspected when it was opened, and nothing in its folder has changed
+        # not by its constructor: this bundle was inspected when opened, and nothing in its folder has changed
         bundle = Bundle.__new__(Bundle)
         parts = ("name", "source", "device", "dataset", "root", "policy", "start")
         vars(bundle).update({key: getattr(self, key) for key in parts})
@@ -249,7 +247,7 @@ class Bundle(Problem):
         self._config.open_places(paths)
 
     def get(self, key: str) -> Any:
-        """Return the object that a configuration id stands for.
+        """Return the object of a configuration id.
 
         Raises:
             InputError: the id is missing, or the bundle's own expression fails; names id and cause.
@@ -279,10 +277,10 @@ class Bundle(Problem):
 
     @cached_property
     def sha256(self) -> str:  # type: ignore[override]
-        """Hash of what the bundle does: configuration without overrides, class texts, embeddings, its own Python.
+        """Hash of the bundle's behaviour: configuration without overrides, class texts, embeddings, its own Python.
 
-        Files of the bundle that its configuration names count too: weights of a searched network, lists, labels. Of
-        federated.yaml only the class texts count: its other values are defaults, and a Run names what it took.
+        Files of the bundle named in its configuration count too: weights of a searched network, lists, labels. Of
+        federated.yaml only the class texts count: its other values are defaults, and a Run records those used.
         """
         return sha256_of(self.root, self.protocol)
 
@@ -293,27 +291,28 @@ class Bundle(Problem):
         if self.custom_trainer:
             return custom_trainer.CustomTrainer(self._config, self._trainer).model.to(self.device)
 
-        # a bundle with an id of this name starts its network by itself
+        # a bundle with an id of this name initialises its network itself
         overrides = {} if INIT_WEIGHTS in self._config else self._overrides
         return apply_init_weights(self._network_with()[0], overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
-        """Return a new network, and what ids make of it."""
-        # ids that are evaluated together hold the same network: an optimiser has its parameters
+        """Return a new network, and the objects of ids that belong to it."""
+        # ids evaluated together hold the same network: an optimiser has its parameters
         network, *dependents = self._config.build_new(f"{self._trainer}#network", *keys)
         self._require(network, nn.Module, "network", "module", "nn.Module")
         return [network.to(self.device), *dependents]
 
     def _require(self, value: object, kind: type, part: str, noun: str, path: str) -> None:
         if not isinstance(value, kind):
-            problem = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
             raise InputError(
-                problem, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
+                f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}",
+                f"it is a torch {noun}",
+                f"let its _target_ build a torch.{path}",
             )
 
     @cached_property
     def loss_function(self) -> LossFunction:  # type: ignore[override]
-        """The trainer's loss; of a custom trainer one that refuses."""
+        """The trainer's loss; for a custom trainer one that refuses."""
         if self.custom_trainer:
             return partial(
                 custom_trainer.refuse,
@@ -365,20 +364,20 @@ class Bundle(Problem):
 
     @cached_property
     def amp(self) -> bool:  # type: ignore[override]
-        """Tell whether the trainer asks for mixed precision, which MONAI's takes on GPUs alone."""
+        """Tell whether the trainer asks for mixed precision, which MONAI's trainer uses only on GPUs."""
         key = f"{self._trainer}#amp"
         return key in self._config and bool(self.get(key))
 
     # Data
 
     def disk_cache(self, section: str) -> DiskCache | None:
-        """Return where prepared samples go that are too large for memory; None where entries have no names."""
+        """Return the cache for prepared samples that are too large for memory; None if entries have no names."""
         source = self.sections[section].source
         if not (source.is_list and source.repeatable):
             return None
 
         # the same images in another folder are the same samples
-        overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
+        overrides = without(self._overrides, ["dataset_dir"])
         versions = {name: version_of(name) for name in ("medfl", "monai", "torch")}
         parts = [self.sha256, overrides, "train" if section == "train" else "evaluate", versions]
         return DiskCache(
@@ -391,7 +390,7 @@ class Bundle(Problem):
 
     @property
     def _is_declared(self) -> bool:
-        """Whether task, channels and classes are as declared, and no step is tried."""
+        """Whether task, channels and classes are declared, so that no trial step is needed."""
         return self.protocol.get("trial") is False
 
     @property
@@ -400,16 +399,16 @@ class Bundle(Problem):
 
     @cached_property
     def trial(self) -> Trial:
-        """A trial step as of `Problem`; an empty one for a custom trainer."""
+        """A trial step as in `Problem`; an empty one for a custom trainer."""
         if not self.custom_trainer:
             return super().trial
 
         with stream(0, "trial"):
-            self.network()  # raises where a package or file is missing; no image is read
+            self.network()  # raises if a package or file is missing; no image is read
         return Trial()
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
-        """Compute the loss; if it fails on labels that are true or false, or bytes, let it have numbers from now on."""
+        """Compute the loss; if it fails on boolean labels or bytes, convert them to numbers from now on."""
         try:
             self.loss(prediction, target)
         except RuntimeError:
@@ -422,7 +421,7 @@ class Bundle(Problem):
 
     @property
     def adapted(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of what was done for a bundle written for older MONAI or NumPy (`medfl.bundle.zoo.compatibility`)."""
+        """Names of the adaptations of a bundle written for older MONAI or NumPy (`medfl.bundle.zoo.compatibility`)."""
         if self.task:
             return tuple(sorted(self._config.adapted))
 
@@ -430,7 +429,7 @@ class Bundle(Problem):
 
     @cached_property
     def task(self) -> str:  # type: ignore[override]
-        """Its kind of task: as federated.yaml declares it, or as a trial step tells it."""
+        """Its kind of task: declared in federated.yaml, or inferred from a trial step."""
         prediction, target, _ = Trial() if self._is_declared else self.trial
         if "task" in self.protocol:
             return check_task(str(self.protocol["task"]), "federated.yaml: task")
@@ -440,7 +439,7 @@ class Bundle(Problem):
 
     @cached_property
     def channels(self) -> int:
-        """Channels of its images, 0 where its inputs are no images."""
+        """Channels of its images, 0 if its inputs are not images."""
         if self._is_declared:
             return int(self.get("in_channels"))
 
@@ -451,7 +450,7 @@ class Bundle(Problem):
         """Names of classes in label order, of findings or of numbers (metadata's channel_def), () for other tasks.
 
         Raises:
-            InputError: an item's label is none of them.
+            InputError: an item's label is not one of them.
         """
         if self.task not in OF_VECTORS:
             return ()
@@ -462,7 +461,7 @@ class Bundle(Problem):
             count = self.trial.prediction.reshape(2, -1).shape[1]
 
         if self.task == "classification":
-            count = max(2, count)  # one output is the second class's logit
+            count = max(2, count)  # a single output is the second class's logit
             check_labels(self.items, count, f"bundle {self.name!r}")
 
         if len(names) == count:
@@ -482,24 +481,23 @@ class Bundle(Problem):
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
         by_medfl = self._is_scored_by_medfl and self.task != "other"
-        if self.task == "classification" or by_medfl:
+        if by_medfl or (self.task in OF_VECTORS and self._own_metric is None):
             return str(self.protocol.get("key_metric", self.kind.key_metric))
-        if self.task in OF_VECTORS and self._own_metric is None:
-            return self.kind.key_metric
 
         return self._key_metric[0]
 
     @cached_property
     def _own_metric(self) -> OwnMetric | None:
-        """The bundle's own metric of a set of vectors, None where medfl's choose the best round."""
+        """The bundle's own metric on a set of vectors, None if medfl's metrics choose the best round."""
         name, metric = self._key_metric
-        if self.task not in OF_VECTORS[1:] or self._is_scored_by_medfl or name == "loss":
+        is_decided = {"scores", "key_metric"} & self.protocol.keys()
+        if self.task not in OF_VECTORS or is_decided or name == "loss":
             return None
 
         return OwnMetric(name, metric, scoring(self._config)[1])
 
     def summarise(self, cases: Cases) -> dict[str, float]:
-        """Return the metrics of a set of cases, the bundle's own among them."""
+        """Return the metrics of a set of cases, including the bundle's own."""
         metrics = super().summarise(cases)
         if self._own_metric is not None:
             metrics |= self._own_metric.of(cases)
@@ -507,7 +505,7 @@ class Bundle(Problem):
         return metrics
 
     def told(self, cases: Cases) -> Cases:
-        """Return cases with the bundle's own metric as its value, in the place of what it is computed of."""
+        """Return cases with the value of the bundle's own metric in place of its inputs."""
         if self._own_metric is None:
             return cases
 
@@ -525,20 +523,25 @@ class Bundle(Problem):
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """How this bundle's networks are scored."""
+        """Scores this bundle's networks."""
         if self.task in OF_VECTORS and not self.custom_trainer:
-            # where the bundle's own evaluator scores, batches are as large as its own
-            size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
-            ends_in_sigmoid = isinstance(self.loss_function, nn.BCELoss)
-            inputs = None if self._own_metric is None else self._own_metric.postprocessed
-            if self.task == "classification":
-                return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
-            if self.task == "multilabel":
-                return FindingEvaluator(
-                    **size, ends_in_sigmoid=ends_in_sigmoid, metric_inputs=inputs
+            # if the bundle's own evaluator scores, batches are as large as its own
+            size = ClassEvaluator.batch_size
+            if not self._is_scored_by_medfl:
+                size = self._validation_batch_size()
+
+            inputs = getattr(self._own_metric, "postprocessed", None)
+            if self.task == "regression":
+                return NumberEvaluator(
+                    self.loss, self.metadata, batch_size=size, metric_inputs=inputs
                 )
 
-            return NumberEvaluator(self.loss, self.metadata, **size, metric_inputs=inputs)
+            evaluator = FindingEvaluator if self.task == "multilabel" else ClassEvaluator
+            return evaluator(
+                batch_size=size,
+                metric_inputs=inputs,
+                ends_in_sigmoid=isinstance(self.loss_function, nn.BCELoss),
+            )
 
         if self.custom_trainer:
             return CaseEvaluator(
@@ -547,7 +550,7 @@ class Bundle(Problem):
                 lambda x, network: custom_trainer.of(network).score(x),
             )
 
-        # other tasks and bundles are scored as their own evaluator does it
+        # other tasks and bundles are scored by their own evaluator
         inferer, postprocessing = scoring(self._config)
         tolerance = 1.0  # mm
         if "surface_tolerance" in self._config:
@@ -574,12 +577,13 @@ class Bundle(Problem):
         """
         where = config_file(self.root, "federated") or self.root / "configs" / "federated.yaml"
         if "text" not in self.protocol:
-            allowed = "language-built classifiers need each class in words, and prompts"
             raise InputError(
-                f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles"
+                f"{where} has no key 'text'",
+                "language-built classifiers need each class in words, and prompts",
+                "add it, as in the shipped bundles",
             )
 
-        # declared ones are known without the data
+        # declared classes are known without the data
         classes = channel_names(self.metadata) if self._is_declared else self.classes
         return read_text(self.protocol["text"], classes, str(where))
 
@@ -590,7 +594,7 @@ class Bundle(Problem):
             plm: name or folder of a language model, or a file that `medfl concepts` wrote.
 
         Raises:
-            InputError: the bundle has no text, the file is for another one, or the language model is not here.
+            InputError: the bundle has no text, the file is for another one, or the language model is not installed.
         """
         if plm not in self._embeddings:
             embeddings = text_embeddings.obtain(plm, self.text, self.root / "embeddings")
@@ -598,21 +602,21 @@ class Bundle(Problem):
         return self._embeddings[plm][0]
 
     def plm_of(self, plm: str) -> str:
-        """Return the name of the language model that made what `embeddings` returns."""
+        """Return the name of the language model that produces `embeddings`."""
         self.embeddings(plm)
         return self._embeddings[plm][1]
 
     def with_embeddings(self, plm: str, values: Tensor, name: str) -> Problem:
-        """Return this bundle with other `embeddings` (K, M, D), made by a language model of this name."""
+        """Return this bundle with other `embeddings` (K, M, D), produced by the named language model."""
         return self.replaced(_embeddings={**self._embeddings, plm: (values, name)})
 
     @cached_property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the user should know: what runs here, and what of the bundle's own training does not."""
+        """What the user should know: what runs here, and which parts of the bundle's own training do not."""
         if self.dataset:
             return ()
 
-        # asked for first: the trial may add to what was adapted
+        # evaluated first: the trial may add adaptations
         by_loss = self.key_metric == "loss"
         train = self.sections["train"]
         texts = [
@@ -621,17 +625,17 @@ class Bundle(Problem):
         if by_loss and not self.custom_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
 
-        if self.task != "classification":
-            name, metric = self._key_metric
-            leaves_out = getattr(getattr(metric, "metric_fn", None), "ignore_empty", False)
-            if leaves_out or (name == "dice" and self._config.recounted):
-                metric_name = title(name.removeprefix("own_"))
-                lacking = f"its own {metric_name} leaves out structures that a reference lacks"
-                texts.append(f"{lacking}; dice here is {IF_MISSING}")
+        name, metric = self._key_metric
+        leaves_out = getattr(getattr(metric, "metric_fn", None), "ignore_empty", False)
+        if leaves_out or (name == "dice" and self._config.recounted):
+            metric_name = title(name.removeprefix("own_"))
+            texts.append(
+                f"its own {metric_name} leaves out structures that a reference lacks; dice here is {IF_MISSING}"
+            )
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)
 
 
 def _by_id(config: Config) -> Document:
-    """Return overrides with ids as MONAI writes them today: `a#b`, which was `a::b`."""
+    """Return overrides with ids in MONAI's present form: `a#b`, formerly `a::b`."""
     return {key.replace("::", "#"): value for key, value in config.items()}

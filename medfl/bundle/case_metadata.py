@@ -1,8 +1,8 @@
-"""What the data say of each case beyond its label: centre, age, sex, localisation.
+"""What the data contain about each case beyond its label: centre, age, sex, localisation.
 
-These are personal data. They are read from the data folder when they are asked for and never written into a run folder.
+These are personal data. They are read from the data folder on demand and never written into a run folder.
 
-A shipped data set's tables and a user's own are found alike: any comma- or tab-separated table at the top of the data
+Tables of shipped data sets and of users are found alike: any comma- or tab-separated table at the top of the data
 folder with a column that names the items (`image_id`, `image`, `file`, `id`, ...).
 """
 
@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "location",
     ),
 }
-"""Name here -> what tables call it, in lower case."""
+"""Name here -> names in tables, in lower case."""
 UNKNOWN = "not stated"
 _NAMES = ("image_id", "image", "isic_id", "file", "filename", "file_name", "case", "case_id", "id")
 _SUFFIXES = (".csv", ".tsv", ".tab", "")
@@ -49,10 +49,10 @@ _AGE = re.compile(
 
 
 def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
-    """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
+    """Return the known data on each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
 
-    Age is in years, or the text of one that is not read; a key that the data do not have is left out, a value that is
-    missing for a case is `UNKNOWN`, of age None.
+    Age is in years, or the unparsed text; a key that the data do not have is omitted, a value missing for a case is
+    `UNKNOWN`, for age None.
     """
     items = bundle.items(section)
     cases: dict[str, Document] = {}
@@ -70,7 +70,7 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
     if folder and Path(folder).is_dir():
         for rows in _tables(Path(folder)):
             for ident, row in _by_name(rows, list(cases)).items():
-                cases[ident] = {**_columns(row), **cases[ident]}  # the data list has precedence
+                cases[ident] = {**_columns(row), **cases[ident]}  # the data list takes precedence
 
     present = set[str]().union(*cases.values())
     for name in COLUMNS:
@@ -82,7 +82,7 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, Document]:
 
 
 def band(age: float | str | None) -> str:
-    """Return the band of 20 years that an age is in: "0–19", ..., "80+", or `UNKNOWN`, also of a text."""
+    """Return the 20-year band of an age: "0–19", ..., "80+", or `UNKNOWN`, also for unparsed text."""
     if age is None or isinstance(age, str):
         return UNKNOWN
 
@@ -94,7 +94,7 @@ def band(age: float | str | None) -> str:
 
 
 def unread(ages: Iterable[object]) -> list[str]:
-    """Return a line on the ages that are texts; none where all are read."""
+    """Return a line on ages that could not be parsed; none if all were."""
     texts = [repr(age) for age in ages if isinstance(age, str)]
     if not texts:
         return []
@@ -110,9 +110,9 @@ BANDS = tuple(map(band, range(0, _OLDEST + 1, _BAND)))
 
 
 def _columns(row: Mapping[str, object]) -> Document:
-    """Return the columns of a row that are known here, under the names that they have here."""
+    """Return the known columns of a row, under the names used here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
-    columns: Document = {}
+    columns = {}
     for name, aliases in COLUMNS.items():
         value = next((lower[alias] for alias in aliases if alias in lower), None)
         if value is None:
@@ -129,9 +129,9 @@ def _columns(row: Mapping[str, object]) -> Document:
 
 
 def _years(text: str) -> float | str:
-    """Return an age in years, or the text where it is none or fits several bands.
+    """Return an age in years, or the text if it is not an age or fits several bands.
 
-    It may be `70`, `70.0`, DICOM's `070Y`, `018M`, `052W` or `030D`, `18 months`, `70-79`, `>89`, `89+` or `<1`.
+    Accepted are `70`, `70.0`, DICOM's `070Y`, `018M`, `052W` or `030D`, `18 months`, `70-79`, `>89`, `89+` or `<1`.
     """
     match = _AGE.fullmatch(text.replace(",", "."))
     if match is None:
@@ -141,6 +141,7 @@ def _years(text: str) -> float | str:
     low = float(first)
     high = float(last or first)
     if plus or sign in (">", ">=", "≥"):
+        # in whole units: > 89 is from 90 on
         low += sign == ">"
         high = _NO_END
     elif sign:
@@ -159,7 +160,7 @@ def _years(text: str) -> float | str:
 def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix.lower() in _SUFFIXES and path.stat().st_size <= _LARGEST:
-            with suppress(InputError):  # no table
+            with suppress(InputError):  # not a table
                 yield read_csv(path, ())
 
 
@@ -176,23 +177,26 @@ def _number(path: str) -> str:
 
 
 def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """Return id -> row, by the first column that names items: whole, by file name, without its ending, or by number.
+    """Return id -> row, by the first column that names items: exactly, by file name, without extension, or by number.
 
-    An item that several rows name has none where they differ in what is known here.
+    An item named by several rows has none if they differ in the columns known here.
     """
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
         matches: dict[str, Mapping[str, str]] = {}
         for short in (composed, _file_name, _stem, _number):
             rows_by_name = dict[str, Mapping[str, str]]()
+            # a row without a name is of no case
             contradicted = {""}
             for row in rows:
                 name = short(composed(str(row[column])))
+                # rows that repeat a name have to agree
                 if _columns(rows_by_name.setdefault(name, row)) != _columns(row):
                     contradicted.add(name)
 
             ids_by_name = {short(composed(ident)): ident for ident in ids}
             both = ids_by_name.keys() & rows_by_name.keys() - contradicted
+            # names by which two items are the same tell neither
             if len(ids_by_name) == len(ids) and len(both) > len(matches):
                 matches = {ids_by_name[name]: rows_by_name[name] for name in both}
 

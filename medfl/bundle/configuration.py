@@ -1,8 +1,8 @@
 """Configuration: a MONAI bundle's training configuration, read without its side effects.
 
-Ids are looked up one by one: the lists `run` and `initialize` never are, and trainers and evaluators are made by
-`engines` alone, without their handlers, which write files. Before parsing, transforms that save or invert are disabled
-wherever they stand, and data sets that cache, in memory or in files, become the plain `Dataset` over the same list.
+Ids are looked up one by one: the lists `run` and `initialize` never are, and trainers and evaluators are created only
+by `engines`, without their handlers, which write files. Before parsing, transforms that save or invert are disabled
+everywhere, and caching data sets, in memory or in files, become the plain `Dataset` over the same list.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from medfl.bundle.zoo import compatibility, conventions, monai_networks
 from medfl.bundle.zoo.failures import explained
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, as_text, did_you_mean
+from medfl.core.mappings import pick_known
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
@@ -36,7 +37,7 @@ from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
-"""Postprocessing that writes files or needs the original grid: a score does not need it."""
+"""Postprocessing that writes files or needs the original grid: scoring does not need it."""
 _CACHES = (
     "CacheDataset",
     "SmartCacheDataset",
@@ -46,7 +47,7 @@ _CACHES = (
     "GDSDataset",
 )
 _ASIDE = ("train_handlers", "val_handlers", "key_train_metric", "additional_metrics", "amp")
-"""Arguments of engines that write files, or that nothing else looks at."""
+"""Arguments of engines that write files, or that nothing else uses."""
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
 """Data sets that find their own files, and would cache them all at once."""
 
@@ -55,12 +56,12 @@ class Configuration:
     """The merged content of configuration files, with overrides.
 
     Args:
-        root: the bundle's folder, which takes the place of whatever the files say in `bundle_root`.
-        files: JSON or YAML files; later ones override the earlier as MONAI merges them.
-        overrides: id -> value, for ids that exist.
-        metadata: what `_meta_` refers to.
-        device: takes the place of the id `device`.
-        policy: what the bundle may do beyond what every bundle may.
+        root: the bundle's folder, which replaces any value of `bundle_root` in the files.
+        files: JSON or YAML files; later ones override earlier ones as MONAI merges them.
+        overrides: id -> value, for existing ids.
+        metadata: the target of `_meta_`.
+        device: replaces the id `device`.
+        policy: what the bundle may do beyond the default.
 
     Raises:
         InputError: a file cannot be read, or an override names no id.
@@ -84,7 +85,7 @@ class Configuration:
         self._first_file = files[0].name
         self.metadata = dict(metadata)
         self.dropped: set[str] = set()
-        self.recounted = False  # whether a Dice of it leaves out what a reference lacks
+        self.recounted = False  # whether a Dice metric ignores structures that a reference lacks
         self._folder = ""
         self._merged = parser = ConfigParser({})
 
@@ -103,10 +104,10 @@ class Configuration:
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
     def override(self, values: Config) -> None:
-        """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
+        """Set ids to other values, unevaluated, and forget evaluated objects; InputError for a missing id."""
         ids = list(self._merged.get())
         for key, value in by_existing_ids(values, self._merged.get()).items():
-            # what it refers to may stand in a file that is not read with it
+            # its references may be in a file that is not read with it
             referred = re.search(rf"@{re.escape(key)}\b", str(self._merged.get()))
             if key not in self._merged and not referred:
                 raise InputError(
@@ -132,7 +133,7 @@ class Configuration:
         self._parser = self._parse()
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
-        """Let files and folders that a user named, or that another bundle may read, be read by this one too."""
+        """Allow this bundle to read files and folders that a user named, or that another bundle may read."""
         self._places |= {Path(path).absolute() for path in paths}
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
@@ -140,11 +141,14 @@ class Configuration:
             f"{self.file}: its references (%) cannot be followed",
             "they name ids and files that exist",
         ):
-            modules = own_modules(self.root)
-            parser = guarded_parser(deepcopy(self._content), self._policy, modules, self._places)
+            parser = guarded_parser(
+                deepcopy(self._content), self._policy, own_modules(self.root), self._places
+            )
             for key in without:
                 parser[key] = None
 
+            # twice, as MONAI does: a macro may hold another
+            parser.resolve_macro_and_relative_ids()  # type: ignore[no-untyped-call]
             parser.parse()
 
         return parser
@@ -154,10 +158,16 @@ class Configuration:
             return list(map(self._harmless, node))
 
         if isinstance(node, str):
-            in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]
-            if in_file and not self._policy.trusted:
-                problem = f"{printable(node)!r}, a part of another file"
-                raise InputError(problem, "ids of this configuration", "write it out")
+            if (
+                node.startswith("%")
+                and ConfigParser.split_path_id(node[1:])[0]
+                and not self._policy.trusted
+            ):
+                raise InputError(
+                    f"{printable(node)!r}, a part of another file",
+                    "ids of this configuration",
+                    "write it out",
+                )
 
             return conventions.rewritten(key, node, self._device)
 
@@ -178,10 +188,10 @@ class Configuration:
             del safe[name]
             self.adapted.add(f"{target}.{name}")
 
+        # prepared images are cached by medfl, whatever a bundle would do
         if target in _CACHES:
-            arguments = ("_disabled_", "_requires_", "data", "transform")
-            plain = {key: safe[key] for key in arguments if key in safe}
-            return {"_target_": "monai.data.Dataset", **plain}
+            arguments = pick_known(safe, ("_disabled_", "_requires_", "data", "transform"))
+            return {"_target_": "monai.data.Dataset", **arguments}
 
         if target in _LOADED:
             return {**safe, "cache_num": 0}
@@ -204,7 +214,8 @@ class Configuration:
 
     def raw(self, key: str) -> tuple[str, Any]:
         """Follow plain references (`@other#id`) from an id; return the last id and what it holds (None if absent)."""
-        visited: set[str] = set()
+        # of references that go round in a circle
+        visited = set()
         while key in self._parser and key not in visited:
             visited.add(key)
             node = self._parser.get(key)
@@ -216,17 +227,17 @@ class Configuration:
         return key, None
 
     def within(self, key: str, part: str) -> str:
-        """Return where a component's argument is written, or the component's id where it has none."""
+        """Return the id where a component's argument is written, or the component's id if it has none."""
         written_at, node = self.raw(f"{key}#{part}")
         return key if node is None else written_at
 
     def nodes(self, target: str) -> Iterator[tuple[str, Config]]:
-        """Yield id and content of every component whose class has this name, wherever it stands."""
+        """Yield id and content of every component whose class has this name, anywhere."""
         return (part for part in components(self._parser.get()) if target_name(part[1]) == target)
 
     def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> Document:
         """Return the unevaluated content of an id and of everything that it refers to."""
-        contents: Document = {}
+        contents = {}
         parser = parser or self._parser
         todo = [key.replace("#", "::")]
         while todo:
@@ -241,17 +252,17 @@ class Configuration:
 
     def evaluated(self, key: str) -> Any:
         """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
-        # a stream for lists that the bundle shuffles without a seed of its own
+        # a stream for lists that the bundle shuffles without its own seed
         with stream(0, "configuration"):
             return self._evaluate(self._parser, key)
 
     def build_new(self, *keys: str) -> list[Any]:
-        """Return new objects of ids that belong together; what is random is drawn from the caller's stream."""
+        """Return new objects of ids that belong together; random values are drawn from the caller's stream."""
         parser = self._parse()
         return [self._evaluate(parser, key) for key in keys]
 
     def engines(self, trainer: str, *evaluators: str) -> list[Any]:
-        """Return a new trainer, and evaluators that belong to it, without their handlers."""
+        """Return a new trainer and its evaluators, without their handlers."""
         keys = (trainer, *evaluators)
         aside = [*(f"{key}#{part}" for key in keys for part in _ASIDE), f"{trainer}#postprocessing"]
         parser = self._parse([key for key in aside if key in self._parser])
@@ -263,8 +274,11 @@ class Configuration:
                 f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it"
             )
         for dependency, node in self.dependencies_of(key, parser).items():
-            engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
-            if engine and dependency.replace("::", "#") not in engines:
+            if (
+                isinstance(node, Mapping)
+                and _ENGINE.fullmatch(target_name(node))
+                and dependency.replace("::", "#") not in engines
+            ):
                 raise InputError(
                     f"{self.file}: id {key!r} needs {dependency.replace('::', '#')!r}, a {target_name(node)}",
                     "trainers and evaluators are not made here: their handlers write files",
@@ -276,7 +290,7 @@ class Configuration:
             compatibility.arrays_in_pickles(),
             warnings.catch_warnings(),
         ):
-            # `json.load(open(…))` is the bundle's habit
+            # `json.load(open(…))` is common in bundles
             warnings.simplefilter("ignore", ResourceWarning)
             # about worker processes, which are never started
             warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -295,9 +309,9 @@ class Configuration:
 
 
 def by_existing_ids(values: Config, content: Config) -> Document:
-    """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
+    """Map overrides to existing ids: `network=NAME` to `network_name`, in a bundle that has this id.
 
-    A network of MONAI is the component of its class (`medfl.bundle.zoo.monai_networks`); `init_weights` is read by
+    A MONAI network becomes a component of its class (`medfl.bundle.zoo.monai_networks`); `init_weights` is read by
     `Bundle.network`.
     """
     values = monai_networks.replaced(values, content)
@@ -311,7 +325,7 @@ def by_existing_ids(values: Config, content: Config) -> Document:
 
 
 def _places(values: Iterable[object]) -> set[Path]:
-    """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
+    """Return the absolute paths in a user's values; paths named by the bundle itself open no folder."""
     paths = (Path(value) for value in values if isinstance(value, str | Path))
     return {path for path in paths if path.is_absolute()}
 
@@ -327,7 +341,7 @@ def target_name(node: Config) -> str:
 
 def components(content: Config) -> Iterator[tuple[str, Config]]:
     """Yield id and content of every component in contents by id."""
-    todo: list[tuple[str, object]] = [("", content)]
+    todo = [("", content)]
     while todo:
         key, node = todo.pop()
         if isinstance(node, Mapping) and "_target_" in node:
@@ -347,7 +361,7 @@ def _report(problem: str, allowed: str) -> Iterator[None]:
 
 
 def own_modules(root: Path) -> frozenset[str]:
-    """Return the names of the Python packages and modules that a bundle brings (`scripts`)."""
+    """Return the names of a bundle's own Python packages and modules (`scripts`)."""
     return frozenset(
         [p.parent.name for p in root.glob("*/*.py")] + [p.stem for p in root.glob("*.py")]
     )
@@ -355,9 +369,9 @@ def own_modules(root: Path) -> frozenset[str]:
 
 @contextmanager
 def own_python(root: Path) -> Iterator[None]:
-    """Let a block import the bundle's own modules; without any it does nothing.
+    """Allow a block to import the bundle's own modules; without any it has no effect.
 
-    Modules of the same name that belong to another bundle are forgotten, and no `__pycache__` is written.
+    Modules of the same name from another bundle are unloaded, and no `__pycache__` is written.
     """
     if not (modules := own_modules(root)):
         yield
@@ -367,13 +381,13 @@ def own_python(root: Path) -> Iterator[None]:
         module = sys.modules[package]
         paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
         home = Path(paths[0]).resolve().parent
-        if home != root and (
-            (home / "configs").is_dir() or not home.exists()
-        ):  # an export is moved when it is done
+        # another bundle's module of the same name; an export is moved when it is done
+        if home != root and ((home / "configs").is_dir() or not home.exists()):
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 del sys.modules[name]
 
     before = sys.dont_write_bytecode
+    # nothing is written into a bundle's folder
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
     importlib.invalidate_caches()

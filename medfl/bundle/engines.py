@@ -1,4 +1,4 @@
-"""The trainer and the evaluator of a bundle's configuration, found and read without being made."""
+"""The trainer and the evaluator in a bundle's configuration, found and read without creating them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.evaluation.mask_metrics import KINDS
-from medfl.evaluation.metrics import higher_is_better
+from medfl.evaluation.metrics import METRICS, higher_is_better
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
@@ -20,7 +20,11 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 def find_trainer(config: Configuration) -> str:
     """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
-    trainers = [place for place in map(config.raw, _TRAINERS) if isinstance(place[1], Mapping)]
+    trainers = []
+    for place in map(config.raw, _TRAINERS):
+        if isinstance(place[1], Mapping):
+            trainers.append(place)
+
     if not trainers:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
@@ -37,6 +41,7 @@ def find_trainer(config: Configuration) -> str:
         )
 
     parts = ["train_data_loader"]
+    # another trainer calls its networks and losses as it likes
     if not own_trainer_class(config, key):
         parts = ["network", "loss_function", "optimizer", *parts]
 
@@ -50,7 +55,7 @@ def find_trainer(config: Configuration) -> str:
 
 
 def own_trainer_class(config: Configuration, trainer: str) -> str:
-    """Return the class of a trainer whose steps are not those of MONAI's SupervisedTrainer, else ""."""
+    """Return the class of a trainer whose steps differ from MONAI's SupervisedTrainer, else ""."""
     node = config.raw(trainer)[1]
     name = target_name(node)
     if name == "SupervisedTrainer" and node.get("iteration_update") is None:
@@ -60,7 +65,7 @@ def own_trainer_class(config: Configuration, trainer: str) -> str:
 
 
 def find_evaluator(config: Configuration) -> str | None:
-    """Return the id of the evaluator that the trainer calls, or else of one of the usual names."""
+    """Return the id of the evaluator that the trainer calls, else one with a usual name."""
     called = [f"{key}#validator" for key, _ in config.nodes("ValidationHandler")]
     for key, node in map(config.raw, [*called, *_EVALUATORS]):
         if isinstance(node, Mapping) and "val_data_loader" in node:
@@ -69,7 +74,7 @@ def find_evaluator(config: Configuration) -> str | None:
 
 
 def scoring(config: Configuration) -> tuple[Any, Any]:
-    """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
+    """Return the evaluator's inferer (default MONAI's simplest) and its postprocessing (default None)."""
     engine = find_evaluator(config)
     inferer = _part(config, f"{engine}#inferer")
     return inferer or SimpleInferer(), _part(config, f"{engine}#postprocessing")
@@ -80,10 +85,10 @@ def _part(config: Configuration, key: str) -> Any:
 
 
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
-    """Return name and ignite metric of the evaluator, or the loss where it has none.
+    """Return name and ignite metric of the evaluator, or the loss if it has none.
 
-    "dice" is MONAI's Dice, and no other metric has the name of one that medfl computes of masks; a metric of which less
-    is better says so in its name.
+    "dice" is MONAI's Dice, and no other metric gets the name of one of medfl's; a metric for which lower is better is
+    named accordingly.
     """
     evaluator = find_evaluator(config)
     key, metrics = config.raw(f"{evaluator}#key_val_metric")
@@ -95,19 +100,20 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     if isinstance(getattr(metric, "metric_fn", None), DiceMetric):
         return "dice", metric
 
-    if name.startswith((*KINDS, "pixel_accuracy")):
+    # these names are for medfl's own definitions
+    if name in METRICS or name.startswith(KINDS):
         name = f"own_{name}"
 
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
-        if better(0.0, 1.0):  # the name alone says which way it goes
+        if better(0.0, 1.0):  # the direction must follow from the name alone
             name += "_error"
 
     return name, metric
 
 
 def is_disabled(config: Configuration, key: str, node: Config) -> bool:
-    """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
+    """Tell whether a component is disabled: by `_disabled_`, which may be an expression."""
     if "_disabled_" not in node:
         return False
 
@@ -119,7 +125,7 @@ def is_disabled(config: Configuration, key: str, node: Config) -> bool:
 
 
 def find_schedule(config: Configuration) -> str:
-    """Return the id of the schedule that a handler of the bundle steps once an epoch, "" where there is none."""
+    """Return the id of the schedule that a handler of the bundle steps once per epoch, "" if there is none."""
     for key, node in config.nodes("LrScheduleHandler"):
         by_epoch = node.get("epoch_level", True) is True and "step_transform" not in node
         if by_epoch and "lr_scheduler" in node and not is_disabled(config, key, node):

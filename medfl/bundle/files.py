@@ -13,6 +13,7 @@ import yaml
 from medfl import datasets
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import pick
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
@@ -27,13 +28,13 @@ _FORMAT = {
     "channel_def": dict[str, str],
     "format": str,
 }
-"""Entries that metadata.json may have of an input or output, and that are read."""
+"""Entries of an input or output in metadata.json that are used."""
 _MAX_BYTES = 1 << 20
 _HASHES = Path(__file__).with_name("shipped.json")
-"""Of each shipped bundle its `content_sha256`; tools/shipped.py writes it."""
+"""`content_sha256` of each shipped bundle; written by tools/shipped.py."""
 _LEFT_BY_TRAINING = ("models/", "output/")
 _HASHED = (".json", ".yaml", ".yml", ".py", ".safetensors")
-# in C where PyYAML was built so: eight times as fast
+# the C version, if available: eight times as fast
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -45,9 +46,9 @@ def shipped_root() -> Path | None:
 
 
 def shipped_folders() -> dict[str, Path]:
-    """Return the folders of the shipped bundles that can be trained, by name; families of them lie one level down.
+    """Return the folders of the shipped bundles that can be trained, by name; families are one level down.
 
-    A bundle of the user's own may lie beside them: shipped are those whose data set is medfl's too.
+    A user's bundle may be beside them: shipped are those whose data set is also medfl's.
     """
     return dict(_folders(shipped_root()))
 
@@ -59,7 +60,7 @@ def _folders(root: Path | None) -> dict[str, Path]:
 
     files = [*root.glob("*/configs/train.yaml"), *root.glob("*/*/configs/train.yaml")]
     folders = {path.parents[1].name: path.parents[1] for path in files}
-    return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}
+    return pick(folders, sorted(folders.keys() & set(datasets.names())))
 
 
 def shipped() -> tuple[str, ...]:
@@ -68,7 +69,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def ships_unchanged(name_or_path: str | Path) -> bool:
-    """Tell whether a name or folder is a shipped bundle's, and its content what it was when medfl was released."""
+    """Tell whether a name or folder is a shipped bundle's, with unchanged content since medfl's release."""
     root = shipped_folders().get(str(name_or_path)) or Path(name_or_path).expanduser().resolve()
     if root not in shipped_folders().values():
         return False
@@ -78,12 +79,12 @@ def ships_unchanged(name_or_path: str | Path) -> bool:
 
 
 def content_sha256(root: Path) -> str:
-    """Return the hash of all files of a bundle, by their names, but for what MONAI's training leaves beside them."""
+    """Return the hash of all files of a bundle, by name, except those left by MONAI's training."""
     digest = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name = path.relative_to(root).as_posix()
         if not name.startswith(_LEFT_BY_TRAINING):
-            # Git writes text on Windows with its line ends
+            # Git on Windows converts line ends of text
             content = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).digest()
             digest.update(name.encode() + b"\0" + content)
 
@@ -91,7 +92,7 @@ def content_sha256(root: Path) -> str:
 
 
 def find(name_or_path: str) -> Path:
-    """Return the folder of a bundle, by its name or path; InputError if none is there, or none that can be trained."""
+    """Return the folder of a bundle, by its name or path; InputError if it is missing or cannot be trained."""
     if name_or_path in shipped():
         return shipped_folders()[name_or_path]
 
@@ -101,13 +102,17 @@ def find(name_or_path: str) -> Path:
 
     if (path / "configs").is_dir():
         has = ", ".join(sorted(file.name for file in (path / "configs").iterdir()))
-        problem = f"bundle {path} has no configs/train.json or .yaml"
-        raise InputError(problem, f"it has {has}", "give a bundle that says how to train")
+        raise InputError(
+            f"bundle {path} has no configs/train.json or .yaml",
+            f"it has {has}",
+            "give a bundle that says how to train",
+        )
 
+    beside = map(str, Path(name_or_path).parent.glob("*"))
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
-        did_you_mean(name_or_path, shipped(), "see medfl bundles"),
+        did_you_mean(name_or_path, [*shipped(), *beside], "see medfl bundles"),
     )
 
 
@@ -148,10 +153,10 @@ def read(path: Path) -> Document:
 
 
 def read_metadata(root: Path) -> Document:
-    """Return the content of a bundle's metadata.json, {} where it has none.
+    """Return the content of a bundle's metadata.json, {} if there is none.
 
     Raises:
-        InputError: it is not valid, or says of inputs and outputs what is read in another form.
+        InputError: it is invalid, or describes inputs and outputs in an unknown form.
     """
     path = root / "configs" / "metadata.json"
     described = read(path) if path.is_file() else {}
@@ -185,7 +190,7 @@ def read_metadata(root: Path) -> Document:
 
 
 def sha256_of(root: Path, protocol: Config) -> str:
-    """Return the hash of `Bundle.sha256`: of what is trained, so federated.yaml counts by its class texts alone."""
+    """Return the hash for `Bundle.sha256`: it covers what is trained: of federated.yaml the class texts only."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
     files = [*root.glob("configs/*"), *root.glob("configs/medfl/*"), *root.glob("embeddings/*")]
     for path in sorted([*files, *root.glob("*.py"), *root.glob("*/**/*.py")]):
@@ -199,9 +204,9 @@ def sha256_of(root: Path, protocol: Config) -> str:
 
 
 def _named_files(root: Path) -> list[Path]:
-    """Return the other files whose names stand in the configurations that a run reads: weights, lists, labels.
+    """Return the other files named in the configurations that a run reads: weights, lists, labels.
 
-    The bundle's own weights count only where something is loaded: they are what MONAI's training writes.
+    The bundle's own weights count only if something is loaded: MONAI's training writes them.
     """
     text = ""
     for stem in ("train", "evaluate"):

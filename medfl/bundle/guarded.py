@@ -1,7 +1,7 @@
-"""MONAI's parser behind the filter of `policy`: what is made and evaluated was checked where it stands.
+"""MONAI's parser behind the filter of `policy`: created and evaluated objects are checked where they occur.
 
-Components are the objects that `policy.components` finds, and each `$` expression passes `policy.expressions` before
-MONAI evaluates it, also where a setting changed it after an inspection. A bundle that the user trusts (`--trust`) is
+Components are the objects found by `policy.components`, and each `$` expression passes `policy.expressions` before
+MONAI evaluates it, even if a setting changed it after an inspection. A bundle that the user trusts (`--trust`) is
 parsed by MONAI alone.
 """
 
@@ -38,16 +38,16 @@ from medfl.problem.described import Config
 def guarded_parser(
     content: Config, policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
 ) -> ConfigParser:
-    """Return a parser of a configuration that makes and evaluates only what is let through.
+    """Return a parser of a configuration that creates and evaluates only what is permitted.
 
     Args:
         content: the configuration, which the parser takes over.
-        policy: its words widen what is let through; a trusted bundle is parsed by MONAI alone.
+        policy: its permissions widen the default; a trusted bundle is parsed by MONAI alone.
         own_modules: top-level modules of the bundle's own Python.
-        roots: files and folders whose images may be read; what is added to them later counts.
+        roots: files and folders whose images may be read; later additions to it count.
 
     Raises:
-        Refused: an import that is none.
+        Refused: an invalid import.
     """
     parser = ConfigParser(content)
     if not policy.trusted:
@@ -66,12 +66,16 @@ def guarded_parser(
 
 
 class _Resolver(ReferenceResolver):
-    """Takes guarded items in the place of MONAI's own."""
+    """Uses guarded items in place of MONAI's own."""
 
     def __init__(self, expressions: ExpressionFilter, check_path: Check) -> None:
         super().__init__()
         self._expressions = expressions
         self._check_path = check_path
+
+    def is_resolved(self) -> bool:
+        """Tell whether the content is parsed: MONAI would parse it again for the first id that is evaluated."""
+        return bool(self.items)
 
     def add_item(self, item: ConfigItem) -> None:
         if isinstance(item, ConfigExpression):
@@ -81,14 +85,13 @@ class _Resolver(ReferenceResolver):
         super().add_item(item)
 
     def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
-        # A placeholder would find no image, and say nothing.
+        # A placeholder would find no image, without any error.
 
-        folder = None
         if id == "dataset_dir" and id in self.items:
             folder = self.items[id].config
+            if isinstance(folder, str) and folder[:1] not in ("$", "@"):
+                self._check_path(folder)
 
-        if isinstance(folder, str) and folder[:1] not in ("$", "@"):
-            self._check_path(folder)
         return super()._resolve_one_item(id, *args, **kwargs)
 
 
@@ -138,25 +141,26 @@ class _Component(ConfigComponent):
             arguments.pop("persistent_workers", None)
             arguments.pop("prefetch_factor", None)
 
-        # of an engine: they would start a compiler
+        # options of an engine: they would start a compiler
         arguments.pop("compile", None)
         arguments.pop("compile_kwargs", None)
         check_arguments(factory, arguments)
         try:
             instance = factory(**arguments)
         except Exception as error:
-            words = ", ".join(arguments) or "nothing"
-            raise RuntimeError(f"{name} cannot be made with {words}") from error
+            raise RuntimeError(
+                f"{name} cannot be made with {', '.join(arguments) or 'nothing'}"
+            ) from error
 
         guard_readers(instance, self._check_path)
 
         return instance
 
 
-# Readers of images under guard: each file's place and kind are checked where it is opened, whoever names it.
+# Guarded image readers: location and type of each file are checked when it is opened, whoever names it.
 #
-# A path may come from a data list, a transform or an expression; at the reader all of them meet. Some formats keep the
-# pixels in another file, which their header names: such a header makes any file of the machine an image.
+# A path may come from a data list, a transform or an expression; they all meet at the reader. Some formats store the
+# pixels in another file, named in their header: such a header would make an image of any file on the machine.
 
 
 Check = Callable[[Any], None]
@@ -164,38 +168,38 @@ Check = Callable[[Any], None]
 
 _HEAD = 1 << 16
 _GZIP = b"\x1f\x8b"
-_UNIT = 0b111  # the bits of a NIfTI's xyzt_units that say in what lengths are
+_UNIT = 0b111  # the bits of a NIfTI's xyzt_units for the unit of length
 _MILLIMETRES = {1: 1e3, 3: 1e-3}  # of metres and micrometres; others are mm, or said to be nothing
 
 
 class GuardedReader(ImageReader):
-    """One of MONAI's readers, which checks each path before it opens it."""
+    """A MONAI reader that checks each path before opening it."""
 
     def __init__(self, reader: ImageReader, check: Check) -> None:
         self._reader = reader
         self._check = check
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of Python's own, asked for before it is made
+        if name.startswith("_"):  # a Python attribute, requested before the object is complete
             raise AttributeError(name)
         return getattr(self._reader, name)
 
     def verify_suffix(self, filename: Any) -> bool:
-        """Tell whether the reader knows files of this name."""
+        """Tell whether the reader supports files of this name."""
         return self._reader.verify_suffix(filename)
 
     def read(self, data: Any, **kwargs: Any) -> Any:
-        """Return what the reader makes of a file, or of several.
+        """Return the reader's result for one or several files.
 
         Raises:
-            Refused: one lies elsewhere, or names another file.
+            Refused: a file is elsewhere, or refers to another file.
         """
         for path in ensure_tuple(data):
             self._check(path)
         return self._reader.read(data, **kwargs)
 
     def get_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pixels and what is known of them, affines in mm; readers call what they take `img` or `wsi`."""
+        """Return the pixels and their metadata, affines in mm; readers call their argument `img` or `wsi`."""
         pixels, meta = self._reader.get_data(*args, **kwargs)
         factor = _MILLIMETRES.get(int(meta.get("xyzt_units", 0)) & _UNIT, 1.0)
         for key in (MetaKeys.AFFINE, MetaKeys.ORIGINAL_AFFINE):
@@ -206,7 +210,7 @@ class GuardedReader(ImageReader):
 
 
 def guard_readers(component: Any, check_place: Check) -> None:
-    """Let what a component opens be checked: MONAI's loaders, alone or within a data set, and medfl's readers."""
+    """Check the files that a component opens: MONAI's loaders, single or in a data set, and medfl's readers."""
 
     def check(path: Any) -> None:
         check_place(path)
@@ -222,10 +226,10 @@ def guard_readers(component: Any, check_place: Check) -> None:
 
 
 def check_content(path: Any) -> None:
-    """Check that a file holds its pixels itself.
+    """Check that a file contains its own pixels.
 
     Raises:
-        Refused: its header names another file, or may: HDF5 has links to others.
+        Refused: its header refers to another file, or may: HDF5 has external links.
     """
     if not os.path.isfile(path):
         return
@@ -238,7 +242,7 @@ def check_content(path: Any) -> None:
             try:
                 head = file.read(_HEAD)
             except (OSError, EOFError):
-                return  # its reader says what is wrong with it
+                return  # its reader reports what is wrong with it
 
     if names_other_file(head):
         raise Refused(f"the file {printable(path)}, which names another file as its pixels")
@@ -252,7 +256,7 @@ def _guarded(reader: ImageReader, check: Check) -> ImageReader:
 
 
 def _parts(component: Any) -> Iterator[Any]:
-    """Yield a component, and what it loads images with."""
+    """Yield a component, and the parts with which it loads images."""
     yield component
     for name in ("_loader", "loader", "transform"):
         part = getattr(component, name, None)

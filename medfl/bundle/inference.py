@@ -1,4 +1,4 @@
-"""A MONAI bundle with weights, as its inference configuration has it: network, pre-processing, inferer, classes."""
+"""A MONAI bundle with weights, as in its inference configuration: network, pre-processing, inferer, classes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from monai.inferers import SimpleInferer
 from torch import nn
@@ -19,17 +20,18 @@ from medfl.policy import admission
 from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy
 from medfl.problem.described import mask_names, tensor_described
-from medfl.storage.files import load_pickled, load_weights
+from medfl.storage.files import hashed, load_pickled
 
 
 @dataclass(frozen=True, eq=False)
 class Inference:
-    """A MONAI bundle with weights, as its inference configuration has it.
+    """A MONAI bundle with weights, as in its inference configuration.
 
     Attributes:
-        file: that configuration, and config what it says.
-        described: the content of metadata.json, {} where there is none.
+        file: that configuration, and config its content.
+        described: the content of metadata.json, {} if there is none.
         weights: the file that was read.
+        sha256: of its content.
         network: on its device, in evaluation mode.
     """
 
@@ -38,12 +40,13 @@ class Inference:
     config: Configuration
     described: Config
     weights: Path
+    sha256: str
     network: nn.Module
 
     @property
     def inferer(self) -> Callable[..., Any]:
-        """What takes inputs and a network to outputs of whole images."""
-        inferer: Callable[..., Any] = SimpleInferer()
+        """Maps inputs and a network to outputs of whole images."""
+        inferer = SimpleInferer()
         if "inferer" in self.config:
             inferer = self.config.evaluated("inferer")
 
@@ -58,14 +61,14 @@ class Inference:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the output's classes, the background's first; () where metadata.json has none."""
+        """Names of the output's classes, background first; () if metadata.json has none."""
         return mask_names(self.described)
 
 
 def open_inference(
     where: str | Path, policy: Policy, device: torch.device, kinds: Sequence[str], name: str
 ) -> Inference:
-    """Open a MONAI bundle with weights: models/model.<kind> of the first kind that is there.
+    """Open a MONAI bundle with weights: models/model.<kind> of the first existing kind.
 
     They are those of its `network_def`, or TorchScript (kind "ts").
 
@@ -74,7 +77,7 @@ def open_inference(
         policy: what it may do.
         device: of the network.
         kinds: of "safetensors", "pt" and "ts".
-        name: what the bundle is for the user, as "teacher 'x'".
+        name: description of the bundle for the user, such as "teacher 'x'".
 
     Raises:
         InputError: no such bundle or no weights in it, or something in it is refused.
@@ -86,45 +89,53 @@ def open_inference(
     if file is None or weights is None:
         files = " or ".join(f"models/model.{kind}" for kind in kinds)
         missing = "configs/inference.json or .yaml" if file is None else files
-        allowed = "a bundle that predicts has an inference configuration and weights"
         raise InputError(
             f"bundle {root} has no {missing}",
-            allowed,
+            "a bundle that predicts has an inference configuration and weights",
             "add it, or name the folder of a complete bundle",
         )
 
     admission.admit(root, policy, INFERENCE)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
-        problem = f"{name} with TorchScript, which can write files"
         raise InputError(
-            problem, "weights are models/model.pt", "if its author may run code here, give --trust"
+            f"{name} with TorchScript, which can write files",
+            "weights are models/model.pt",
+            "if its author may run code here, give --trust",
         )
 
     described = read_metadata(root)
     config = Configuration(root, [file], {}, described, device, policy)
-    return Inference(root, file, config, described, weights, _network(config, weights, device))
+    network, sha256 = _network(config, weights, device)
+    return Inference(root, file, config, described, weights, sha256, network)
 
 
-def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
+def _network(config: Configuration, weights: Path, device: torch.device) -> tuple[nn.Module, str]:
+    """Return the network with the weights of a file, and the SHA-256 of that."""
     try:
+        content, sha256 = hashed(weights)
         if weights.suffix == ".ts":
-            network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
+            network: nn.Module = torch.jit.load(content, map_location=device)  # type: ignore[no-untyped-call]
         else:
             network = config.evaluated("network_def")
-            load = load_weights if weights.suffix == ".safetensors" else load_pickled
-            state: Any = load(weights)
+            state: Any
+            if weights.suffix == ".safetensors":
+                state = safetensors.torch.load(content.getvalue())
+            else:
+                state = load_pickled(content)
+
             # MONAI's CheckpointSaver writes {"model": the state dict, ...}
             if isinstance(state.get("model"), Mapping):
                 state = state["model"]
 
             network.load_state_dict(state)
 
-        return network.to(device).eval()
+        return network.to(device).eval(), sha256
     except InputError:
         raise
     except Exception as error:
         # torch raises several types for damaged files and for other networks
-        problem = f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})"
         raise InputError(
-            problem, "weights of network_def, or TorchScript", "restore the file"
+            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
+            "weights of network_def, or TorchScript",
+            "restore the file",
         ) from error

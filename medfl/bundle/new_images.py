@@ -37,7 +37,7 @@ def prepared(bundle: Problem, images: Images) -> Prepared:
     """Return new images ready to be batched; their labels are zeros.
 
     Args:
-        bundle: whose validation transforms they go through.
+        bundle: its validation transforms are applied.
         images: a folder (with all images below it), a file, or a list of files or of arrays: pictures (H, W) or
             (H, W, 3) uint8, (H, W) uint16, volumes (D1, D2, D3).
 
@@ -62,8 +62,8 @@ def of_files(
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}, as `transforms_of` gives them.
         task: its kind.
         files: id -> URI.
-        labels: id -> class index, URI of a mask, or what the network's outputs should be, where it is known; others
-            have zeros, or of findings and numbers NaN.
+        labels: id -> class index, URI of a mask, or the target outputs, if known; others
+            are zeros, or NaN for findings and numbers.
         outputs: of the network; only for findings and numbers.
 
     Raises:
@@ -74,6 +74,7 @@ def of_files(
     for ident, uri in files.items():
         entries.append({"image": uri})
         if ident in labels:
+            # findings and numbers; a class has to pass the bundle's own transforms
             key = "reference" if task in OF_VECTORS[1:] else "label"
             entries[-1][key] = labels[ident]
 
@@ -85,9 +86,9 @@ def of_files(
 def masks(
     bundle: Problem, network: nn.Module, shard: Shard, device: torch.device
 ) -> list[Document]:
-    """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
+    """Return id and mask (class indices, uint8) of each image, on its file's grid if that is known.
 
-    A mask is None where the bundle's channels overlap; InputError if it segments nothing.
+    A mask is None if the bundle's channels overlap; InputError if the bundle does not segment.
     """
     evaluator = bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
@@ -124,7 +125,7 @@ class _Labelled(Transform):
 
     def __call__(self, data: Item) -> Document:
         image = data["image"]
-        if self.task in OF_VECTORS[1:]:  # the transforms of a target are no part of an answer
+        if self.task in OF_VECTORS[1:]:  # transforms of a target do not apply to an output
             reference = data.get("reference", [math.nan] * self.outputs)
             return {**data, "label": torch.tensor(reference, dtype=torch.float32)}
 
@@ -145,22 +146,22 @@ class _Labelled(Transform):
 
 
 def transforms_of(bundle: Problem) -> Transform:
-    """Return the bundle's validation transforms; those for a label let an image without one pass."""
+    """Return the bundle's validation transforms; those for a label accept an image without one."""
     try:
         return allow_missing_labels((bundle.get("validate#preprocessing"),))
-    except InputError:  # another style of bundle: as its validation data set has them
+    except InputError:  # another style of bundle: as in its validation data set
         return allow_missing_labels(bundle.section("validate").source.transforms)
 
 
 @contextmanager
 def as_files(images: Images, metadata: Config) -> Iterator[dict[str, str]]:
-    """Yield id -> URI of each image, with ids as `unlabelled.named` makes them.
+    """Yield id -> URI of each image, with ids as made by `unlabelled.named`.
 
-    Arrays become files of a temporary folder, for bundles read files.
+    Arrays become files in a temporary folder, since bundles read files.
 
     Args:
-        images: as of `prepared`.
-        metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
+        images: as for `prepared`.
+        metadata: of the bundle. If it does not say, images are single-channel volumes: a folder of DICOM files is one.
     """
     volumes = is_volumes(metadata)
     channels = channels_of(metadata)
@@ -180,17 +181,17 @@ def as_files(images: Images, metadata: Config) -> Iterator[dict[str, str]]:
 
 
 def is_volumes(metadata: Config) -> bool:
-    """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
+    """Tell whether images are volumes, by a bundle's metadata; by default they are."""
     return len(tensor_described(metadata, "inputs", "image").get("spatial_shape") or ()) != 2
 
 
 def channels_of(metadata: Config) -> int:
-    """Return how many channels an image has, by a bundle's metadata."""
+    """Return the number of channels of an image, by a bundle's metadata."""
     return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 
 
 def _written(pixels: Array, path: Path) -> Path:
-    """Write an array without loss: a picture as PNG, a volume as NIfTI of 1 mm."""
+    """Write an array losslessly: a picture as PNG, a volume as NIfTI with 1 mm spacing."""
     grey = pixels.ndim == 2
     colour = pixels.ndim == 3 and pixels.shape[2] == 3
     if (pixels.dtype == np.uint8 and (grey or colour)) or (pixels.dtype == np.uint16 and grey):

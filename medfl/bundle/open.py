@@ -1,4 +1,4 @@
-"""Open a bundle on its images: the folder given, one below $MEDFL_DATA, or the phantom cohort, and what they are."""
+"""Open a bundle on its images: the given folder, one below $MEDFL_DATA, or the phantom cohort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import UnlabelledEntries
 from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, RunError
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
@@ -39,7 +39,7 @@ from medfl.problem.problem import Problem
 from medfl.storage.places import PHANTOM, cache_folder
 
 OWN_SPLIT = "bundle"
-"""The split of a bundle that is not ours: its own."""
+"""The split of a third-party bundle: its own."""
 
 _INSTEAD = {
     "dataset_dir": "--data",
@@ -48,14 +48,19 @@ _INSTEAD = {
     "device": "--device",
     "max_epochs": "--rounds and --local-epochs",
 }
-"""Ids of the shipped bundles that a federated run sets itself, and what a user gives for each."""
+"""Ids of the shipped bundles that a federated run sets itself, and the user's alternative."""
 
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
     folder = cache_folder("phantom") / f"{name}-{PHANTOM_VERSION}"
     if not datasets.is_phantom(folder):
-        datasets.write_phantom(name, folder)
+        try:
+            datasets.write_phantom(name, folder)
+        except (InputError, RunError):
+            # another command, started beside this one, may have been faster
+            if not datasets.is_phantom(folder):
+                raise
     return folder
 
 
@@ -65,10 +70,10 @@ def open_problem(
     device: torch.device | str = "cpu",
     policy: Policy | None = None,
 ) -> Problem:
-    """Return the problem that a bundle's name or folder, or a name of parts in Python, stands for, without its data.
+    """Return the problem of a bundle's name or folder, or of parts in Python by name, without its data.
 
     Raises:
-        InputError: as of `Bundle` and `parts.known`, or an override of parts.
+        InputError: as for `Bundle` and `parts.known`, or an override of parts.
     """
     if parts.is_parts(name):
         return PartsProblem(parts.known(name), device).variant(config or {})
@@ -76,12 +81,12 @@ def open_problem(
 
 
 def require_buildable(problem: Problem, config: Config) -> None:
-    """Build a shipped bundle's network once under `config`, so that a bad setting is told early.
+    """Build a shipped bundle's network once with `config`, so that a bad setting is reported early.
 
-    Another's network may need the data folder, which is not known yet.
+    A third-party network may need the data folder, which is not known yet.
 
     Raises:
-        InputError: an id that a federated run sets itself, or a network that cannot be made.
+        InputError: an id that a federated run sets itself, or a network that cannot be built.
     """
     if not problem.dataset:
         return
@@ -106,7 +111,7 @@ def protocol_of(name: str) -> Config:
 
 
 def bundle_of(run: Run) -> str:
-    """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
+    """Return how to open the bundle of a recorded run: a shipped one's name, another's folder."""
     if run.bundle in shipped() and run.data.split != OWN_SPLIT:
         return run.bundle
 
@@ -114,7 +119,7 @@ def bundle_of(run: Run) -> str:
 
 
 def is_recorded(name_or_path: str, run: Run) -> bool:
-    """Tell whether the bundle of a name or folder is the recorded one, by its hash; InputError where none is there."""
+    """Tell whether a bundle's name or folder is the recorded bundle, by its hash; InputError if there is none."""
     if parts.is_parts(name_or_path):
         return name_or_path == run.bundle_path
     return sha256_of(find(name_or_path), read_protocol(name_or_path)) == run.bundle_sha256
@@ -130,15 +135,14 @@ def reopened(
     folder: Path | None = None,
     allow_changed: bool = False,
 ) -> Problem:
-    """Open a recorded run's bundle without its data: today's where it is the recorded one, else the recorded folder.
+    """Open a recorded run's bundle without its data: today's if it is unchanged, else the recorded folder.
 
-    `given` is a folder to take instead; `allow_changed` takes today's of a shipped bundle that has changed since.
+    `given` is a folder to use instead; `allow_changed` uses today's version of a shipped bundle that has changed.
 
     Raises:
-        InputError: no bundle is there, or it has changed since the run.
+        InputError: there is no bundle, or it has changed since the run.
     """
     name = bundle_of(run)
-    recorded = Path(run.bundle_path)
     current = given or name
     is_shipped = name in shipped()
 
@@ -146,7 +150,7 @@ def reopened(
         if (
             is_shipped
             and not given
-            and (recorded / "configs").is_dir()
+            and (Path(run.bundle_path) / "configs").is_dir()
             and is_recorded(run.bundle_path, run)
         ):
             current = run.bundle_path
@@ -160,23 +164,24 @@ def reopened(
 
 
 def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
-    """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
+    """Return the error for a run whose bundle is not the recorded one; it says how to give that."""
     where = f" in {folder}" if folder else ""
-    out = str(folder or "DIR")
-    change = f"that of {current} has another configuration hash"
-    problem = f"bundle {run.bundle!r} has changed since the run{where}: {change}"
+    out = folder or "DIR"
     place = "the folder of the recorded one"
     if (root := shipped_root()) and bundle_of(run) in shipped():
         path = shipped_folders()[run.bundle].relative_to(root)
         place = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
 
-    advice = f"name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
-    return InputError(problem, f"the recorded one is {run.bundle_sha256[:12]}", advice)
+    return InputError(
+        f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash",
+        f"the recorded one is {run.bundle_sha256[:12]}",
+        f"name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json",
+    )
 
 
 @dataclass(frozen=True)
 class WithData:
-    """A problem open on its data: their folder ("" where a bundle says it), their split, and remarks for the user."""
+    """A problem open on its data: their folder ("" if the bundle names it), their split, and notes for the user."""
 
     bundle: Problem
     folder: str
@@ -184,7 +189,7 @@ class WithData:
     notes: tuple[str, ...]
 
     def record(self) -> DataRecord:
-        """Describe the images; hashes them, so this comes after what is quick to refuse."""
+        """Describe the images; this hashes them, so it comes after quick checks."""
         problem = self.bundle
         counts = {section: len(problem.data(section)) for section in SECTIONS}
         if isinstance(problem, Bundle) and problem.dataset and not problem.sections.images_only:
@@ -218,27 +223,28 @@ def with_data(
     """Open a problem on its images.
 
     Args:
-        problem: opened without its data, which must not have been asked for.
-        data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
-        config: ids of the configuration that were given.
-        say: prints what is used where no real data are found.
-        seed: of splits that are drawn.
-        preferred: the split to take where the folder offers it.
+        problem: opened without its data, which must not have been accessed.
+        data: a folder, "phantom", or None for a folder below $MEDFL_DATA, else the phantom with a message.
+        config: given ids of the configuration.
+        say: reports what is used if no real data are found.
+        seed: of random splits.
+        preferred: the split to use if the folder offers it.
         unlabelled: include images without a label in the training images.
 
     Raises:
-        InputError: no such images, or another bundle's phantom is asked for.
+        InputError: no such images, or another bundle's phantom is requested.
     """
     name = problem.dataset
     if not (isinstance(problem, Bundle) and name):
         return _of_own_data(problem, data, config, unlabelled)
 
+    # images alone, in a folder without the layout by which a data set is known
     if unlabelled and data is not None and _is_unknown(name, data):
         images = Path(data).absolute()
         bundle, notes = _take_unlabelled(problem, {"dataset_dir": str(images)}, images)
         return WithData(bundle, str(images), "", notes)
 
-    # a bundle looks below folders that are named in full
+    # a bundle searches below folders given by full path
     folder = _folder(name, data, say).absolute()
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     overrides = {"dataset_dir": str(folder), "split": split}
@@ -257,7 +263,7 @@ def with_data(
 
 
 def _is_unknown(name: str, data: str) -> bool:
-    """Tell whether a folder has no layout of a shipped bundle's data set."""
+    """Tell whether a folder does not have the layout of a shipped bundle's data set."""
     try:
         datasets.locate(name, data)
     except InputError:
@@ -268,14 +274,14 @@ def _is_unknown(name: str, data: str) -> bool:
 def _take_unlabelled(
     bundle: Bundle, overrides: Config, folder: Path
 ) -> tuple[Bundle, tuple[str, ...]]:
-    """Return a bundle with a folder's images without labels among the training items, and a note on them."""
+    """Return a bundle with a folder's unlabelled images among the training items, and a note on them."""
     bundle = bundle.variant(overrides, partial(find_unlabelled, folder=folder))
     count = sum(NO_LABEL in item for item in bundle.items("train"))
     return bundle, (f"{count} training images have no label",) if count else ()
 
 
 def _folder(name: str, data: str | None, say: Print) -> Path:
-    """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
+    """Return the folder of a shipped bundle's images: the given one, one below $MEDFL_DATA, or the phantom cohort."""
     if data == PHANTOM:
         return phantom_folder(name)
 
@@ -293,7 +299,7 @@ def _folder(name: str, data: str | None, say: Print) -> Path:
 
 
 def _split(name: str, folder: Path, preferred: str | None) -> str:
-    """Return the protocol's split where this folder offers it, else the folder's own default."""
+    """Return the protocol's split if this folder offers it, else the folder's own default."""
     offered = datasets.splits(name, folder)
     if preferred in offered:
         return str(preferred)
@@ -302,10 +308,13 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
 
 
 def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled: bool) -> WithData:
-    """Open a problem whose data are no data set of medfl's."""
+    """Open a problem whose data are not one of medfl's data sets."""
     if data == PHANTOM:
-        advice = "give this bundle's data folder, or omit --data"
-        raise InputError("--data phantom", "phantoms exist for the shipped bundles", advice)
+        raise InputError(
+            "--data phantom",
+            "phantoms exist for the shipped bundles",
+            "give this bundle's data folder, or omit --data",
+        )
 
     folder = str(config.get("dataset_dir", ""))
     overrides = {}
@@ -313,21 +322,20 @@ def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled:
         folder = str(Path(data).expanduser().resolve())
         overrides = {"dataset_dir": folder}
 
-    # images without labels are found in the folder that the configuration names, given or its own
+    # unlabelled images are found in the folder that the configuration names, given or its own
     problem = problem.variant(overrides)
     notes: tuple[str, ...] = ()
     if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:
         problem, notes = _take_unlabelled(problem, {}, Path(str(problem.get("dataset_dir"))))
 
-    # the problem's notes open its training data, so images without labels have been added by now
+    # the problem's notes open its training data, so unlabelled images have been added by now
     notes = (*problem.notes, *notes)
     if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
 
     if not problem.has_test:
-        error = problem.sections.test_error
         why = "this bundle names no test data"
-        if error:
+        if error := problem.sections.test_error:
             why = f"its test data cannot be read ({error})"
 
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
@@ -335,15 +343,15 @@ def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled:
     return WithData(problem, folder, OWN_SPLIT, notes)
 
 
-# Images of a data folder that have no label: training images of sites that are named with `--unlabelled`.
+# Images in a data folder without labels: training images of sites that are named with `--unlabelled`.
 
 
 def find_unlabelled(bundle: Bundle, folder: Path) -> UnlabelledEntries:
-    """Return the images of a folder that have no label; all, where it has no label at all.
+    """Return the images in a folder that have no label; all of them if the folder has no labels at all.
 
-    For a bundle of `medfl new` they are those without a mask, those that the table does not name or gives no class, or
-    those of a folder `unlabelled` beside the classes'. For others they lie in such a folder, in one for each centre if
-    that is known, or have no mask where a shipped data set has masks.
+    For a bundle of `medfl new` they are those without a mask, those that the table does not list or gives no class, or
+    those in a folder `unlabelled` beside the classes'. For other bundles they are in such a folder, by centre if known,
+    or have no mask if a shipped data set has masks.
     """
     ids = ids_of(bundle)
     channels = channels_of(bundle.metadata)
@@ -372,37 +380,44 @@ def find_unlabelled(bundle: Bundle, folder: Path) -> UnlabelledEntries:
 
 def _entry(bundle: Bundle, ident: str, uri: str) -> Item:
     files = uri.split(JOINED)
-    (first, *below) = ident.split("/")
+    first, *below = ident.split("/")
+    # below `unlabelled` a folder stands for a centre, as elsewhere for a class
     centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
+    # a data set's own reader takes joined names, another loader a list of files
     image = uri if bundle.dataset or len(files) == 1 else files
     return {"image": image, "id": ident, "centre": centre, "group": ident}
 
 
 def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
-    """Return the images of a folder as `medfl new` knows it.
+    """Return the images of a folder in the layouts known to `medfl new`.
 
-    Those that a table puts into another section, or whose patient has images there, are left out.
+    Images that a table puts into another section, or whose patient has images there, are excluded.
     """
     images = own.path_below(root, str(ids.get("images") or "."))
     images = images if images.is_dir() else root
     group_by = ids.get("group_by")
-    held_out = set()
+    train = SECTIONS[0]
+    held_out = set[str]()
 
     if unlabelled := _alone(root, images, ids, channels):
         dataset = own.OwnImages([], [], cases.read(root, (), unlabelled), unlabelled=unlabelled)
     else:
         dataset = own.found_by(root, ids, lacking=True)
         divided = own.sections_of(root, dataset, group_by, ids.get("split"))
-        held_out = {record.group for record, section in divided if section != SECTIONS[0]}
+        # a patient who is tested must not be learned from, not even without a label
+        held_out = {record.group for record, section in divided if section != train}
 
-    names = [own.path_in(images, record) for record in dataset.unlabelled]
-    records = own.grouped(dataset.unlabelled, names, group_by)
+    records = own.grouped(
+        dataset.unlabelled,
+        [own.path_in(images, record) for record in dataset.unlabelled],
+        group_by,
+    )
     records = cases.described(root, records, dataset.rows)
-    train = SECTIONS[0]
     entries = []
     for record in records:
         if record.sections.get(cases.SPLIT, train) == train and record.group not in held_out:
             entry = {**item_of(record)}
+            # the record has 0 there, which would be the first class
             entry.pop("label", None)
             entries.append(entry)
 
@@ -410,7 +425,7 @@ def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
 
 
 def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record, ...]:
-    """Return the images of a folder in which none has a label; none where some have."""
+    """Return the images of a folder if none has a label; otherwise none."""
     if ids.get("masks"):
         masks = own.path_below(root, str(ids["masks"]))
         table = pairs.paired(*matching.match(*own.paths(images, masks, channels > 1)))
@@ -432,7 +447,7 @@ def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record
     return own.unlabelled(tables.image_files(root))
 
 
-# `medfl data check` of a bundle that `medfl new` wrote: layout, counts, patients and unreadable images
+# `medfl data check` for a bundle written by `medfl new`: layout, counts, patients and unreadable images
 
 _IDS = (
     "dataset_dir images masks labels labels_are label_column uncertain blank columns classes "
@@ -443,7 +458,7 @@ _IDS = (
 def check_folder(
     where: str | Path, folder: str | Path | None, *, progress: bool = False
 ) -> CheckReport:
-    """Verify a folder of images for a bundle that `medfl new` wrote; `progress` shows a bar on stderr.
+    """Verify a folder of images for a bundle written by `medfl new`; `progress` shows a bar on stderr.
 
     Raises:
         InputError: no folder, or another kind of bundle.
@@ -471,6 +486,7 @@ def check_folder(
     try:
         dataset = own.found_by(root, ids)
         divided = own.sections_of(root, dataset, ids["group_by"], ids["split"])
+    # what was found until the error is read and counted all the same
     except InputError as error:
         problems.append(str(error))
 
@@ -488,8 +504,14 @@ def check_folder(
         except InputError as error:
             problems.append(str(error))
 
-    shown = list[str]()
-    missing = list[str]()
+    if ids.get("masks") and not own.is_volumes(own.path_below(root, str(ids["images"]))):
+        try:
+            pairs.check_palettes(record.mask for record in dataset.records)
+        except InputError as error:
+            problems.append(str(error))
+
+    shown = []
+    missing = []
     if task != "classification":
         shown = targets_told(task, classes, [record.target for record in dataset.records])
         missing = _lacking(classes, divided) if task == "multilabel" else []
@@ -510,7 +532,7 @@ def check_folder(
 
 
 def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> list[str]:
-    """Return a line for each section in which no image has a finding."""
+    """Return a line for each section without any image with a finding."""
     lines = []
     for section in SECTIONS if divided else ():
         targets = [record.target for record, its_section in divided if its_section == section]
@@ -522,8 +544,8 @@ def _lacking(names: Sequence[str], divided: Sequence[tuple[Record, str]]) -> lis
 
 
 def ids_of(bundle: Problem) -> Document:
-    """Return the ids of a bundle that say where its images are, those that it has."""
-    values: Document = {}
+    """Return the ids of a bundle that locate its images, as far as it has them."""
+    values = {}
     for name in _IDS.split():
         try:
             values[name] = bundle.get(name)
@@ -547,7 +569,7 @@ def _layout(ids: Config) -> str:
 
 
 def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
-    """Return what reads an image, with its mask where it has one."""
+    """Return a function that reads an image, with its mask if it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
     classes = ids.get("mask_values") or len(ids["classes"])
@@ -560,7 +582,7 @@ def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
 def _notes(
     root: Path, ids: Config, dataset: own.OwnImages, records: Sequence[Record]
 ) -> tuple[str, ...]:
-    """Return what is left out, and what is known of patients."""
+    """Return what is excluded, and what is known about patients."""
     notes = list(dataset.notes)
     if not (ids.get("masks") or ids.get("labels")):
         notes += own.beside_classes(root, dataset.records)

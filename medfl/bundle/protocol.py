@@ -1,8 +1,8 @@
-"""A bundle's protocol: the values of its federated.yaml, with the presets that a user picks laid over them.
+"""A bundle's protocol: the values of its federated.yaml, overlaid with the presets chosen by the user.
 
-It holds a value for any setting of a run that a user leaves out (`rounds`, `lr`, ...), options by method (`methods`),
-ids of the bundle's configuration (`config`), and `presets`: name -> such values again, with `about`, what it is for.
-`sites` is their number, or says something of each: `{north: {labels: [liver, spleen]}, south: {channels: [T1]}}`.
+It contains a value for any setting of a run that a user omits (`rounds`, `lr`, ...), options by method (`methods`),
+ids of the bundle's configuration (`config`), and `presets`: name -> more such values, with their purpose in `about`.
+`sites` is their number, or describes each: `{north: {labels: [liver, spleen]}, south: {channels: [T1]}}`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import map_values
 from medfl.core.settings import ProtocolSettings
 
 _DEFAULTS: Config = {
@@ -33,14 +34,14 @@ _DEFAULTS: Config = {
     },
 }
 _OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_channels"}
-"""What `sites` may say of a site -> the setting of the run that it becomes."""
+"""Possible entries of a site in `sites` -> the corresponding setting of the run."""
 
 
 def resolved(bundle: str, values: Config, presets: Iterable[str] = ()) -> Document:
-    """Return a protocol's values, complete, with the presets laid over them in their order.
+    """Return a protocol's complete values, overlaid with the presets in their order.
 
     Raises:
-        InputError: no such preset, one that sets what no run has, or a table that is none.
+        InputError: no such preset, one with an unknown setting, or an invalid table.
     """
     _check_tables(bundle, values)
     settled = {**_DEFAULTS, **_said_of_sites(bundle, values)}
@@ -77,7 +78,7 @@ def resolved(bundle: str, values: Config, presets: Iterable[str] = ()) -> Docume
 
 
 def _check_tables(bundle: str, values: Config, within: str = "") -> None:
-    """Raise InputError where `methods`, `config`, `presets`, a method or a preset is given and is no table."""
+    """Raise InputError if `methods`, `config`, `presets`, a method or a preset is given but is not a table."""
     tables = {key: values.get(key) for key in ("methods", "config")}
     if not within:  # a preset has no presets
         tables["presets"] = values.get("presets")
@@ -88,15 +89,18 @@ def _check_tables(bundle: str, values: Config, within: str = "") -> None:
 
     for key, value in tables.items():
         if value is not None and not isinstance(value, Mapping):
-            problem = f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}"
-            raise InputError(problem, "a table: NAME: value", "write it as one, or take it out")
+            raise InputError(
+                f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}",
+                "a table: NAME: value",
+                "write it as one, or take it out",
+            )
 
         if key.startswith("presets: "):
             _check_tables(bundle, value or {}, f"{key}: ")
 
 
 def _said_of_sites(bundle: str, values: Config) -> Document:
-    """Return values whose `sites` is a number, what it said of a site as settings; InputError where that is unknown."""
+    """Convert what `sites` says of each site to settings, and `sites` to a number; InputError for unknown entries."""
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
         return dict(values)
@@ -117,11 +121,10 @@ def _said_of_sites(bundle: str, values: Config) -> Document:
 
             texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
 
-    settings = {setting: ";".join(parts) for setting, parts in texts.items()}
+    settings = map_values(";".join, texts)
     return {**values, "sites": len(sites), **settings}
 
 
 def options_for(protocol: Config, method: str) -> Config:
     """Return the options that a protocol gives a method."""
-    options: Config = protocol["methods"].get(method) or {}
-    return options
+    return protocol["methods"].get(method) or {}

@@ -1,4 +1,4 @@
-"""The data of a bundle's sections, found from its trainer and evaluators as MONAI would run them."""
+"""The data of a bundle's sections, found through its trainer and evaluators as MONAI would run them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import without
 from medfl.data.prepared import Item
 from medfl.data.samples import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
@@ -30,7 +31,7 @@ def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
 
 @dataclass(frozen=True)
 class UnlabelledEntries:
-    """Images without labels: entries for a data list, and whether the data have no others (`alone`)."""
+    """Images without labels: entries for a data list, and whether the data contain no others (`alone`)."""
 
     entries: Sequence[Item] = ()
     alone: bool = False
@@ -39,7 +40,7 @@ class UnlabelledEntries:
 class BundleSections:
     """Sections by name; `evaluation` reads the training configuration with evaluate.* merged in.
 
-    A trainer of the bundle's own (`has_own_trainer`) takes batches apart by itself, and may do without validation data.
+    A custom trainer (`has_own_trainer`) unpacks batches itself, and may not need validation data.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class BundleSections:
         has_own_trainer: bool = False,
         find_unlabelled: Callable[[], UnlabelledEntries] | None = None,
     ) -> None:
-        """Take the configurations; nothing in them is evaluated yet."""
+        """Store the configurations; nothing in them is evaluated yet."""
         self.root = root
         self._trainer = trainer
         self._config = config
@@ -67,7 +68,7 @@ class BundleSections:
 
     @cached_property
     def _unlabelled(self) -> UnlabelledEntries | None:
-        """The images without labels, None where they are not asked for."""
+        """The images without labels, None if they are not requested."""
         if self._find_unlabelled is None:
             return None
 
@@ -75,12 +76,12 @@ class BundleSections:
 
     @property
     def images_only(self) -> bool:
-        """Tell whether the data have no labels at all: then there are training items alone."""
+        """Tell whether the data have no labels at all: then there are only training items."""
         return self._unlabelled is not None and self._unlabelled.alone
 
     @property
     def has_training_items(self) -> bool:
-        """Tell whether the training data list, as the bundle makes it, has items."""
+        """Tell whether the bundle's training data list has items."""
         dataset_id = self._loader_ids(self._config, "train")[1]
         try:
             return len(take_apart(self._config.evaluated(dataset_id)).entries) > 0
@@ -93,9 +94,9 @@ class BundleSections:
 
     @cached_property
     def has_test(self) -> bool:
-        """Tell whether evaluate.* names data of its own that are here; else the validation items serve as such."""
+        """Tell whether evaluate.* names data of its own that exist here; otherwise the validation items are used."""
         if self._unscored or self.images_only:
-            return True  # no items serve for others
+            return True  # no items replace others
 
         if self._validation_data(self._config) == self._validation_data(self._evaluation):
             return False
@@ -103,7 +104,7 @@ class BundleSections:
         try:
             self._opened["test"] = self._open("test")
         except InputError as error:
-            # many a bundle's test data lie in another way than those that it trains on
+            # test data of many bundles are laid out differently from their training data
             self.test_error = str(error)
 
         return not self.test_error
@@ -122,15 +123,16 @@ class BundleSections:
         elif dataset_id := next((key for key in _VALIDATION_SETS if key in config), ""):
             return "", dataset_id
         else:
-            problem = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
             raise InputError(
-                problem, "a bundle to be federated has validation data", "add a validate section"
+                f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
+                "a bundle to be federated has validation data",
+                "add a validate section",
             )
 
         return loader, config.within(loader, "dataset")
 
     def validation_batch_size(self) -> int:
-        """Return the items per batch of the validation loader; its data are opened only where they have to tell."""
+        """Return the items per batch of the validation loader; its data are opened only if necessary."""
         key = f"{self._loader_ids(self._config, 'validate')[0]}#batch_size"
         if key in self._config:
             return int(self._config.evaluated(key))
@@ -138,7 +140,7 @@ class BundleSections:
         return self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
-        """Return a section, opened once; InputError, which names the id, if its data cannot be divided or are none."""
+        """Return a section, opened once; InputError, naming the id, if its data cannot be divided or are missing."""
         if section != "train" and (self._unscored or self.images_only):
             return Section(Source([]), [], None, _as_loaded)
 
@@ -198,7 +200,7 @@ class BundleSections:
         )
 
     def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
-        """Return a data list in which images whose channels are files have one for each."""
+        """Return a data list in which images with a file per channel have one for each channel."""
         channels = int(
             tensor_described(self._config.metadata, "inputs", "image").get("num_channels") or 0
         )
@@ -221,15 +223,15 @@ class BundleSections:
 
 
 def _without_marks(entry: Any) -> Any:
-    """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
+    """Return an entry as the bundle gives it; missing parts are detected here and never taken from it."""
     if isinstance(entry, Mapping) and (NO_LABEL in entry or LACKS in entry):
-        return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)}
+        return without(entry, (NO_LABEL, LACKS))
 
     return entry
 
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
-    """Return a data list with images without labels, at their places by id."""
+    """Return a data list with unlabelled images, sorted in by id."""
     entries = []
     if source.is_list and not more.alone:
         entries += source.entries

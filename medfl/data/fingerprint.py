@@ -1,8 +1,8 @@
-"""What a segmentation is planned from: counts and sums over cases on agreed grids, which merge exactly.
+"""Input for planning a segmentation: counts and sums over cases on agreed grids, which merge exactly.
 
-Every number is whole: sums are kept in units of 2^-32, each case's rounded once, so that the fingerprints of sites add
-up to that of all cases, bit for bit and in any order. Lengths are counted by log2 in cells of 1/8 (a quantile is known
-to 4.4 %), intensities v by asinh(v / 0.01) in cells of 1/64 (0.8 % of the value, 0.0001 near 0).
+All numbers are integers: sums are in units of 2^-32, each case's rounded once, so that the fingerprints of sites add up
+to that of all cases, bit for bit and in any order. Lengths are counted by log2 in bins of 1/8 (a quantile is known to
+4.4 %), intensities v by asinh(v / 0.01) in bins of 1/64 (0.8 % of the value, 0.0001 near 0).
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ FOLD = 64
 LINEAR = 0.01
 GRID = {"cells_of_a_doubling": OCTAVE, "cells_of_an_e_fold": FOLD, "linear_below": LINEAR}
 UNIT = 2**32
+AXES = {"pictures": 2, "volumes": 3}
 _MOST_BYTES = 20_000_000
 _SCHEMA = json.loads(Path(__file__).with_name("fingerprint.schema.json").read_bytes())
-# of draft 4, to which 3.0 is no whole number
+# of draft 4, in which 3.0 is not an integer
 _VALIDATOR = extend(Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER)(_SCHEMA)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Numbers by their count, sum and sum of squares (in 2^-32), and how many lie in each cell that is told."""
+    """Numbers by their count, sum and sum of squares (in 2^-32), and the released counts per bin."""
 
     count: int = 0
     total: int = 0
@@ -49,7 +50,7 @@ class Tally:
 
     @classmethod
     def of(cls, values: Floats, cells: Floats) -> Tally:
-        """Return the tally of one case's values, with the cell of each."""
+        """Return the tally of one case's values, given the bin of each."""
         indices, counts = np.unique(np.rint(cells).astype(int), return_counts=True)
         return cls(
             len(values),
@@ -60,7 +61,7 @@ class Tally:
 
     @classmethod
     def of_lengths(cls, lengths: Floats) -> Tally:
-        """Return the tally of one case's lengths, or volumes; of 0 there is none."""
+        """Return the tally of one case's lengths, or volumes; zero is ignored."""
         log = np.log2(lengths[lengths > 0])
         return cls.of(log, log * OCTAVE)
 
@@ -81,29 +82,31 @@ class Tally:
 
     @property
     def mean(self) -> float:
-        """The mean, exact; of lengths of their log2."""
+        """The exact mean; for lengths the mean of their log2."""
         return self.total / (UNIT * self.count)
 
     @property
     def sd(self) -> float:
         """The standard deviation, likewise."""
+        # whole numbers of any size, of which none rounds
         variance = self.squares * UNIT * self.count - self.total**2
         return math.sqrt(max(0, variance)) / (UNIT * self.count)
 
     @property
     def hidden(self) -> float:
-        """The share of numbers whose cells are not told."""
+        """The share of numbers whose bins are not released."""
         return 1 - sum(self.cells.values()) / self.count
 
     def length(self, share: float = 0.5) -> float:
         """Return a quantile of lengths; of a lognormal distribution where most cells are hidden."""
+        # equal lengths lie in one cell, whose middle is less exact than their mean
         if self.hidden > 0.5 or self.sd < 1e-4:
             return float(2 ** (self.mean + self.sd * ndtri(share)))
 
         return float(2 ** (self._cell(share) / OCTAVE))
 
     def intensity(self, share: float) -> float:
-        """Return a quantile of intensities; of a normal distribution where most cells are hidden."""
+        """Return a quantile of intensities; of a normal distribution if most bins are hidden."""
         if self.hidden > 0.5:
             return float(self.mean + self.sd * ndtri(share))
 
@@ -115,23 +118,43 @@ class Tally:
         return indices[int(np.searchsorted(reached, share * reached[-1]))]
 
 
+Volume = Tally | bool | None
+"""Released about a class: its volumes, or whether many cases have it, or nothing."""
+
+
+def is_present(volume: Volume) -> bool:
+    """Tell whether it is known that cases have a class."""
+    return volume is True or (isinstance(volume, Tally) and volume.count > 0)
+
+
+def _of_both(volume: Volume, addend: Volume) -> Volume:
+    if isinstance(volume, Tally) and isinstance(addend, Tally):
+        return volume + addend
+    if is_present(volume) or is_present(addend):
+        return True
+
+    return None if volume is None or addend is None else False
+
+
 @dataclass(frozen=True)
 class Fingerprint:
-    """What may be told of a site's cases.
+    """The releasable summary of a site's cases.
 
     Attributes:
         kind: "pictures" or "volumes".
         cases: their number.
-        channels: of an image; `channel_names` where a file has them.
-        images, masks: folders of both in the folder that is given with --data.
-        depth: largest value of 16-bit pictures, 255 of 8-bit ones, else 0.
+        channels: of an image; `channel_names` if each has a file.
+        images, masks: folders of both, within the folder given by --data.
+        depth: largest value of 16-bit pictures, 255 for 8-bit ones, else 0.
         classes: value in masks -> name, without the background.
-        orders: axis codes of the files, as RAS -> cases, where they are told.
-        sizes: voxels after cropping to what is not 0, along R, A and S; of pictures along H and W.
-        spacings: mm, likewise; 1 of pictures.
+        orders: axis codes of the files, such as RAS -> cases, if released.
+        sizes: voxels after cropping to non-zero values, along R, A and S; for pictures along H and W.
+        spacings: mm, likewise; 1 for pictures.
         extents: mm, the product of both.
-        foreground: intensities of all voxels with a class, of each channel.
-        volumes: value in masks -> mm^3 in the cases that have it; None where it is not told how many have it.
+        foreground: intensities of all voxels with a class, per channel.
+        volumes: value in masks -> mm^3 in the cases that have it. If their number is not released: True if it is large,
+            False if it is small, None if that is not released either.
+        noise: standard deviation of the noise in each number, in cases (`problem.noised_fingerprint`); 0: none.
     """
 
     kind: str
@@ -147,10 +170,11 @@ class Fingerprint:
     spacings: tuple[Tally, ...] = ()
     extents: tuple[Tally, ...] = ()
     foreground: tuple[Tally, ...] = ()
-    volumes: Mapping[int, Tally | None] = field(default_factory=dict)
+    volumes: Mapping[int, Volume] = field(default_factory=dict)
+    noise: float = 0.0
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
-        """Return the fingerprint of both; InputError if they are not of one task."""
+        """Return the fingerprint of both; InputError if their tasks differ."""
         for name in ("kind", "channels", "images", "masks", "channel_names"):
             pair = [str(getattr(site, name)) for site in (self, other)]
             if pair[0] != pair[1]:
@@ -160,6 +184,13 @@ class Fingerprint:
                     "prepare the folders alike, and take the fingerprint again",
                 )
 
+        if bool(self.noise) != bool(other.noise):
+            raise InputError(
+                "fingerprints with and without noise",
+                "noise at each site or at none: their figures are of other numbers",
+                "ask for --epsilon at each site",
+            )
+
         for value in self.classes.keys() & other.classes.keys():
             if self.classes[value] != other.classes[value]:
                 raise InputError(
@@ -168,11 +199,11 @@ class Fingerprint:
                     "give the same --classes at each site",
                 )
 
-        volumes: dict[int, Tally | None] = {}
+        volumes = {}
         for value in sorted(self.classes.keys() | other.classes.keys()):
-            volume = self.volumes.get(value, Tally())
-            addend = other.volumes.get(value, Tally())
-            volumes[value] = volume and addend and volume + addend
+            volumes[value] = _of_both(
+                self.volumes.get(value, Tally()), other.volumes.get(value, Tally())
+            )
 
         return replace(
             self,
@@ -185,11 +216,12 @@ class Fingerprint:
             extents=_added(self.extents, other.extents),
             foreground=_added(self.foreground, other.foreground),
             volumes=volumes,
+            noise=math.hypot(self.noise, other.noise),  # independent noise adds up by its variance
         )
 
     @property
     def mask_values(self) -> tuple[int, ...]:
-        """Values in masks, the background first; () where they are 0, 1, 2, ..."""
+        """Values in masks, background first; () if they are 0, 1, 2, ..."""
         values = (0, *self.classes)
         if values == tuple(range(len(values))):
             return ()
@@ -198,20 +230,31 @@ class Fingerprint:
 
     def document(self) -> Document:
         """Return it as plain JSON values."""
-        document: Document = json.loads(json.dumps({"form": FORM, "grid": GRID, **asdict(self)}))
+        document: Document = json.loads(self.encoded())
         return document
+
+    def encoded(self) -> bytes:
+        """Return it as it is sent."""
+        fields = asdict(self)
+        if not self.noise:
+            del fields["noise"]
+
+        return json.dumps({"form": FORM, "grid": GRID, **fields}).encode()
 
 
 def _added(first: Sequence[Tally], second: Sequence[Tally]) -> tuple[Tally, ...]:
     return tuple(a + b for a, b in zip_longest(first, second, fillvalue=Tally()))
 
 
-def read(path: Path) -> Fingerprint:
-    """Read what a site has written; InputError in one line if something in it is nothing that a site can have."""
+def read(source: Path | bytes, sender: str = "") -> Fingerprint:
+    """Read a fingerprint written or sent by a site; one-line InputError if no site can have written it."""
     try:
-        text = decode_text(read_bytes(path, _MOST_BYTES))
-        document = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
-        # the deepest: that the whole fits no alternative says less
+        content = source if isinstance(source, bytes) else read_bytes(source, _MOST_BYTES)
+        if len(content) > _MOST_BYTES:
+            raise Refused(f"more than {_MOST_BYTES} bytes")
+
+        document = read_plain(decode_text(content), is_json=True, nodes=1_000_000, depth=8)
+        # the deepest error: that the whole fits no alternative says less
         error = best_match(_VALIDATOR.iter_errors(document))
         if error is not None:
             raise Refused(f"{error.json_path} is {printable(error.instance, 60)}: {error.message}")
@@ -219,17 +262,17 @@ def read(path: Path) -> Fingerprint:
         return _checked(document)
     except Refused as error:
         raise InputError(
-            f"{printable(path)}: {printable(error, 300)}",
+            f"{printable(sender or source)}: {printable(error, 300)}",
             "a file of medfl site fingerprint",
             "ask the site for it again",
         ) from error
 
 
 def _checked(document: Config) -> Fingerprint:
-    """Return a document of the schema as a fingerprint; Refused if its numbers contradict each other."""
+    """Convert a document of the schema to a fingerprint; Refused if its numbers contradict each other."""
     fields = dict(document)
     del fields["form"], fields["grid"]
-    axes = {"pictures": 2, "volumes": 3}[fields["kind"]]
+    axes = AXES[fields["kind"]]
     numbers = {"sizes": axes, "spacings": axes, "extents": axes, "foreground": fields["channels"]}
     for name, number in numbers.items():
         is_length = name != "foreground"
@@ -245,7 +288,9 @@ def _checked(document: Config) -> Fingerprint:
 
     volumes = {}
     for value, part in fields["volumes"].items():
-        volumes[int(value)] = part and _tally(part, f"volumes of class {value}", True)
+        volumes[int(value)] = part
+        if isinstance(part, dict):
+            volumes[int(value)] = _tally(part, f"volumes of class {value}", True)
 
     fields["volumes"] = volumes
     fields["classes"] = {int(value): name for value, name in fields["classes"].items()}
@@ -258,12 +303,12 @@ def _tally(part: Config, name: str, is_length: bool) -> Tally:
     if sum(tally.cells.values()) > tally.count:
         raise Refused(f"cells of {name} hold more than the count {tally.count}")
 
-    # of n numbers the squares' sum is at least the square of the sum / n, but for rounding
+    # for n numbers the sum of squares is at least the squared sum / n, up to rounding
     least = tally.total**2 - 2 * abs(tally.total) * tally.count
     if least > (tally.squares + tally.count) * UNIT * tally.count:
         raise Refused(f"total and squares of {name} are of no numbers")
 
-    if is_length and abs(tally.total) > 50 * UNIT * tally.count:
+    if is_length and abs(tally.total) > 50 * UNIT * tally.count:  # of log2
         raise Refused(f"total of {name}: a length of 0 or without end")
 
     return tally

@@ -1,4 +1,4 @@
-"""The intensity scaling in a bundle's transforms: to which values they map a picture's black and white."""
+"""The intensity scaling in a bundle's transforms: the values to which it maps a picture's black and white."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CHANGING = ("Lambda", "Add", "Histogram")
 
 
 def constants(steps: Sequence[Any]) -> Constants:
-    """Return mean and standard deviation by which the transforms normalise a picture with values 0 to 1.
+    """Return mean and standard deviation with which the transforms normalise a picture with values 0 to 1.
 
-    Random transforms are left out.
+    Random transforms are ignored.
 
     Raises:
-        InputError: they scale each image by its own values, or by what cannot be read; names the transform.
+        InputError: they scale each image by its own values, or by something unreadable; names the transform.
     """
     mean: Any = None
     sd: Any = None
@@ -60,7 +60,7 @@ def constants(steps: Sequence[Any]) -> Constants:
 
 
 def _keeps(step: Any) -> bool:
-    """Tell whether a transform leaves intensities as they are, or is random."""
+    """Tell whether a transform keeps intensities, or is random."""
     name = type(step).__name__
     module = type(step).__module__
     if name.startswith("Rand") or module.startswith("medfl.datasets"):

@@ -14,12 +14,12 @@ from medfl.core.errors import InputError
 
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """The structures that masks show, a subset of those that a network distinguishes.
+    """The annotated structures, a subset of those that a network distinguishes.
 
     Attributes:
-        classes: their channels of its output, ascending, the background's (0) not among them.
-        count: channels of its output, K.
-        exclusive: a pixel has one class (softmax), 0 is the background; else each channel is a yes or no (sigmoid).
+        classes: their output channels, ascending, without the background's (0).
+        count: number of output channels, K.
+        exclusive: each pixel has one class (softmax), 0 is the background; otherwise each channel is binary (sigmoid).
     """
 
     classes: tuple[int, ...]
@@ -28,24 +28,25 @@ class AnnotatedClasses:
 
     @property
     def unannotated(self) -> tuple[int, ...]:
-        """Channels of structures that are not annotated, and of the background if classes are exclusive."""
+        """Channels of structures without annotation, and of the background if classes are exclusive."""
         return tuple(channel for channel in range(self.count) if channel not in self.classes)
 
     def named(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the channels of `marginal_logits`; () where `names` are not one a channel."""
+        """Return the names of the channels of `marginal_logits`; () unless there is one name per channel."""
         if len(names) != self.count:
             return ()
         return (*names[: int(self.exclusive)], *(names[c] for c in self.classes))
 
     def marginal_logits(self, output: Any) -> Any:
-        """Return logits of what the masks show: (B, R, ...), from (B, K, ...), or from each of a list of such.
+        """Return logits of the annotated structures: (B, R, ...), from (B, K, ...), or from each of a list of such.
 
-        Exclusive: channel 0 is the logarithm of the sum of the exponentials of background and unknown structures, whose
-        softmax is the probability that a pixel is any of these (marginal); then come the known ones. Else the unknown
-        channels are left out.
+        Exclusive: channel 0 is the log-sum-exp of background and unannotated structures, whose softmax is the
+            probability
+        that a pixel is any of these (marginal); the annotated structures follow. Otherwise the unannotated channels are
+        dropped.
 
         Raises:
-            InputError: the output has another number of channels.
+            InputError: the output has a different number of channels.
         """
         if isinstance(output, list | tuple):
             return list(map(self.marginal_logits, output))
@@ -61,14 +62,15 @@ class AnnotatedClasses:
         if not self.exclusive:
             return torch.stack(shown, 1)
 
+        # log of the probability of all others together, whichever of them it is
         return torch.stack(
             [torch.stack([channels[c] for c in self.unannotated], 1).logsumexp(1), *shown], 1
         )
 
     def renumbered(self, target: Tensor) -> Tensor:
-        """Return masks numbered as those channels: class indices (B, 1, ...) or (B, ...), or binary channels.
+        """Return masks renumbered to those channels: class indices (B, 1, ...) or (B, ...), or binary channels.
 
-        Whatever they show of other structures becomes background.
+        Other structures in them become background.
         """
         if self._in_channels(target):
             shown = [target[:, c] for c in self.classes]
@@ -76,14 +78,14 @@ class AnnotatedClasses:
         return self._numbered(target, range(1, len(self.classes) + 1))
 
     def others_unknown(self, target: Tensor) -> Tensor:
-        """Return findings (B, K) in floating point, NaN in those that are not annotated."""
+        """Return findings (B, K) in floating point, NaN for those without annotation."""
         findings = torch.full_like(target, torch.nan, dtype=torch.get_default_dtype())
         annotated = list(self.classes)
         findings[:, annotated] = target[:, annotated].to(findings.dtype)
         return findings
 
     def others_as_background(self, target: Tensor) -> Tensor:
-        """Return the masks with structures that are not annotated turned into background; numbers stay as they are."""
+        """Return the masks with unannotated structures turned into background; class numbers are kept."""
         if self._in_channels(target):
             shown = torch.zeros_like(target)
             annotated = list(self.classes)
@@ -94,14 +96,14 @@ class AnnotatedClasses:
         return self._numbered(target, self.classes)
 
     def _numbered(self, target: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return class indices with these numbers in the place of `classes`, 0 in that of others."""
+        """Return class indices with these numbers in place of `classes`, 0 for others."""
         masks = torch.zeros_like(target)
         for value, number in zip(self.classes, numbers, strict=True):
             masks = torch.where(target == value, number, masks)
         return masks.to(target.dtype)
 
     def _rest(self, target: Tensor) -> Tensor:
-        return target[:, list(self.unannotated)].amax(1)
+        return target[:, list(self.unannotated)].amax(1)  # of the rest is what is of any of it
 
     def _in_channels(self, target: Tensor) -> bool:
         return target.ndim > 3 and self.count > 1 and target.shape[1] == self.count
@@ -109,7 +111,7 @@ class AnnotatedClasses:
 
 @dataclass(frozen=True)
 class PartialLoss:
-    """A bundle's loss over the structures or findings that a site annotates; `naive` treats all others as absent."""
+    """A bundle's loss over the annotated structures or findings of a site; `naive` treats all others as absent."""
 
     loss: Callable[..., Tensor]
     known: AnnotatedClasses

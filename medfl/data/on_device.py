@@ -1,4 +1,4 @@
-"""Prepared data on a GPU: held there if they fit, else copied batch by batch while the GPU computes."""
+"""Prepared data on a GPU: kept there if they fit, otherwise copied batch by batch while the GPU computes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from medfl.data.prepared import Prepared
 
 Free = Callable[[torch.device], int]
-"""Device -> bytes that tensors may still take on it."""
+"""Device -> bytes available for tensors."""
 
-_GB = 1e9
+_GB = 1e9  # as GPU vendors count
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Return how many bytes a CUDA device can still give this process, with those that torch caches for it."""
+    """Return the bytes that a CUDA device can still give this process, including those cached by torch."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
@@ -24,15 +24,15 @@ def free_gpu_memory(device: torch.device) -> int:
 def hold(
     sections: Mapping[str, Prepared], device: torch.device, free: Free = free_gpu_memory
 ) -> tuple[dict[str, Prepared], str]:
-    """Move prepared data to a device, one after the other as long as they fit in half of its free memory.
+    """Move prepared data to a device, one section after another while they fit in half of its free memory.
 
-    Batches of what was moved are gathered and randomly transformed on the device, with the draws of the CPU. Batches of
-    the rest are pinned on a CUDA device, so that their copies need not be waited for.
+    Batches of moved sections are gathered and randomly transformed on the device, with random numbers from the CPU.
+    Batches of the others are pinned on a CUDA device, so that copying them is asynchronous.
 
     Args:
-        sections: name -> items; one object under two names is moved once.
+        sections: name -> items; an object under two names is moved once.
         device: the networks'; on the CPU nothing is done.
-        free: tells how much memory the device has left.
+        free: returns the free memory of the device.
 
     Returns:
         name -> items, and a line for the user, "" on the CPU.
@@ -54,7 +54,7 @@ def hold(
             if placed is not prepared:
                 left -= prepared.nbytes
             elif device.type == "cuda":
-                # A copy, as others may use the items without pinned batches.
+                # A copy, since others may use the items without pinned batches.
                 placed = copy.copy(prepared)
                 placed.pinned = True
 

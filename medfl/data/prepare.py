@@ -1,6 +1,6 @@
-"""Prepare a data set: run the transforms before the first random one once, as MONAI's CacheDataset does.
+"""Prepare a data set: run the transforms before the first random one once, like MONAI's CacheDataset.
 
-Their results are kept at one byte per element where that is lossless (`medfl.data.byte_codes`).
+Their results are stored with one byte per element if that is lossless (`medfl.data.byte_codes`).
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from medfl.data.prepared import (
     extras,
     stack,
 )
-from medfl.data.sampled import Collate, Sampled
-from medfl.data.samples import SampleMaker, Tracked, is_pair
+from medfl.data.samples import Collate, Sampled, SampleMaker, Tracked, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, content_key
 from medfl.storage.files import writing
 from medfl.storage.shared_memory import dump_shared, load_shared
 
-_PARALLEL_FROM = 512  # items from which starting worker processes pays
-_CHUNK = 64
+PrepareBatch = Callable[..., Any]
+"""(batch, device, non_blocking) -> inputs and targets, as of MONAI\'s trainers."""
+_PARALLEL_FROM = 512  # number of items from which starting worker processes pays off
+_CHUNK = 64  # items given to a worker at a time
 
 
 def prepare(
     items: Sequence[Item],
     source: Source,
     collate: Collate = list_data_collate,
-    prepare_batch: Callable[..., Any] = default_prepare_batch,
+    prepare_batch: PrepareBatch = default_prepare_batch,
     *,
     label: str = "preparing images",
     jobs: int = 1,
@@ -66,8 +67,8 @@ def prepare(
 ) -> Prepared:
     """Return the items ready to be batched.
 
-    Samples too large for memory go to `cache`; without one all stay in memory. `label` is what the progress
-    bar says.
+    Samples too large for memory go to `cache`; without one all stay in memory. `label` is the text of the progress
+    bar.
 
     Raises:
         InputError: an item cannot be read, or the images differ in their channels; names the item.
@@ -82,7 +83,7 @@ def prepare(
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.has_steps_left:
         cached = samples.cached or []
-        # Of samples in memory without their pixels, which would else be kept twice.
+        # For samples in memory without their pixels, which would otherwise be kept twice.
         light = list(map(extras, cached)) if isinstance(cached, list) else cached
         prepared.extras_of = lambda index: collate([extras(light[index])])
         geometries = []
@@ -100,9 +101,9 @@ def _prepared(
     items: Sequence[Item],
     samples: SampleMaker,
     collate: Collate,
-    prepare_batch: Callable[..., Any],
+    prepare_batch: PrepareBatch,
 ) -> Prepared:
-    """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
+    """Return the samples in the fastest available form: stacked, transformed in batches, or one by one."""
     cached = [] if samples.cached is None else samples.cached
     usual = (
         bool(cached)
@@ -131,16 +132,16 @@ def _prepared(
     if samples.has_steps_left:
         samples.check_channels()
 
-    # Threads hide random transforms and reads from disk; what lies in memory needs neither.
+    # Threads hide random transforms and reads from disk; data in memory need neither.
     in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
     unpack_batch = partial(_unpack_batch, prepare_batch)
     return Sampled(items, samples, collate, unpack_batch, in_threads=in_threads)
 
 
 def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
-    """Return an image's geometry as MONAI's transforms tracked it, or None if they did not.
+    """Return an image's geometry as tracked by MONAI's transforms, or None if they did not.
 
-    Of a picture MONAI's PILReader says the width and the height alone; its columns come first, unless `rows_first`.
+    For a picture MONAI's PILReader gives only width and height; its columns come first, unless `rows_first`.
     """
     pixels: Any = sample.get("image") if isinstance(sample, Mapping) else None
     image = pixels.tracked if isinstance(pixels, Tracked) else pixels
@@ -150,6 +151,7 @@ def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
     shape = tuple(map(int, np.asarray(image.meta["spatial_shape"]).reshape(-1)))
     file = str(image.meta.get("filename_or_obj", ""))
     original = image.meta.get("original_affine")
+    # a picture has no affine, and MONAI's reader exchanges its axes unless it reads rows first
     if original is None:
         if len(shape) != 2 or not file.lower().endswith(IMAGE_SUFFIXES):
             return None
@@ -160,7 +162,7 @@ def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
 
-def _unpack_batch(prepare_batch: Callable[..., Any], batch: Sample) -> Batch:
+def _unpack_batch(prepare_batch: PrepareBatch, batch: Sample) -> Batch:
     if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise InputError(
             f"collate_fn makes a {type(batch).__name__} of samples",
@@ -182,7 +184,7 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Sample) -> Batch:
 def _make(
     samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool
 ) -> Iterator[Sample]:
-    """Run the deterministic transforms over these items in order, in forked workers where that pays."""
+    """Run the deterministic transforms over these items in order, in forked workers if that pays off."""
     count = len(indices)
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
         if jobs <= 1 or count < _PARALLEL_FROM:
@@ -199,7 +201,7 @@ def _make(
             for packed in pool.map(_make_chunk, chunks):
                 chunk = load_shared(packed)
                 if isinstance(chunk, str):
-                    # An InputError's three parts, which a worker could only return as text.
+                    # The three parts of an InputError, which a worker could only return as text.
                     raise InputError(*chunk.split("; ", 2))
 
                 bar.update(len(chunk))
@@ -213,13 +215,13 @@ def _start_worker(samples: SampleMaker) -> None:
 
 
 _SAMPLES: SampleMaker
-"""What a worker process works on."""
+"""The data of a worker process."""
 
 
 def _make_chunk(indices: Sequence[int]) -> bytes:
-    """Return packed samples, or the text of what is wrong with one of them."""
+    """Return packed samples, or a description of the error in one of them."""
     try:
-        chunk: Any = list(map(_SAMPLES.compact, indices))
+        chunk: Sample = list(map(_SAMPLES.compact, indices))
     except InputError as error:
         chunk = str(error)
     return dump_shared(chunk)
@@ -232,11 +234,11 @@ def _make_chunk(indices: Sequence[int]) -> bytes:
 # short. A file is named by the hash of what determines its content (bundle, overridden configuration, versions, image
 # files), so that later runs find it, and a changed file or transform is prepared again.
 
-_SHARE = 0.5  # of the free memory that one section's samples may take
+_SHARE = 0.5  # of the free memory, for one section's samples
 
 
 def free_ram() -> int:
-    """Return the bytes of available memory, or a large number where the system does not say."""
+    """Return the bytes of available memory, or a large number if the system does not report it."""
     with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -245,10 +247,10 @@ def free_ram() -> int:
 
 
 def budget() -> int:
-    """Return the bytes that one section's samples may take: $MEDFL_MEMORY GiB, else half of the free memory.
+    """Return the bytes available for one section's samples: $MEDFL_MEMORY GiB, else half of the free memory.
 
     Raises:
-        InputError: the variable is no number above 0.
+        InputError: the variable is not a positive number.
     """
     gib = os.environ.get("MEDFL_MEMORY")
     if not gib:
@@ -276,9 +278,9 @@ def size_of(sample: object) -> int:
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Where samples go that are too large for memory.
+    """Storage for samples that are too large for memory.
 
-    They become files of `folder`, named by `key` of their positions, beyond a `budget` of bytes in memory together.
+    They become files in `folder`, named by `key` of their indices, beyond a `budget` of bytes in memory.
     """
 
     folder: Path
@@ -288,12 +290,12 @@ class DiskCache:
     def keep(
         self, count: int, make: Callable[[Sequence[int]], Iterator[Sample]]
     ) -> Sequence[Sample]:
-        """Return all samples: a list, or memory maps if the size of the first one says that they exceed the budget."""
+        """Return all samples: a list, or memory maps if the size of the first implies that they exceed the budget."""
         if not count:
             return []
 
         (first,) = make([0])
-        # Samples of a data set are about equally large.
+        # Samples of a data set have similar sizes.
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
 
@@ -327,7 +329,7 @@ class OnDisk(Sequence[Sample]):
 
 
 def sample_key(parts: Sequence[object], entry: object) -> str:
-    """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
+    """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and files' contents."""
     settings = json.dumps([_readers(), *parts], sort_keys=True, default=content_hash)
     return _hashed(settings, content_hash(entry))[:40]
 
@@ -346,10 +348,10 @@ def content_hash(value: object) -> str:
         return _hashed("mapping", *pairs)
     if isinstance(value, list | tuple):
         return _hashed("list", *map(content_hash, value))
-    if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
+    if isinstance(value, MetaTensor):  # its affine determines the effect of spacing and orientation
         return _hashed(content_hash(value.as_tensor()), content_hash(value.meta))
 
-    if isinstance(value, Tensor):  # as bytes, for NumPy lacks some of its types
+    if isinstance(value, Tensor):  # as bytes, since NumPy lacks some of its dtypes
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return _hashed(
             str(value.dtype), str(tuple(value.shape)), flat.view(torch.uint8).numpy().tobytes()
@@ -374,6 +376,7 @@ def _hashed(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode()
+        # its length first: parts cannot run into each other
         digest.update(b"%d:" % len(data) + data)
     return digest.hexdigest()
 
@@ -386,7 +389,7 @@ def _write(path: Path, sample: Sample) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 torch.save(sample, file)
-            # Other processes see a whole file or none.
+            # Other processes see a complete file or none.
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Prepared: the items of one section after their deterministic transforms, held once and shared by all sites.
 
 A site's data is a `Shard`, a view of some indices; nothing is copied per site, and deterministic transforms run once
-per data set. Random transforms act on whole batches where `medfl.data.batch_transforms` has them (`Augmented`), else on
-one item after the other (`medfl.data.sampled`). Which of the two depends on the bundle and its items alone.
+per data set. Random transforms act on whole batches if `medfl.data.batch_transforms` supports them (`Augmented`),
+otherwise on one item after another (`medfl.data.samples`), depending only on the bundle and its items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.profiler import record_function
 from torch.utils.data import default_collate
 
 from medfl.core.arrays import Floats
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.mappings import without
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
 from medfl.data.known_labels import AnnotatedClasses
@@ -29,26 +31,26 @@ from medfl.data.known_labels import AnnotatedClasses
 if TYPE_CHECKING:
     from medfl.data.batch_transforms import BatchRecipe
 
-Item = Mapping[str, Any]
+Item = Config
 Transform = Callable[..., Any]
-"""Entry or sample -> sample; of MONAI, or any callable."""
+"""Entry or sample -> sample; MONAI's, or any callable."""
 Sample = Any
 """What a bundle's transforms return for an entry: usually a mapping with `image` and `label`."""
-Batch = tuple[Any, Any]
+Batch = tuple[Sample, Sample]
 """Inputs (B, C, H, W[, D]) and targets ((B,) class indices, or (B, C, H, W[, D]) maps)."""
 
 _AHEAD = 32  # batches gathered in one indexing call
-_GATHERED = 1 << 22  # numbers in one indexing call, where that is more than a batch
+_GATHERED = 1 << 22  # numbers in one indexing call, if that is more than a batch
 
 P = TypeVar("P", bound="Prepared")
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The place of a prepared image's pixels, and the grid of its file, to which a prediction can be resampled.
+    """Position of a prepared image's pixels, and the grid of its file, to which a prediction can be resampled.
 
     Attributes:
-        affine: (4, 4) float64, from index to millimetres; to pixels of the file where it knows no millimetres.
+        affine: (4, 4) float64, from index to millimetres; to pixels of the file if it has no millimetres.
         original_affine: the file's.
         original_shape: the file's (H, W[, D]).
         file: the image's file.
@@ -66,9 +68,9 @@ class Geometry:
         return tuple(map(float, sides))
 
     def part_in_file(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the part of a grid of this shape that lies in the file, without what transforms padded.
+        """Return the part of a grid of this shape that is inside the file, without padding by transforms.
 
-        A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
+        A grid whose pixels differ in size from the file's counts completely, as its edges are rounded.
         """
         axes = len(self.original_shape)
         parts = []
@@ -78,7 +80,7 @@ class Geometry:
         start = to_file[:axes, -1]
         same_pixels = np.allclose(to_file[:axes, :axes], steps, atol=1e-4)
 
-        # Only flips and exchanged axes: each row and column of the matrix has a single 1 or -1.
+        # Only flips and permuted axes: each row and column of the matrix has a single 1 or -1.
         is_permutation = np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
         if len(shape) != axes or not same_pixels or not is_permutation:
             return ()
@@ -96,17 +98,17 @@ class Prepared(ABC):
     """One section (train, validate or test) of a bundle's data, ready to be batched.
 
     Attributes:
-        geometry: one per item where the transforms keep track of it, else empty.
-        extras_of: position -> what its sample has but image and label, as a batch of one; None where unknown.
-        pinned: whether a shard's batches come in pinned memory, from which a GPU copies without being waited for.
-        labelled: whether its batches have targets; None stands for them where not (`LabelsHidden`).
+        geometry: one per item if the transforms track it, else empty.
+        extras_of: index -> the fields of its sample other than image and label, as a batch of one; None if unknown.
+        pinned: whether a shard's batches are in pinned memory, from which a GPU copies asynchronously.
+        labelled: whether its batches have targets; otherwise they are None (`LabelsHidden`).
     """
 
     pinned = False
     labelled = True
 
     def __init__(self, items: Sequence[Item]) -> None:
-        """Keep the data list entries; index i below always means `items[i]`."""
+        """Store the data list entries; index i below always means `items[i]`."""
         self.items = items
         self.geometry: Sequence[Geometry] = ()
         self.extras_of: Callable[[int], Item] | None = None
@@ -126,33 +128,33 @@ class Prepared(ABC):
             generator: seeds the random transforms; without one each item always gets the same draw.
         """
 
-    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Item]]:
-        """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
+    def cases(self, indices: Tensor) -> Iterator[tuple[Sample, Sample, Item]]:
+        """Yield inputs and targets of each item, a batch of one, and the other fields of the batch."""
         for index, (x, y) in zip(indices.tolist(), self.batches(indices, 1, None), strict=True):
             yield x, y, self.extras_of(index) if self.extras_of else {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stacked tensors, 0 where there are none."""
+        """Bytes of the stacked tensors, 0 if there are none."""
         return 0
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are, and its batches are made."""
+        """Device of its tensors, where its batches are made."""
         return torch.device("cpu")
 
     def to(self, device: torch.device, budget: int) -> Prepared:
-        """Return the same items held on a device, from which batches then come.
+        """Return the same items on a device, from which batches then come.
 
-        Return this very object where the items are no stacked tensors or take more than `budget` bytes.
+        Returns itself if the items are not stacked tensors or take more than `budget` bytes.
         """
         return self
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
-        """Return the same items without random transforms; this very object where it knows of none.
+        """Return the same items without random transforms; itself if it knows of none.
 
         Args:
-            uncropped: leave random crops out instead of taking the middle; items may then differ in size.
+            uncropped: omit random crops instead of using centre crops; items may then differ in size.
         """
         return self
 
@@ -163,12 +165,12 @@ class Prepared(ABC):
         return changed
 
     def ids(self, indices: Sequence[int]) -> list[str]:
-        """Return the item ids, the position where the data list gives none."""
+        """Return the item ids, or indices if the data list gives none."""
         return [str(self.items[i].get("id", i)) for i in indices]
 
 
 class Wrapped(Prepared):
-    """Other prepared items, held where these are; a subclass changes their batches."""
+    """Other prepared items, on the same device; a subclass changes their batches."""
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared.items)
@@ -180,7 +182,7 @@ class Wrapped(Prepared):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the items as they are kept."""
+        """Bytes of the stored items."""
         return self.prepared.nbytes
 
     @property
@@ -189,7 +191,7 @@ class Wrapped(Prepared):
         return self.prepared.device
 
     def to(self, device: torch.device, budget: int) -> Prepared:
-        """Return the same items held on a device, this very object where they stay."""
+        """Return the same items on a device, or itself if they stay."""
         moved = self.prepared.to(device, budget)
         if moved is self.prepared:
             return self
@@ -202,7 +204,7 @@ class Wrapped(Prepared):
 
 
 class Stacked(Prepared):
-    """Items of one shape without random transforms: two tensors, or their bytes where few values differ."""
+    """Items of equal shape without random transforms: two tensors, or byte codes if they have few values."""
 
     def __init__(self, items: Sequence[Item], inputs: Column, targets: Column) -> None:
         """Hold inputs (N, C, H, W[, D]) and targets (N, ...)."""
@@ -221,7 +223,7 @@ class Stacked(Prepared):
         return self.inputs.device
 
     def to(self, device: torch.device, budget: int) -> Prepared:
-        """Return the same items with both tensors on a device, this very object where they do not fit."""
+        """Return the same items with both tensors on a device, or itself if they do not fit."""
         if self.nbytes > budget:
             return self
         return self._with(inputs=self.inputs.to(device), targets=self.targets.to(device))
@@ -229,15 +231,15 @@ class Stacked(Prepared):
     def batches(
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Batch]:
-        """Yield batches; `generator` is not used, there is nothing random."""
-        # An indexing call costs more than a small batch, so several batches are gathered by one.
+        """Yield batches; `generator` is unused, since nothing is random."""
+        # An indexing call costs more than a small batch, so one call gathers several batches.
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
             inputs, targets = map(plain, self.rows(chunk))
             yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
     def rows(self, indices: Tensor) -> tuple[Column, Column]:
-        """Return inputs and targets at indices (B,) int64, gathered where they are."""
+        """Return inputs and targets at indices (B,) int64, gathered on their device."""
         inputs, targets = (
             column[indices.to(column.device)] for column in (self.inputs, self.targets)
         )
@@ -250,7 +252,7 @@ class Augmented(Prepared):
     Args:
         items: data list entries.
         cached: two stacked tensors, or samples with an image and a label each, in memory or mapped from files.
-        recipe: the random transforms; an item's result depends on its own row of draws alone.
+        recipe: the random transforms; an item's result depends only on its own row of draws.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class Augmented(Prepared):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of inputs and targets where they are stacked."""
+        """Bytes of inputs and targets if they are stacked."""
         if isinstance(self.cached, Stacked):
             return self.cached.nbytes
 
@@ -280,24 +282,22 @@ class Augmented(Prepared):
         return super().device
 
     def to(self, device: torch.device, budget: int) -> Prepared:
-        """Return the same items with both tensors on a device, where they are then transformed too."""
-        if not isinstance(self.cached, Stacked):
-            return self
+        """Return the same items with both tensors on a device, where they are then transformed."""
+        if isinstance(self.cached, Stacked):
+            moved = self.cached.to(device, budget)
+            if moved is not self.cached:
+                return self._with(cached=moved)
 
-        moved = self.cached.to(device, budget)
-        if moved is self.cached:
-            return self
-
-        return self._with(cached=moved)
+        return self
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
-        """Return the same items without random transforms, held where these are."""
+        """Return the same items without random transforms, on the same device."""
         return self._with(recipe=self.recipe.deterministic(uncropped))
 
     def batches(
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Batch]:
-        """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
+        """Yield batches; random transforms are drawn on the CPU from the generator, or without one by index."""
         num_draws = self.recipe.num_draws
         if generator is not None:
             draws = torch.rand(len(indices), num_draws, generator=generator, dtype=torch.float64)
@@ -310,19 +310,20 @@ class Augmented(Prepared):
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
 
-    def _rows(self, chunk: Tensor) -> tuple[Rows, Any]:
+    def _rows(self, chunk: Tensor) -> tuple[Rows, Sample]:
         if isinstance(self.cached, Stacked):
             return self.cached.rows(chunk)
         samples = [self.cached[index] for index in chunk.tolist()]
         images, labels = (
             [as_plain(sample[key]) for sample in samples] for key in ("image", "label")
         )
+        # masks may differ in size and stay a list
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Return inputs or targets on a device: a tensor, or what holds tensors; this very tensor where it is there."""
+def moved(value: Sample, device: torch.device) -> Sample:
+    """Return inputs or targets on a device: a tensor, or a container of tensors; the same tensor if already there."""
     if isinstance(value, Mapping):
         return {key: moved(part, device) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -334,15 +335,15 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def extras(sample: Sample) -> Item:
-    """Return what a sample or a batch has beside image and label."""
+    """Return the fields of a sample or a batch other than image and label."""
     if isinstance(sample, Mapping):
-        return {k: v for k, v in sample.items() if k not in ("image", "label")}
+        return without(sample, ("image", "label"))
 
     return {}
 
 
-def as_plain(value: Any) -> Any:
-    """Take the tensor out of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
+def as_plain(value: Sample) -> Sample:
+    """Return the plain tensor of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
     if isinstance(value, MetaTensor):
         return value.as_tensor()
 
@@ -355,8 +356,8 @@ class Shard:
 
     Attributes:
         prepared: the section.
-        indices: (N,) int64, positions in it.
-        shown: position -> what the item's mask shows, where this is not everything.
+        indices: (N,) int64, into it.
+        shown: index -> what the item's mask annotates, if that is not everything.
     """
 
     prepared: Prepared
@@ -383,19 +384,20 @@ class Shard:
 
     @property
     def labels(self) -> list[int]:
-        """The items' class labels, empty where the data list has none."""
+        """The items' class labels, empty if the data list has none."""
         labels = [self.prepared.items[i].get("label") for i in self.indices.tolist()]
         if all(isinstance(x, int) for x in labels):
+            # the check is written again for the type checker
             return [int(x) for x in labels if isinstance(x, int)]
 
         return []
 
     def deterministic(self, uncropped: bool = False) -> Shard:
-        """Return the same items without random transforms, to measure on them; see `Prepared.deterministic`."""
+        """Return the same items without random transforms, for measurements; see `Prepared.deterministic`."""
         return replace(self, prepared=self.prepared.deterministic(uncropped))
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yield batches: shuffled and freshly transformed with a generator, in order and always the same without."""
+        """Yield batches: shuffled and freshly transformed with a generator, in fixed order and constant without."""
         order = self.indices
         if not len(order):
             return iter(())
@@ -411,7 +413,7 @@ class Shard:
 
 
 def _profiled(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Name the making of each batch in a profile."""
+    """Record the making of each batch in a profile."""
     while True:
         with record_function("data"):
             batch = next(batches, None)
@@ -447,7 +449,7 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
 def stack(
     items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Sample]
 ) -> Stacked | None:
-    """Stack samples into a `Stacked`, or return None where shapes differ.
+    """Stack samples into a `Stacked`, or return None if shapes differ.
 
     Raises:
         InputError: two images have different numbers of channels.
@@ -464,11 +466,11 @@ def stack(
     )
 
 
-# Items whose labels nobody is shown: what a site without labels trains on
+# Items with hidden labels: the training data of an unlabelled site
 
 
 class LabelsHidden(Wrapped):
-    """The images of prepared items; targets of their batches are None, and no record says a class."""
+    """The images of prepared items; targets of their batches are None, and records contain no class."""
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared)
@@ -484,7 +486,7 @@ class LabelsHidden(Wrapped):
 
 
 class _WithoutLabels(Sequence[Item]):
-    """Records without their labels, made as they are asked for."""
+    """Records without their labels, made on access."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = items
@@ -495,7 +497,7 @@ class _WithoutLabels(Sequence[Item]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return _WithoutLabels(self._items[index])
-        return {key: value for key, value in self._items[index].items() if key != "label"}
+        return without(self._items[index], ["label"])
 
 
 def unlabelled(shard: Shard) -> Shard:
@@ -518,44 +520,38 @@ class Channels(Wrapped):
         Args:
             prepared: the items.
             present: (N, C) bool, which channels each has.
-            drop: probability that a channel of an item is set to zero where a generator is given; one always stays.
+            drop: probability of setting a channel of an item to zero if a generator is given; one always stays.
         """
         super().__init__(prepared)
         self.present = present
         self.drop = drop
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
-        """Return the same items without random transforms; none of their channels is dropped."""
+        """Return the same items without random transforms; no channel is dropped."""
         return self._with(prepared=self.prepared.deterministic(uncropped), drop=0.0)
 
     def batches(
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Batch]:
-        """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""
+        """Yield batches with zeros in missing channels; dropped channels are drawn on the CPU first."""
         present = self.present[indices]
         if generator is not None and self.drop:
-            # Lacking channels never draw the most, which always stays.
+            # Missing channels never have the largest draw, which always stays.
             draws = torch.where(present, torch.rand(present.shape, generator=generator), -1.0)
             present = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
         batches = self.prepared.batches(indices, size, generator)
-        # Not by `yield`: what is dropped is drawn when this is called, before any batch.
+        # Not by `yield`: dropped channels are drawn when this is called, before any batch.
         pairs = zip(batches, torch.split(present, size), strict=True)
         return ((_zeroed(x, rows), y) for (x, y), rows in pairs)
 
 
-def _zeroed(x: Any, present: Tensor) -> Tensor:
+def _zeroed(x: Sample, present: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != present.shape[1]:
-        is_tensor = isinstance(x, Tensor)
-
-        if is_tensor:
-            form = f"of shape {tuple(x.shape)}"
-        else:
-            form = f"that are a {type(x).__name__}"
-
         raise InputError(
-            f"images {form} with --site-channels or --channel-drop",
+            f"images of shape {tuple(getattr(x, 'shape', ()))} with --site-channels or --channel-drop",
             f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",
             "correct num_channels there, or leave out --site-channels and --channel-drop",
         )
+    # present: (B, C, 1, ...)
 
     return torch.where(present.reshape(*present.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)

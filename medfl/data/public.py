@@ -1,6 +1,6 @@
-"""Public data: images that all sites and the server may share, and the answers of frozen teachers about them.
+"""Public data: images that all sites and the server may share, and the outputs of frozen teachers for them.
 
-The items are those of another bundle, read without augmentation; a position 0 .. P-1 names one in all that follows.
+The items are those of another bundle, read without augmentation; below, an index 0 .. P-1 refers to one of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Public:
     """The public items of a run.
 
     Attributes:
-        name: the bundle that they come from.
+        name: the bundle that provides them.
         shard: the items, P of them.
-        task: what their labels are: kind and classes.
-        answers: each teacher's answers about all items, memory-mapped: distributions over the classes (P, C) float32,
+        task: kind and classes of their labels.
+        answers: each teacher's outputs for all items, memory-mapped: distributions over the classes (P, C) float32,
             or foreground logits (P, H, W) float16.
-        depth: how often an image is repeated along a third axis for networks of volumes; 0 leaves it as it is.
-        channels: of the sites' images; 0, or the public images' own number, leaves these as they are.
+        depth: number of repetitions of an image along a third axis for 3D networks; 0 leaves it unchanged.
+        channels: of the sites' images; 0, or the public images' own number, leaves these unchanged.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Public:
         return len(self.shard)
 
     def at(self, positions: Tensor) -> Batch:
-        """Return inputs (B, C, H, W[, D]) and targets ((B,) or (B, 1, H, W[, D])) of the items at positions (B,)."""
+        """Return inputs (B, C, H, W[, D]) and targets ((B,) or (B, 1, H, W[, D])) of the items at indices (B,)."""
         indices = self.shard.indices[positions]
         x, y = next(self.shard.prepared.batches(indices, max(1, len(indices)), None))
         return (x if self.channels in (0, x.shape[1]) else recoloured(x, self.channels)), y
@@ -49,7 +49,7 @@ class Public:
     def batches(
         self, size: int, generator: torch.Generator | None = None
     ) -> Iterator[tuple[Tensor, Any, Any]]:
-        """Yield (positions (B,), inputs, targets): shuffled with a generator, in order without."""
+        """Yield (indices (B,), inputs, targets): shuffled with a generator, in order without."""
         if generator is None:
             order = torch.arange(len(self))
         else:
@@ -58,7 +58,7 @@ class Public:
             yield (positions, *self.at(positions))
 
     def answered(self, positions: Tensor) -> Tensor:
-        """Return the teachers' answers (M, B, ...) float32 about the items at positions (B,)."""
+        """Return the teachers' outputs (M, B, ...) float32 for the items at indices (B,)."""
         return torch.stack([answer[positions].float() for answer in self.answers])
 
     def outputs(self, network: nn.Module, x: Tensor) -> Tensor:
@@ -69,11 +69,12 @@ class Public:
         if not self.depth:
             output: Tensor = network(x)
             return output
+        # the image is repeated along the third axis
         volume = x[..., None].expand(*x.shape, self.depth)
         return self.flat(network(volume))
 
     def flat(self, output: Tensor) -> Tensor:
-        """Return an output for repeated images (B, K, H, W, depth) as one for images, the mean along the last axis."""
+        """Convert an output for repeated images (B, K, H, W, depth) to one for images, the mean along the last axis."""
         if self.depth and output.ndim > 2:
             return output.mean(-1)
 
@@ -81,13 +82,13 @@ class Public:
 
 
 def recoloured(x: Tensor, channels: int) -> Tensor:
-    """Return images (B, C, H, W[, D]) with another number of channels: luma of RGB, or the grey value repeated.
+    """Convert images (B, C, H, W[, D]) to another number of channels: luma of RGB, or the grey value repeated.
 
-    Of other images the mean of their channels is repeated. The images are normalised already, each channel by its own
+    For other images the mean of their channels is repeated. The images are already normalised, each channel by its own
     mean and deviation, so this is luma up to a factor and an offset.
     """
     if x.shape[1] == 3:
-        weights: tuple[float, ...] = (0.299, 0.587, 0.114)
+        weights: tuple[float, ...] = (0.299, 0.587, 0.114)  # ITU-R BT.601
     else:
         weights = (1 / x.shape[1],) * x.shape[1]
     grey = torch.einsum("bc...,c->b...", x, torch.tensor(weights, dtype=x.dtype, device=x.device))[
@@ -97,7 +98,7 @@ def recoloured(x: Tensor, channels: int) -> Tensor:
 
 
 def cycle(length: int, generator: torch.Generator) -> Callable[[int], Tensor]:
-    """Return a function n -> the next n positions (n,) of an endless walk over 0 .. length-1, shuffled in each pass."""
+    """Return a function n -> the next n indices (n,) of an endless pass over 0 .. length-1, reshuffled each time."""
     left = torch.empty(0, dtype=torch.int64)
 
     def take(count: int) -> Tensor:

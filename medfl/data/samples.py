@@ -1,11 +1,13 @@
-"""Each item's sample: the deterministic transforms run once and kept, the random ones for each use."""
+"""Each item's sample: the deterministic transforms run once and are stored, the random ones run on each use."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,29 +29,39 @@ from torch import Tensor
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
+from medfl.core.mappings import without
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
-from medfl.data.prepared import Item, Sample, Transform, as_plain, check_channels
+from medfl.data.prepared import (
+    Batch,
+    Item,
+    Prepared,
+    Sample,
+    Transform,
+    as_plain,
+    check_channels,
+    extras,
+)
 from medfl.data.source import LACKS, NO_LABEL, Source
 from medfl.datasets.readers.reading import JOINED
 
-# Entries of a data list without a label, or without some channels: let the deterministic transforms accept them.
+# Entries of a data list without a label, or without some channels: make the deterministic transforms accept them.
 #
-# A missing label becomes a mask of zeros or class -1, which nothing reads (`LabelsHidden`). Channels that an
-# entry lists under `LACKS` are set to zero after each transform, so that what a file holds there has no influence.
+# A missing label becomes a mask of zeros or class -1, which is never used (`LabelsHidden`). Channels that an
+# entry lists under `LACKS` are set to zero after each transform, so that the contents of their files have no effect.
 
 _NUMBERED = re.compile(r"_(\d{4})\.nii(?:\.gz)?$", re.IGNORECASE)
 
 
 def is_unlabelled(entry: object) -> bool:
-    """Tell whether an entry of a data list has an image and no label."""
+    """Tell whether an entry of a data list has an image but no label."""
     return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
 
 
 def drop_label(entry: Item) -> Document:
     """Return the entry without its label, marked so that nothing looks for one."""
-    return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
+    return {**without(entry, ["label"]), NO_LABEL: True}
 
 
 def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
@@ -62,7 +74,7 @@ def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
 
 
 def first_random(steps: Sequence[Transform]) -> int:
-    """Return the position of the first transform that is random, or not of MONAI; the number of steps if none is."""
+    """Return the index of the first transform that is random, or not MONAI's; the number of steps if none is."""
     for position, step in enumerate(steps):
         if isinstance(step, RandomizableTrait) or not isinstance(step, MonaiTransform):
             return position
@@ -71,12 +83,12 @@ def first_random(steps: Sequence[Transform]) -> int:
 
 
 def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
-    """Return an entry whose image has a file for every channel: where one is missing, another stands in for it.
+    """Return an entry whose image has a file for every channel: a missing one is replaced by another.
 
     Args:
         entry: its image is a list of files in the channels' order, or their URIs joined by ` | `.
         channels: of an image.
-        numbered: joined ones are volumes <name>_0000, <name>_0001, ... of one channel.
+        numbered: joined files are volumes <name>_0000, <name>_0001, ... of one channel.
     """
     image = entry.get("image") if isinstance(entry, Mapping) else None
     if isinstance(image, list | tuple):
@@ -85,6 +97,7 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
 
         there = {i: file for i, file in enumerate(image) if os.path.exists(file)}
     elif isinstance(image, str) and numbered:
+        # as NAME_0000, NAME_0001, ...
         matches = [(_NUMBERED.search(file), file) for file in image.split(JOINED)]
         there = {int(match[1]): file for match, file in matches if match}
         there = there if len(there) == len(matches) and max(there) < channels else {}
@@ -94,7 +107,10 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
     if not 0 < len(there) < channels:
         return entry
 
-    files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
+    files = []
+    for channel in range(channels):
+        files.append(there.get(channel, min(there.items())[1]))
+
     complete = JOINED.join(files) if isinstance(image, str) else files
     lacking = sorted(set(range(channels)) - set(there))
     return {**entry, "image": complete, LACKS: tuple(lacking)}
@@ -105,7 +121,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
     Args:
         source: its entries are a list of mappings; those without a label have no such key.
-        channels: of an image; 0: none of them is lacking.
+        channels: of an image; 0: none of them is missing.
     """
     steps = list(allow_missing_labels(source.transforms).transforms)
     if any(isinstance(step, ZeroChannels if channels else StandInLabel) for step in steps):
@@ -126,7 +142,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
 
 class ZeroChannels(MonaiTransform):
-    """Set the channels that an entry lacks to zero in its image (C, H, W[, D]); other images pass unchanged."""
+    """Set missing channels of an image (C, H, W[, D]) to zero; other images pass unchanged."""
 
     keys = ()
 
@@ -134,7 +150,7 @@ class ZeroChannels(MonaiTransform):
         self.channels = channels
 
     def __call__(self, data: Item) -> Item:
-        """Return the entry, its image changed in a copy."""
+        """Return the entry with its image changed in a copy."""
         image = data["image"]
         absent = list(data.get(LACKS, ()))
         if (
@@ -151,11 +167,11 @@ class ZeroChannels(MonaiTransform):
 
 
 class StandInLabel(MonaiTransform):
-    """Give an image without a label a placeholder of the form that the labels have.
+    """Give an image without a label a placeholder in the form of the other labels.
 
     Args:
-        before: the transforms that an entry has passed.
-        example: an entry with a label; None: an image has a mask where the first transform would read one.
+        before: the transforms already applied to the entry.
+        example: an entry with a label; None: an image has a mask if the first transform would read one.
     """
 
     keys = ()
@@ -165,12 +181,12 @@ class StandInLabel(MonaiTransform):
         self.example = example
 
     @cached_property
-    def like(self) -> Any:
-        """A label as the transforms make it."""
+    def like(self) -> Sample:
+        """A label in the form that the transforms produce."""
         if self.example is not None:
             return self.before(dict(self.example))["label"]
 
-        # Without an example the first transform, which reads files, tells masks from classes.
+        # Without an example the first transform, which reads files, distinguishes masks from classes.
         steps = (step for step in self.before.transforms if isinstance(step, MapTransform))
         first = next(steps, None)
         if first is not None and "label" in first.keys:
@@ -180,13 +196,13 @@ class StandInLabel(MonaiTransform):
 
     def __call__(self, data: Item) -> Document:
         """Return the entry with a label, and without the keys that say what it lacks."""
-        sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
+        sample = without(data, (LACKS, NO_LABEL))
         if "label" in sample:
             return sample
 
         return {**sample, "label": self._empty(sample["image"])}
 
-    def _empty(self, image: Sample) -> Any:
+    def _empty(self, image: Sample) -> Sample:
         like = self.like
         if not isinstance(like, Tensor):
             return -1
@@ -202,21 +218,21 @@ class StandInLabel(MonaiTransform):
 
 # Samples
 
-# Every LoadImage makes it where pydicom is installed, and it warns each time that NVIDIA's decoder is not.
+# Every LoadImage creates it if pydicom is installed, and it always warns if NVIDIA's decoder is missing.
 SUPPORTED_READERS.pop("nvimgcodecpydicomreader", None)
 
-# Modules of MONAI's transforms; those of others may draw from a global generator.
+# Modules of MONAI's transforms; other transforms may draw from a global generator.
 _OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")
 
 
 @dataclass(frozen=True, eq=False)
 class Tracked(Coded):
-    """A MetaTensor as bytes; `tracked` is an empty one that holds what MONAI keeps track of."""
+    """A MetaTensor as byte codes; `tracked` is an empty one that holds MONAI's metadata."""
 
     tracked: MetaTensor
 
     def restored(self) -> MetaTensor:
-        """Return the MetaTensor, its records a copy."""
+        """Return the MetaTensor with a copy of its metadata."""
         tracked = deepcopy(self.tracked)
         return MetaTensor(
             decoded(self), meta=tracked.meta, applied_operations=tracked.applied_operations
@@ -240,8 +256,8 @@ class SampleMaker:
     """Index -> the sample after all transforms; a failure names the item.
 
     Attributes:
-        has_steps_left: whether anything after the deterministic transforms is left to do for each sample.
-        cached: the samples after the deterministic transforms, None where entries are read anew each time.
+        has_steps_left: whether anything remains to be done per sample after the deterministic transforms.
+        cached: the samples after the deterministic transforms, None if entries are read again each time.
     """
 
     def __init__(self, items: Sequence[Item], source: Source) -> None:
@@ -262,7 +278,7 @@ class SampleMaker:
 
     @cached_property
     def reads_rows_first(self) -> bool:
-        """Whether one of the transforms is a PILReader of MONAI that keeps a picture's rows as the first axis."""
+        """Whether one of the transforms is a MONAI PILReader that keeps a picture's rows as the first axis."""
         loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
         for loader in loaders:
             for reader in loader.readers if isinstance(loader, LoadImage) else ():
@@ -283,7 +299,7 @@ class SampleMaker:
             )
 
     def compact(self, index: int) -> Sample:
-        """Return the sample of `after_deterministic`, its image and mask as a byte a number where that is lossless."""
+        """Return the sample of `after_deterministic`, with image and mask as byte codes if that is lossless."""
         sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
             return sample
@@ -305,16 +321,17 @@ class SampleMaker:
 
         if not self.has_steps_left:
             return sample
-        with self._naming(index):  # a copy, as CacheDataset makes: transforms may write in place
+        with self._naming(index):  # a copy, like CacheDataset's: transforms may write in place
             return self._compose(
                 sample if self.cached is None else deepcopy(sample), start=self._first
             )
 
     def reseed(self, seed: int) -> None:
-        """Set the state of all random transforms, also of those that a data set applies by itself.
+        """Set the state of all random transforms, including those that a data set applies itself.
 
-        Parts of a transform get seeds of their own: MONAI gives them the transform's, and then what is first drawn in
-        them depends on whether it is applied at all.
+        Parts of a transform get seeds of their own: MONAI gives them the transform's, and then their first random
+            numbers
+        depend on whether it is applied at all.
         """
         if self._parts is None:
             self._parts = []
@@ -324,18 +341,18 @@ class SampleMaker:
                 self._parts += random_parts(transform, set())
 
         for number, part in enumerate(self._parts):
-            part.set_random_state(seed=derive(seed, number) % 2**32)
+            part.set_random_state(seed=derive(seed, number) % 2**32)  # NumPy's seeds have 32 bits
 
     def clone(self) -> SampleMaker:
-        """Return one with transforms and random states of its own, and the same samples."""
+        """Return a copy with transforms and random states of its own, and the same samples."""
         clone = copy(self)
         clone._compose = deepcopy(self._compose)
         clone._parts = None
         return clone
 
     def without_draws(self, uncropped: bool) -> SampleMaker:
-        """Return one of the same samples without random transforms; this very object where it knows of none."""
-        if not self.has_steps_left or self.cached is None:  # a data set may draw while it is read
+        """Return a copy with the same samples but without random transforms; itself if it knows of none."""
+        if not self.has_steps_left or self.cached is None:  # a data set may draw while being read
             return self
 
         clone = self.clone()
@@ -348,13 +365,13 @@ class SampleMaker:
 
     @property
     def has_own_state(self) -> bool:
-        """Whether what is left to do for each sample draws from nothing but its transforms' own state."""
+        """Whether the remaining steps draw only from their transforms' own state."""
         return self.cached is not None and all(
             map(_has_own_state, self._compose.transforms[self._first :])
         )
 
     def recipe(self) -> BatchRecipe | None:
-        """Return what is left to do for each sample as steps for batches, None where it has no such form.
+        """Return the remaining steps per sample as steps for batches, None if impossible.
 
         It depends on the transforms and on the cached samples of all items, not on where these are cached.
         """
@@ -389,13 +406,14 @@ class SampleMaker:
         )
 
     def check_channels(self) -> None:
-        """Compare the images' channels now where the deterministic transforms already put them first."""
-        # Samples on disk are not looked at: that would be another pass over them.
+        """Compare the images' channels now if the deterministic transforms already put them first."""
+        # Samples on disk are skipped: that would be another pass over them.
         cached = self.cached if isinstance(self.cached, list) else []
         images = [sample["image"] for sample in cached if _has_image(sample)]
         if not images or len(images) < len(self):
             return
 
+        # a stream of its own, as making a sample draws
         with stream(0, "channels"):
             self.reseed(0)
             last = self(0)
@@ -407,7 +425,7 @@ class SampleMaker:
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:
-        """Name the item in the error of a transform."""
+        """Add the item to a transform's error."""
         try:
             yield
         except Exception as error:
@@ -447,24 +465,25 @@ def is_pair(sample: Sample) -> bool:
 
 
 def _decoded(sample: Sample) -> Sample:
-    """Return a sample as the transforms gave it."""
+    """Return a sample as the transforms returned it."""
     if not isinstance(sample, Mapping) or not any(
         isinstance(value, Coded) for value in sample.values()
     ):
         return sample
-    return {
-        key: value.restored() if isinstance(value, Tracked) else decoded(value)
-        for key, value in sample.items()
-    }
+    restored = {}
+    for key, value in sample.items():
+        restored[key] = value.restored() if isinstance(value, Tracked) else decoded(value)
+
+    return restored
 
 
 def random_parts(transform: object, visited: set[int]) -> list[Any]:
-    """Return what has a random state in a transform: itself first, then the transforms inside it."""
+    """Return the parts of a transform that have a random state: itself first, then the transforms inside it."""
     if id(transform) in visited or not hasattr(transform, "set_random_state"):
         return []
 
     visited.add(id(transform))
-    parts: list[Any] = [transform]
+    parts = [transform]
     for held in vars(transform).values() if isinstance(transform, Randomizable) else ():
         for value in held if isinstance(held, list | tuple) else [held]:
             parts += random_parts(value, visited)
@@ -473,7 +492,7 @@ def random_parts(transform: object, visited: set[int]) -> list[Any]:
 
 
 def _has_own_state(transform: object) -> bool:
-    """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
+    """Tell whether a transform is a MONAI one that uses neither a global generator nor a user's function."""
     module = type(transform).__module__.split(".")
     is_listed = (
         module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
@@ -503,14 +522,14 @@ def _inner_transforms(dataset: object) -> list[Any]:
 
 
 def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]:
-    """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
+    """Return transforms without randomness: nothing with a probability happens, random crops become centre crops.
 
-    Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
-    position.
+    Other random transforms (users' functions, choices between transforms) stay; they draw according to the item's
+    index.
 
     Args:
-        transforms: MONAI's or anybody's; their probabilities are changed in place.
-        uncropped: leave random crops out instead.
+        transforms: MONAI's or any others; their probabilities are changed in place.
+        uncropped: omit random crops instead.
     """
     without = []
     for transform in transforms:
@@ -524,7 +543,7 @@ def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]
             continue
 
         if isinstance(transform, mt.RandomizableTransform):
-            # it keeps what it does in any case: types, and sizes that are asked for
+            # it still does what it always does: dtypes, and requested sizes
             transform.prob = 0.0
 
         without.append(transform)
@@ -533,7 +552,7 @@ def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]
 
 
 def _middle(transform: object) -> Any:
-    """Return the crop of the same size around the middle, None for what is no crop of a known size."""
+    """Return the centre crop of the same size, None for anything but a crop of known size."""
     if not any(
         "Crop" in kind.__name__ and kind.__module__.startswith("monai.")
         for kind in type(transform).__mro__
@@ -556,3 +575,125 @@ def _middle(transform: object) -> Any:
             return array(size)
 
     return None
+
+
+# Items one by one: random transforms of each, and the bundle's own collation.
+
+_THREADS = 2  # that make samples before they are needed
+_MADE_AHEAD = 4  # batches that they may be ahead
+
+Collate = Callable[[list[Sample]], Sample]
+"""Samples -> batch."""
+
+
+class Sampled(Prepared):
+    """Items of any shape, with random transforms and the bundle's own collation.
+
+    Args:
+        items: data list entries.
+        samples: index -> the sample after all transforms.
+        collate: samples -> batch.
+        unpack: batch -> (inputs, targets).
+        in_threads: make samples ahead in separate threads, with clones of `samples` that draw only from their own
+            state.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        samples: SampleMaker,
+        collate: Collate,
+        unpack: Callable[[Sample], Batch],
+        *,
+        in_threads: bool = False,
+    ) -> None:
+        super().__init__(items)
+        self.samples = samples
+        self.collate = collate
+        self.unpack = unpack
+        self.in_threads = in_threads
+        self._clones: list[SampleMaker] = []
+
+    def deterministic(self, uncropped: bool = False) -> Prepared:
+        """Return the same items without random transforms."""
+        samples = self.samples.without_draws(uncropped)
+        if samples is self.samples:
+            return self
+
+        return self._with(samples=samples, _clones=[])
+
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
+        """Yield batches; each item's random transforms are seeded from the generator, or without one by its index.
+
+        The samples of the next batches are made in threads if that is safe.
+        """
+        yield from map(self.unpack, self._collated(indices, size, generator))
+
+    def cases(self, indices: Tensor) -> Iterator[tuple[Sample, Sample, Item]]:
+        """Yield inputs and targets of each item, a batch of one, and the other fields of the batch."""
+        for batch in self._collated(indices, 1, None):
+            yield *self.unpack(batch), extras(batch)
+
+    def _collated(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Sample]:
+        seeds = indices
+        if self.samples.has_steps_left and generator is not None:
+            seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
+
+        pairs = list(zip(indices.tolist(), seeds.tolist(), strict=True))
+        work = []
+        for start in range(0, len(pairs), size):
+            work.append(pairs[start : start + size])
+
+        if self.in_threads and len(work) > 1:
+            batches = self._in_threads(work)
+        else:
+            batches = map(self._make, work)
+
+        for batch in batches:
+            yield self.collate(batch)
+
+    def _make(self, work: list[tuple[int, int]]) -> list[Sample]:
+        """Make one batch's samples in this thread, where transforms may draw from the global generators."""
+        batch = []
+        for index, seed in work:
+            with stream(seed, "sample") if self.samples.has_steps_left else nullcontext():
+                batch.append(_made(self.samples, index, seed))
+
+        return batch
+
+    def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Sample]]:
+        """Make the batches' samples in threads, a few batches ahead; stop when the caller stops asking."""
+        pool = ThreadPoolExecutor(_THREADS, "medfl-samples")
+        pending: deque[Future[list[Sample]]] = deque()
+        try:
+            for batch in work:
+                pending.append(pool.submit(self._make_in_thread, batch))
+                if len(pending) > _MADE_AHEAD:
+                    yield pending.popleft().result()
+
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # no thread may be at work during a fork
+
+    def _make_in_thread(self, work: list[tuple[int, int]]) -> list[Sample]:
+        """Make one batch's samples with transforms that no other thread uses."""
+        try:
+            clone = self._clones.pop()
+        except IndexError:
+            clone = self.samples.clone()
+
+        batch = [_made(clone, index, seed) for index, seed in work]
+        self._clones.append(clone)
+        return batch
+
+
+def _made(samples: SampleMaker, index: int, seed: int) -> Sample:
+    if samples.has_steps_left:
+        samples.reseed(seed)
+
+    return samples(index)

@@ -1,4 +1,4 @@
-"""A data set taken apart: its data list, its transforms, and what the list says of each item."""
+"""A data set taken apart: its data list, its transforms, and the list's information on each item."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from monai.transforms import Compose
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from medfl.core.documents import Document
 from medfl.data.prepared import Item, Transform
 
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
-# How a table read with pandas says that there is no value.
+# How a table read with pandas marks a missing value.
 _NOTHING = ("", "nan", "<NA>")
 _MOST_NUMBERS = 1000
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
@@ -28,7 +29,7 @@ _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "
 
 NO_LABEL = "lacks_label"
 LACKS = "lacks_channels"
-"""Keys of an entry and its record: that its label is not there, or not to be read; positions of such channels."""
+"""Keys of an entry and its record: its label is missing or must not be read; indices of missing channels."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Source:
     """A data set taken apart.
 
     Attributes:
-        entries: what goes into the transforms, one per item: a list, or a data set that only its own class can read.
-        transforms: what is applied to an entry, in this order.
-        repeatable: reading an entry twice gives the same.
+        entries: input of the transforms, one per item: a list, or a data set that only its own class can read.
+        transforms: applied to an entry in this order.
+        repeatable: reading an entry twice gives the same result.
     """
 
     entries: Any
@@ -52,7 +53,7 @@ class Source:
 
 
 def take_apart(dataset: Any) -> Source:
-    """Find the data list and the transforms of a data set, through subsets and concatenations.
+    """Find the data list and the transforms of a data set, inside subsets and concatenations.
 
     Raises:
         TypeError: it cannot be indexed (a stream).
@@ -68,7 +69,7 @@ def take_apart(dataset: Any) -> Source:
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
 
-    # A subclass with its own `_transform` treats entries in its own way.
+    # A subclass with its own `_transform` processes entries in its own way.
     if isinstance(dataset, Dataset) and type(dataset)._transform in (
         Dataset._transform,
         CacheDataset._transform,
@@ -95,15 +96,15 @@ def _transforms(dataset: object) -> tuple[Transform, ...]:
 
 
 def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
-    """Return one record per item: a unique id and, where the data list has them, label, centre, group, size.
+    """Return one record per item: a unique id and, if the data list has them, label, centre, group, size.
 
-    Without an id of its own an item is named by its image's path below the first of `folders` that holds it, or by its
-    section and position.
+    Without an id an item is named by its image's path below the first of `folders` that contains it, or by its section
+    and index.
     """
     items: list[Item] = []
     taken: set[str] = set()
     for index in range(len(source.entries)):
-        # Other entries than those of a list are not read for their records: that may take long.
+        # Entries that are not in a list are not read for their records: that may take long.
         entry = source.entries[index] if source.is_list else None
         entry = entry if isinstance(entry, Mapping) else {}
         if "id" in entry:
@@ -113,7 +114,7 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
 
         ident = f"{ident}#{index}" if ident in taken else ident
         taken.add(ident)
-        record: dict[str, Any] = {"id": ident}
+        record: Document = {"id": ident}
         label = class_index(entry.get("label"))
 
         if label is not None:
@@ -155,7 +156,7 @@ def _path(entry: Item, folders: Sequence[Path]) -> str:
 
 
 def numbers(label: object) -> tuple[float | None, ...] | None:
-    """Return a label that is a number, or a row of numbers, None in it for NaN; else None."""
+    """Return a label that is a number, or a row of numbers, with None for NaN; otherwise None."""
     if isinstance(label, bool | str | Mapping | None):
         return None
     try:
@@ -170,7 +171,7 @@ def numbers(label: object) -> tuple[float | None, ...] | None:
 
 
 def class_index(label: object) -> int | None:
-    """Return a label that is a whole number in any of the forms that data lists have, else None."""
+    """Return a label that is an integer in any of the forms used in data lists, else None."""
     if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
         label = label.item()
 

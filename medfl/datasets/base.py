@@ -1,4 +1,4 @@
-"""Data sets: their descriptions, where they lie on disk, and their images as MONAI data lists."""
+"""Data sets: their descriptions, their folders on disk, and their images as MONAI data lists."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import pick
 from medfl.core.task import SECTIONS
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
@@ -36,10 +37,10 @@ class _Item(TypedDict):
 
 
 class Item(_Item, total=False):
-    """One entry of a data list. `group` is the patient or lesion, or `id` where it is not known.
+    """One entry of a data list. `group` is the patient or lesion, or `id` if that is unknown.
 
-    `label` is the class, in segmentation where the reference mask lies, or findings or numbers; `size` the number of
-    pixels or voxels. Sex and age are there where the source names them.
+    `label` is the class; in segmentation, the location of the reference mask; or findings or numbers. `size` is the
+    number of pixels or voxels. Sex and age are present if the source has them.
     """
 
     size: int
@@ -49,7 +50,7 @@ class Item(_Item, total=False):
 
 @dataclass(frozen=True)
 class Download:
-    """A file that may be fetched; `digest` is "md5:…" or "sha256:…", or None if its source publishes none."""
+    """A downloadable file; `digest` is "md5:…" or "sha256:…", or None if its source publishes none."""
 
     url: str
     file: str
@@ -110,18 +111,18 @@ class DataSet:
 
     @property
     def layout_texts(self) -> tuple[str, ...]:
-        """The layouts that are recognised, in words."""
+        """The recognised layouts, in words."""
         return tuple(layout.text for layout in self.layouts)
 
     def layout(self, folder: Path) -> Layout | None:
-        """Return the layout of which `folder` is one, or None."""
+        """Return the layout of `folder`, or None."""
         layouts = self.layouts if folder.is_dir() else ()
         return next((layout for layout in layouts if layout.find(folder)), None)
 
 
 @functools.cache
 def _registry() -> Mapping[str, DataSet]:
-    # Modules without a DATASET, as this one, are no data sets.
+    # Modules without a DATASET, such as this one, are not data sets.
     names_here = (module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))
     modules = (importlib.import_module(f"medfl.datasets.{name}") for name in names_here)
     return MappingProxyType(
@@ -197,7 +198,7 @@ def splits(name: str, folder: str | Path) -> tuple[str, ...]:
 
 
 def trial(name: str, split: str, number: int) -> str:
-    """Return `<split>:<number>` for a split that has trials; any other split, or one with a trial, as it is."""
+    """Return `<split>:<number>` for a split that has trials; any other split, or one with a trial, unchanged."""
     if isinstance(get(name).rules.get(split), WholeCentres):
         return f"{split}:{number}"
 
@@ -216,7 +217,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
         return split, rule
 
     kind, colon, number = split.partition(":")
-    rules = {offered: get(name).rules[offered] for offered in layout.splits}
+    rules = pick(get(name).rules, layout.splits)
     rule = rules.get(kind)
     if rule is not None and not colon:
         return split, rule
@@ -235,7 +236,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 
 
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
-    """Return what a user of the data in `folder` must know, about this folder, its layout and the data set."""
+    """Return what a user of the data in `folder` must know about this folder, its layout and the data set."""
     root, layout = layout_of(name, folder)
     remarks = []
     if is_phantom(root):
@@ -251,7 +252,7 @@ MARKER = "PHANTOM.json"
 
 
 def is_phantom(folder: str | Path) -> bool:
-    """Tell whether `folder` is (or lies directly in) a phantom cohort, by its marker file."""
+    """Tell whether `folder` is a phantom cohort or lies directly in one, by its marker file."""
     return any((path / MARKER).is_file() for path in (Path(folder), Path(folder).absolute().parent))
 
 
@@ -277,7 +278,7 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
 
     from medfl.datasets.readers import label_images  # noqa: F401 - MONAI's own reader learns to open such items
 
-    # Copies, as the items are shared with later calls.
+    # Copies, since the items are shared with later calls.
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 
@@ -291,7 +292,7 @@ def sections(
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
     """Return the data's folder, and a key of names, times and sizes that changes with its content."""
     root, layout = layout_of(name, folder)
-    # The folder's own entries only: to look below them would take as long as to read the data.
+    # Only the folder's own entries: looking below them would take as long as reading the data.
     files = []
     with os.scandir(root) as entries:
         for entry in entries:
@@ -304,6 +305,7 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
 @functools.lru_cache(maxsize=8)
 def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
     table = layout_of(name, root)[1].read(root)
+    # in whatever order the disk lists them
     table.records.sort(key=lambda record: record.id)
     for ident, count in Counter(record.id for record in table.records).items():
         if count > 1:
@@ -362,6 +364,7 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
         if isinstance(item["label"], str):
             uris.add(container_uri(item["label"]))
 
+    # threads: checksums wait for the disk, and zlib lets others run
     with ThreadPoolExecutor(4) as pool:
         content = dict(zip(uris, pool.map(content_key, uris), strict=True))
 

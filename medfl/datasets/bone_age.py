@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from medfl.core.mappings import present
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
@@ -27,7 +28,7 @@ _TEST = "Bone Age Test Set"
 
 
 class _Source(NamedTuple):
-    """A table of the challenge: its names, and what it calls the image, the age in months and the sex."""
+    """A table of the challenge: its file names, and its columns for the image, the age in months and the sex."""
 
     files: tuple[str, ...]
     image: str
@@ -57,9 +58,9 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def _tables(folder: Path) -> dict[str, Path]:
-    """Return section -> its table, of those that are there."""
+    """Return section -> its table, for the sections that have one."""
     matches = {section: first(folder, *source.files) for section, source in SOURCES.items()}
-    return {section: path for section, path in matches.items() if path is not None}
+    return present(matches)
 
 
 def _found(folder: Path) -> bool:
@@ -102,7 +103,7 @@ _YEARS = 19
 
 
 def _scene(year: int) -> Scene:
-    """Return a hand whose bones grow, and whose gaps between them close, with the age."""
+    """Return a hand whose bones grow and whose growth plates close with age."""
     share = year / _YEARS
     parts = [Part((0.05,)), Part((0.35,), (0.45, 0.5), (0.45, 0.0))]
     for finger in range(5):
@@ -122,12 +123,12 @@ def _scene(year: int) -> Scene:
 
 
 def _phantom_columns(section: str, part: str) -> dict[str, Callable[[Case], object]]:
-    """Return the columns of the table of a section: a case of another part has no row."""
+    """Return the columns of a section's table: a case of another part has no row."""
     source = SOURCES[section]
     male, female = ("M", "F") if source.sex == "Sex" else ("True", "False")
     return {
         source.image: lambda case: 90000 + case.number if case.part == part else None,
-        source.age: lambda case: 12 * (case.label + 1),
+        source.age: lambda case: 12 * (case.label + 1),  # months
         source.sex: lambda case: female if case.group % 2 else male,
     }
 
@@ -171,7 +172,7 @@ DATASET = DataSet(
     source="https://www.rsna.org/rsnai/ai-image-challenge/rsna-pediatric-bone-age-challenge-2017",
     citation="Halabi et al.: The RSNA Pediatric Bone Age Machine Learning Challenge. Radiology 290, 498 (2019)",
     draw=draw_files(
-        tuple(_scene(year) for year in range(1, _YEARS + 1)),
+        tuple(map(_scene, range(1, _YEARS + 1))),
         even(_YEARS),
         lambda case: f"boneage-{_PHANTOM_FOLDERS[case.part]}/{90000 + case.number}.png",
         tables={

@@ -45,6 +45,7 @@ SOURCES = (
         "Age",
         "M/F",
         "",
+        # _fseg are the maps of tissues beside the volumes
         re.compile(r"(?:^|/)(?P<name>(?P<id>(?P<group>OAS1_\d{4})_MR\d))(?![^/]*fseg)[^/]*$"),
     ),
     _Source(
@@ -70,7 +71,7 @@ SOURCES = (
 
 
 def _key(ident: str) -> str:
-    """Return a subject as tables and names of files have it in common: IXI002 is 2."""
+    """Return a subject in the form common to tables and file names: IXI002 is 2."""
     return ident.strip().removeprefix("IXI").lstrip("0")
 
 
@@ -92,7 +93,8 @@ def _read(folder: Path) -> Table:
 
         rows: dict[str, dict[str, str]] = {}
         columns = (source.ident, source.age, source.sex, source.group)
-        for row in read_csv(path, [column for column in columns if column]):
+        for row in read_csv(path, list(filter(None, columns))):
+            # IXI's table has some subjects twice: the first row with an age counts
             if row[source.age].strip():
                 rows.setdefault(_key(row[source.ident]), row)
 
@@ -130,11 +132,11 @@ def _read(folder: Path) -> Table:
 
 
 _DECADES = 8
-"""Ages of the phantom: from 20 years on."""
+"""Ages of the phantom: from 20 years."""
 
 
 def _scene(decade: int) -> Scene:
-    """Return a brain without its skull whose ventricles grow, and whose cortex gives way to fluid, with the age."""
+    """Return a skull-stripped brain whose ventricles grow and whose cortex atrophies with age."""
     share = decade / (_DECADES - 1)
     shrunken = 1 - 0.22 * share
     size = 0.1 + 0.3 * share
@@ -186,7 +188,7 @@ DATASET = DataSet(
     citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "
     "IXI, EPSRC GR/S21533/02",
     draw=draw_files(
-        tuple(_scene(decade) for decade in range(_DECADES)),
+        tuple(map(_scene, range(_DECADES))),
         even(_DECADES, len(CENTRES)),
         _phantom_path,
         tables={

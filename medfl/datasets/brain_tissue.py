@@ -1,4 +1,4 @@
-"""Tissues of the brain on T1 MRI of OASIS, the skull removed: scans at 2 mm with expert labels."""
+"""Brain tissues on skull-stripped T1 MRI of OASIS: scans at 2 mm with expert labels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _read(folder: Path) -> Table:
             )
         elif row is None:
             table.problems.append(f"{files['t1ss']}: scan {key} is not in {path}")
-        # An age may have one decimal point.
+        # An age may have a decimal point.
         elif not row["age"].replace(".", "", 1).isdecimal():
             table.problems.append(
                 f"{path}: scan {key} has age {row['age']!r}, an age is a number of years"
@@ -76,7 +76,7 @@ def _phantom_stem(case: Case) -> str:
 
 
 def _phantom_age(case: Case) -> int:
-    """Return an age from the subject's number; the old, every fourth, are those of another scanner."""
+    """Return an age derived from the subject's number; every fourth is old and from another scanner."""
     if case.centre:
         return 50 + case.group % 40
 

@@ -36,7 +36,7 @@ FINDINGS = (
     "Pleural_Thickening",
     "Hernia",
 )
-"""In the order of the paper."""
+"""In the paper's order."""
 NONE = "No Finding"
 VIEWS = ("PA", "AP")
 TABLES = ("Data_Entry_2017_v2020.csv", "Data_Entry_2017.csv")
@@ -53,7 +53,7 @@ def _found(folder: Path) -> bool:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Return file name -> section of the published lists."""
+    """Return file name -> section from the published lists."""
     sections = {}
     for name, section in LISTS.items():
         text = (folder / name).read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def _read(folder: Path, sections: dict[str, str]) -> Table:
 
 
 _PATTERNS = ((), *((k,) for k in range(14)), *((k, (k + 3) % 14) for k in range(14)))
-"""Findings of the phantom's images: none, each alone, each with another."""
+"""Findings of the phantom's images: none, each alone, each with one other."""
 
 
 def _phantom_name(case: Case) -> str:
@@ -114,7 +114,7 @@ def _phantom_findings(case: Case) -> str:
 
 
 def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
-    """Return the entry of a list, patients together: every fifth is tested."""
+    """Return the entry of a list, patients kept together: every fifth is in the test section."""
     return lambda case: _phantom_name(case) if (case.group % 5 == 0) == is_tested else None
 
 

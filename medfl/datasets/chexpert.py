@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from medfl.core.names import not_among
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
@@ -17,7 +18,7 @@ FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Ef
 CENTRES = ("AP", "PA", "lateral")
 TABLES = {"train.csv": "train", "valid.csv": "test"}
 _VALUES = {"": 0.0, "0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "-1": -1.0, "-1.0": -1.0}
-"""What a cell says; nothing where the report does not name the finding."""
+"""Meaning of a cell; nothing if the report does not mention the finding."""
 _PATH = re.compile(r"(?:train|valid)/(patient\d+)/[^/]+/[^/]+$")
 _COLUMNS = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *FINDINGS)
 
@@ -43,11 +44,12 @@ def _read(folder: Path) -> Table:
                 continue
 
             cells = [row[finding].strip() for finding in FINDINGS]
-            if odd := [cell for cell in cells if cell not in _VALUES]:
+            if odd := not_among(cells, _VALUES):
                 table.problems.append(f"{where} has finding {odd[0]!r}; 1, 0, -1 or nothing")
                 continue
 
             is_frontal = row["Frontal/Lateral"] == "Frontal"
+            # LL and RL, of patients who lie on a side, count as AP
             centre = "PA" if row["AP/PA"] == "PA" else "AP"
             table.records.append(
                 Record(
@@ -68,7 +70,7 @@ def _read(folder: Path) -> Table:
 
 
 _PATTERNS = ((), *((k,) for k in range(5)), *itertools.combinations(range(5), 2))
-"""Findings of the phantom's images: none, each alone, each two."""
+"""Findings of the phantom's images: none, each alone, each pair."""
 
 
 def _phantom_path(case: Case) -> str:
@@ -78,7 +80,7 @@ def _phantom_path(case: Case) -> str:
 
 
 def _phantom_cell(case: Case, finding: int) -> str:
-    """Return what the phantom's table says of a finding: of train some are uncertain, and some are not named."""
+    """Return the phantom table's entry for a finding: in train some are uncertain and some are not mentioned."""
     number = case.group + finding
     if finding not in _PATTERNS[case.label]:
         return "0.0" if number % 2 else ""
@@ -89,13 +91,13 @@ def _phantom_cell(case: Case, finding: int) -> str:
 
 
 def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
-    """Return the columns of the table of a part: a case without a path there has no row."""
+    """Return the columns of a part's table: a case without a path in it has no row."""
 
     def path(case: Case) -> str | None:
         below = _phantom_path(case)
         return f"CheXpert-v1.0-small/{below}" if below.startswith(part) else None
 
-    columns: dict[str, Callable[[Case], object]] = {
+    columns = {
         "Path": path,
         "Sex": lambda case: "Female" if case.group % 2 else "Male",
         "Age": lambda case: 20 + case.group % 70,
@@ -103,6 +105,7 @@ def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
         "AP/PA": lambda case: ("AP", "PA", "")[case.centre],
     }
     for k, finding in enumerate(FINDINGS):
+        # k is bound here: a later call would see the loop's last
         columns[finding] = lambda case, k=k: _phantom_cell(case, k)  # type: ignore[misc]
 
     return columns

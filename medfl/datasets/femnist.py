@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.untrusted import open_plain
 from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
@@ -43,10 +44,10 @@ def _numbered(folder: Path) -> list[Path]:
 def skim(text: bytes) -> Any:
     """Read JSON, but return its innermost lists as slices of the text.
 
-    A file of LEAF has millions of numbers, which are skipped without reading them.
+    A LEAF file has millions of numbers, which are skipped without being parsed.
 
     Raises:
-        ValueError: the text is cut off, or is not JSON.
+        ValueError: the text is truncated or is not JSON.
     """
     spans = []  # of the lists, in the place of which JSON's reader is given NaN
 
@@ -67,7 +68,9 @@ def _read(folder: Path) -> Table:
     rows = dict[str, int]()
     for path in _files(folder):
         try:
-            text = path.read_bytes()
+            with open_plain(path) as file:
+                text = file.read()
+
             _add(table, rows, path, text, skim(text))
         except (OSError, ValueError, KeyError, TypeError, StopIteration, AttributeError) as error:
             if isinstance(error, KeyError):
@@ -85,7 +88,7 @@ def _read(folder: Path) -> Table:
 
 
 def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: Any) -> None:
-    """Enter the images of one file; a writer who has some already goes on from there."""
+    """Add the images of one file; a writer who already has some continues from there."""
     users = content["users"]
     data = content["user_data"]
     sizes = json.loads(text[content["num_samples"]])

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: grey pictures of garments, in idx files as those of MNIST."""
+"""Fashion-MNIST: grey pictures of garments, in idx files like those of MNIST."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ DATASET = replace(
         "ankle boot",
     ),
     folders=("fmnist", "FashionMNIST", "fashion-mnist"),
-    layouts=(mnist.idx_layout("FashionMNIST", 10),),
+    layouts=(mnist.idx_layout("FashionMNIST"),),
     licence="MIT",
     source="https://github.com/zalandoresearch/fashion-mnist",
     citation="Xiao, Rasul, Vollgraf: Fashion-MNIST: a novel image dataset for benchmarking machine learning "

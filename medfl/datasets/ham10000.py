@@ -48,7 +48,7 @@ def part_roots(folder: Path) -> list[Path]:
 
 
 def by_image(path: Path | None, column: str) -> Mapping[str, str]:
-    """Return image_id -> value of a column of a table, nothing where there is no table."""
+    """Return image_id -> value of a table's column, empty if there is no table."""
     rows = read_csv(path, ("image_id", column)) if path else ()
     return {row["image_id"]: row[column] for row in rows}
 
@@ -66,6 +66,7 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
         centre = row[centre_column]
         where = f"{key} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
+        # each check tells its own problem
         if check_row(table, where, key, centre, CENTRES, images) and label is not None:
             sections = {}
             if derma.get(key) in SECTION_NAMES:

@@ -20,7 +20,7 @@ PLAIN = ("images", "labels")
 
 
 def _root(folder: Path, names: tuple[str, str]) -> Path | None:
-    """Return the folder that holds both folders: this one, or the archive's own in it."""
+    """Return the folder that holds both folders: this one, or the archive's own folder in it."""
     for root in (folder, folder / ROOT):
         images, masks = (root / name for name in names)
         if images.is_dir() and masks.is_dir() and volume_index(images) and volume_index(masks):
@@ -41,7 +41,7 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
     return Layout(text, ("seeded",), lambda folder: _root(folder, names), read)
 
 
-# Both parts have one shade, so that a voxel's place tells them apart.
+# Both parts have the same shade, so that only a voxel's position tells them apart.
 _SCENE = Scene(
     (
         Part((0.38,), texture=(0.1, 5)),

@@ -57,11 +57,11 @@ def _read(
 
         if row["fold"] not in ("train", "test"):
             table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
-        # FLamby's table names the images of all six centres, whichever the folder has.
+        # FLamby's table lists the images of all six centres, whichever of them the folder has.
         elif centres.get(row["center"]) in absent:
             continue
         elif check_row(table, where, key, row["center"], centres, images) and label is not None:
-            # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
+            # The tables of HAM10000 list its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
             table.records.append(
                 Record(

@@ -40,6 +40,7 @@ _MASK = "_brainmask"
 
 def _root(folder: Path) -> Path | None:
     """Return the folder of the subjects, here or in what FLamby's archive unpacks to; else the archive."""
+    # Mendeley Data's name of the archive, and its version
     inside = sorted(folder.glob("7kd5wj7v7p-*/IXI_sample"))
     for root in (folder, folder / "IXI_sample", *inside):
         if any(root.glob("IXI???-*-*/T1")):
@@ -53,7 +54,7 @@ def _root(folder: Path) -> Path | None:
 
 
 def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
-    """Return subject -> (hospital, fold) as a table of FLamby has them."""
+    """Return subject -> (hospital, fold) from a table of FLamby."""
     folds = {}
     for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
         key = row["Patient ID"]
@@ -97,6 +98,7 @@ def _read_flamby(folder: Path) -> Table:
         if path:
             listed, fold = folds.get(number, ("", ""))
         else:
+            # FLamby's table is rarely at hand: its published fold is above
             listed = centre
             fold = "test" if number in TEST else "train"
 
@@ -109,10 +111,9 @@ def _read_flamby(folder: Path) -> Table:
                 f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}"
             )
         elif listed != centre:
+            problem = f"is not in {path}"
             if listed:
                 problem = f"is of hospital {listed} in {path}"
-            else:
-                problem = f"is not in {path}"
 
             table.problems.append(f"subject {subject} {problem}")
         else:
@@ -140,9 +141,9 @@ def _pairs(folder: Path) -> Matched:
 
 
 def split_few(records: Sequence[Record]) -> list[str]:
-    """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
+    """Cut 70/10/20 in hash order, but with at least one test case and, from three cases on, one validation case."""
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
-    # Few pairs: every section gets a case before the shares are kept.
+    # With few pairs, every section gets a case before the shares are met.
     test = max(1, round(0.2 * len(order)))
     validate = max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)

@@ -88,7 +88,7 @@ def _read_sets(folder: Path) -> Table:
     for root in _roots(folder):
         for name, uri in image_files(root):
             if match := _FILE.search(f"{root.name}/{name}"):
-                # A tree that a published archive holds twice counts once.
+                # A tree that occurs twice in a published archive counts once.
                 uris["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
 
     left = uris["leftMask"]

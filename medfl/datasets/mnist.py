@@ -17,7 +17,7 @@ KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
 FILES = "{train,t10k}-{images-idx3,labels-idx1}-ubyte[.gz]"
 
 
-def idx_layout(root: str, classes: int) -> Layout:
+def idx_layout(root: str) -> Layout:
     """Return the layout of four idx files in `<root>/raw/`, in `raw/`, or in the folder itself."""
 
     def find(folder: Path) -> ArrayUris:
@@ -37,7 +37,7 @@ def idx_layout(root: str, classes: int) -> Layout:
     return stacked(
         f"torchvision's {root}/raw/{FILES}, or these files in the folder itself",
         find,
-        classes,
+        10,
         "official",
     )
 
@@ -68,7 +68,7 @@ DATASET = DataSet(
     concepts=tuple(f"digit {text}" for text in string.digits),
     channels=1,
     folders=("mnist", "MNIST"),
-    layouts=(idx_layout("MNIST", 10),),
+    layouts=(idx_layout("MNIST"),),
     rules={"official": validation_from_train("official")},
     licence="CC BY-SA 3.0 as Keras states it; copyright Yann LeCun and Corinna Cortes",
     source="https://yann.lecun.com/exdb/mnist",

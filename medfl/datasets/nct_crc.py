@@ -77,7 +77,7 @@ def seeded(records: Sequence[Record]) -> list[str]:
 
 
 def _phantom_path(case: Case) -> str:
-    """Return a phantom image's path: a fifth of them are of the other patients."""
+    """Return a phantom image's path: a fifth of them belong to the other patients."""
     kind = CLASSES[case.label]
     if case.fold == "test":
         return f"{OTHERS}/{kind}/{kind}-TCGA-{case.number:06d}.tif"

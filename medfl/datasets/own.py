@@ -1,11 +1,11 @@
-"""A user's own folder: pictures in one folder per class, pictures with a table of their labels, or images with masks.
+"""A user's own folder: pictures in one folder per class, pictures with a table of labels, or images with masks.
 
-An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name
-where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
-(where it was taken) and `section` (train, validate, test). Patients may also be read from the files' names by a regular
-expression `group_by`. Without sections, the images of each class are divided 70/10/20 into train, validate and test by
-a hash of the patient or file name, so always in the same way; each section gets at least one. `split="fold:2/5"` is the
-second of five folds of a cross-validation.
+An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name if
+it is unique, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
+(where it was taken) and `section` (train, validate, test). Patients may also be extracted from the file names by a
+regular expression `group_by`. Without sections, the images of each class are divided 70/10/20 into train, validate
+and test by a hash of the patient or file name, hence always in the same way; each section gets at least one.
+`split="fold:2/5"` is the second of five folds of a cross-validation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.names import composed
+from medfl.core.mappings import map_values
+from medfl.core.names import composed, not_among
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.base import MARKER, Item, item_of
@@ -25,7 +26,7 @@ from medfl.datasets.readers import (
     cases,
     conventions,
     grouping,
-    label_table,
+    label_columns,
     matching,
     pairs,
     tables,
@@ -55,7 +56,7 @@ from medfl.datasets.readers.splitting import (
 from medfl.datasets.readers.volumes import bare, is_volume, volume_files, volume_paths
 
 UNLABELLED = "unlabelled"
-"""Folder beside those of the classes, with images of no known class."""
+"""Folder beside the class folders, with images of unknown class."""
 _ALONE = ", or name a site that has images alone with --unlabelled"
 
 
@@ -64,14 +65,14 @@ class OwnImages:
     """The images of a folder.
 
     Attributes:
-        records: of the images.
-        names: of each the path that says its patient, below the folder of all images.
-        rows: what a table says of them: id -> patient, centre, section.
+        records: the images' records.
+        names: for each image, the path that contains its patient, below the folder of all images.
+        rows: from the table: id -> patient, centre, section.
         notes: one line each: what is left out.
-        columns: which columns of a table were taken, in words.
-        classes: of labelled images, in label order; names of findings or numbers.
-        task: classification, multilabel or regression, where a table names the labels.
-        column: of the table, that has all findings, or of the classes where the user named it.
+        columns: which columns of a table were used, in words.
+        classes: classes of labelled images, in label order; names of findings or numbers.
+        task: classification, multilabel or regression, if a table gives the labels.
+        column: the table's column with all findings, or the class column if the user named it.
         unlabelled: images without a label or mask.
     """
 
@@ -93,7 +94,7 @@ def labelled(
     group_by: str | None = None,
     split: str | None = None,
 ) -> list[Item]:
-    """Return the items of a section of `<folder>/<class>/<image>`; a class may be missing, no other may be there.
+    """Return the items of a section of `<folder>/<class>/<image>`; classes may be missing, but others may not occur.
 
     Args:
         folder: of the folders of classes.
@@ -103,7 +104,7 @@ def labelled(
         split: None, or `fold:NUMBER/COUNT` of a cross-validation.
 
     Raises:
-        InputError: no images, a folder that is no class, a wrong table or expression.
+        InputError: no images, a folder that is not a class, a wrong table or expression.
     """
     root = _root(folder)
     return _items(root, in_folders(root, classes), section, group_by, split)
@@ -125,21 +126,21 @@ def listed(
 ) -> list[Item]:
     """Return the items of a section of the pictures below `<folder>/<images>` with a label in `<folder>/<labels>`.
 
-    The table is read as `medfl.datasets.readers.label_table.read` does; the other arguments are those of `labelled`.
+    The table is read as `medfl.datasets.readers.label_columns.read` does; the other arguments are those of `labelled`.
 
     Args:
-        folder: of images and table.
-        images: place of the images in it.
-        labels: place of the table in it.
-        classes: names in label order; of findings or numbers those of the columns.
+        folder: contains the images and the table.
+        images: path of the images in it.
+        labels: path of the table in it.
+        classes: names in label order; for findings or numbers, the column names.
         section: train, validate or test.
         group_by: expression whose group in a file's name is the patient.
         split: None, or `fold:NUMBER/COUNT` of a cross-validation.
-        labels_are: classification (a class each), multilabel (findings, 1 and 0) or regression (numbers).
-        label_column: of the table: that of the classes, or of all findings with | between them; None: by their names.
-        uncertain: ignore, zeros or ones: what a finding -1, ?, u or uncertain is; ignored ones are NaN.
-        blank: ignore or zeros: what a finding is of which a cell says nothing.
-        columns: file, patient, centre, section -> the table's column of it, of those that it calls otherwise.
+        labels_are: classification (one class each), multilabel (findings, 1 and 0) or regression (numbers).
+        label_column: the table's column of classes, or of all findings separated by |; None: found by name.
+        uncertain: ignore, zeros or ones: how to read a finding -1, ?, u or uncertain; ignored ones are NaN.
+        blank: ignore or zeros: how to read an empty cell of a finding.
+        columns: file, patient, centre, section -> the table's name for that column, if it differs.
 
     Raises:
         InputError: no images, a class that is none, a wrong table or expression.
@@ -161,8 +162,8 @@ def paired(
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
     They are pictures or volumes, also in subfolders; a mask's name may end in _mask, _segmentation, _seg or
-    _label, and where both are in one folder it does. `medfl.datasets.readers.matching.match` finds the image of a mask,
-    by the names of nnU-Net and BIDS too; the channels of nnU-Net are one image, and BIDS's subjects patients.
+    _label, and must if both are in one folder. `medfl.datasets.readers.matching.match` finds the image of a mask, also
+    by the names of nnU-Net and BIDS; the channels of nnU-Net form one image, and BIDS subjects are patients.
 
     Raises:
         InputError: a folder is missing, there are no pairs, a mask is not that of one image, or a wrong table or
@@ -173,23 +174,24 @@ def paired(
 
 
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
-    """Return the images of the folders of classes."""
+    """Return the images of the class folders."""
     classes = [*map(composed, classes)]
-    images = {name: tables.image_files(path) for name, path in image_folders(root).items()}
+    images = map_values(tables.image_files, image_folders(root))
 
     bare: tuple[Record, ...] = ()
+    # a class may be called so; then the folder is one of the classes'
     if UNLABELLED not in classes:
         bare = unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
 
-    unknown = [name for name in images if name not in classes]
+    unknown = not_among(images, classes)
     if unknown or not images:
-        foreign = tables.several([repr(name) for name in unknown], "folders")
+        foreign = tables.several(list(map(repr, unknown)), "folders")
+        problem = f"{root} has no folder with images"
         if unknown:
             problem = f"folder {foreign} in {root} is of no class"
-        else:
-            problem = f"{root} has no folder with images"
 
         advice = f"give the folder that holds these folders with --data{_ALONE}"
+        # where some folders are of classes, the others are the mistake, not the path
         if any(name in classes for name in images):
             advice = "rename it, or move it away"
 
@@ -202,7 +204,7 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
             records.append(_record(uri, classes.index(name), f"{name}/{path}"))
             names.append(path)
 
-    empty = [name for name in classes if name not in images]
+    empty = not_among(classes, images)
     notes = []
     if empty:
         notes.append(f"no image of class {', '.join(map(repr, empty))}")
@@ -214,10 +216,10 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
 
 
 def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
-    """Return the images of a folder that a table names; without wanted names the classes are those of it, sorted.
+    """Return the images of a folder that a table lists; without wanted names the classes are the table's, sorted.
 
     Raises:
-        InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
+        InputError: the table has other classes, or as `medfl.datasets.readers.label_columns.read`.
     """
     table = path_below(root, labels)
     files = tables.image_files(path_below(root, images))
@@ -226,13 +228,14 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
             f"{table} is not there", "the table of the images' labels", f"restore it{_ALONE}"
         )
 
-    labelling = label_table.read(table, [path for path, _ in files], wanted)
+    labelling = label_columns.read(table, [path for path, _ in files], wanted)
     names = list(labelling.names or wanted.names) or sorted(set(labelling.classes.values()))
     if unknown := sorted(set(labelling.classes.values()) - set(names)):
-        problem = (
-            f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
+        raise InputError(
+            f"{table} has the class {tables.several(list(map(repr, unknown)), 'classes')}",
+            f"the classes {', '.join(names)}",
+            "change these rows",
         )
-        raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
 
     used = []
     records = []
@@ -256,6 +259,7 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         )
 
     unlabelled_records = unlabelled(bare)
+    # cases.csv counts more than further columns of the table of labels
     rows = cases.read(root, records, unlabelled_records) or {
         path: row for path, row in labelling.rows.items() if row
     }
@@ -266,7 +270,7 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
-    """Return the images of a folder that have masks in another, or in the same; some of them may lack channels."""
+    """Return the images of a folder that have masks in another or the same folder; some of them may lack channels."""
     image_folder = path_below(root, images)
     mask_folder = path_below(root, masks)
     table = _pairs(image_folder, mask_folder, lacking)
@@ -286,7 +290,7 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
 
 
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
-    """Return images without a label, by their paths in a folder."""
+    """Return images without labels, by their paths in a folder."""
     return tuple(_record(uri, 0, folder + path) for path, uri in files)
 
 
@@ -295,7 +299,7 @@ def _of_subjects(records: Iterable[Record]) -> list[Record]:
 
 
 def path_in(folder: Path, record: Record) -> str:
-    """Return an image's path below the folder of all."""
+    """Return an image's path below the folder of all images."""
     return composed(os.path.relpath(record.image.split(JOINED)[0], folder).replace(os.sep, "/"))
 
 
@@ -304,11 +308,11 @@ def _record(uri: str, label: int, ident: str) -> Record:
 
 
 def notes(
-    folder: str | Path, items: Sequence[Mapping[str, object]], ids: Mapping[str, Any]
+    folder: str | Path, items: Sequence[Mapping[str, object]], ids: Config
 ) -> tuple[str, ...]:
-    """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
+    """Return notes on the folder from which the items of all sections come: what is left out, unknown patients.
 
-    Items of another kind of data list have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
+    Items of other kinds of data lists have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
     """
     root = Path(folder)
     used_images = {str(item.get("image")) for item in items}
@@ -318,10 +322,12 @@ def notes(
         return ()
 
     images = {record.image for record in dataset.records}
+    # the folder has changed since, or the bundle takes other images than this finds: notes would be of others
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
 
     lines = [*odd(root), *cases.notes(dataset.rows)]
+    # a site that trains on its unlabelled images does not leave them out
     if used_images == images:
         lines = [*dataset.notes, *lines]
     if all(item.get("group") == item["id"] for item in items):
@@ -339,7 +345,7 @@ UNKNOWN_PATIENTS = (
 )
 
 
-def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> OwnImages:
+def found_by(root: Path, ids: Config, *, lacking: bool = False) -> OwnImages:
     """Return the images of a folder as a bundle of `medfl new` with these ids takes them; some may lack channels."""
     if ids.get("masks"):
         return with_masks(root, str(ids["images"]), str(ids["masks"]), lacking=lacking)
@@ -348,7 +354,7 @@ def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Ow
     return in_folders(root, ids["classes"])
 
 
-def wanted_by(ids: Mapping[str, Any]) -> Wanted:
+def wanted_by(ids: Config) -> Wanted:
     """Return how a bundle of `medfl new` with these ids has its table of labels read."""
     column = ids.get("label_column")
     return Wanted(
@@ -368,7 +374,7 @@ def above(items: Iterable[Mapping[str, object]]) -> str:
 
 
 def class_folders(root: Path) -> dict[str, Path]:
-    """Return the folders that hold images by their names, sorted, without that of images of no class."""
+    """Return the folders that hold images by their names, sorted, except that of images of unknown class."""
     folders = image_folders(root)
     folders.pop(UNLABELLED, None)
     return folders
@@ -380,17 +386,20 @@ def image_folders(root: Path) -> dict[str, Path]:
 
 
 def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
-    """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
+    """Return notes on other contents of class folders beside their pictures, and on folders without pictures."""
     pictures = (record.image for record in records)
     lines = [*left_out(root, pictures, tables.IMAGE_SUFFIXES, "in no class folder")]
-    if empty := [repr(name) for name in _folders(root).keys() - image_folders(root)]:
+    if empty := list(map(repr, _folders(root).keys() - image_folders(root))):
         lines.append(f"no class, as there is no picture in it: folder {', '.join(sorted(empty))}")
 
     return lines
 
 
 def _folders(root: Path) -> dict[str, Path]:
-    shown = [path for path in root.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    shown = []
+    for path in root.iterdir():
+        if path.is_dir() and path.name[0] not in "._":
+            shown.append(path)
     return {name: Path(path) for name, path in by_name((path.name, str(path)) for path in shown)}
 
 
@@ -399,9 +408,10 @@ def cohort_of(uris: Iterable[str | Path]) -> Path | None:
 
     Missing files are skipped; a link counts as its target too.
     """
-    folders: set[Path] = set()
+    folders = set()
     for path in map(Path, files_of(map(str, uris))):
         if os.path.exists(path):
+            # as it is named and as links lead: a cohort may be linked to, whole or image by image
             for place in (path.absolute(), path.resolve()):
                 folders |= {place, *place.parents}
 
@@ -412,9 +422,10 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     """Return a record for each image that has a mask."""
     for folder in (images, masks):
         if not folder.is_dir() and folder.name != conventions.NNUNET_FILE:
-            advice = f"give the paths of both folders{_ALONE}"
             raise InputError(
-                f"{folder} is no folder", "a folder of images and one of their masks", advice
+                f"{folder} is no folder",
+                "a folder of images and one of their masks",
+                f"give the paths of both folders{_ALONE}",
             )
 
     image_paths, mask_paths = paths(images, masks, lacking)
@@ -440,6 +451,7 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
         return _listed(images)
 
     if (images / conventions.BIDS_FILE).is_file():
+        # derivatives are made of raw images, and are named as these are
         raw = []
         for name, uri in volume_files(images):
             if name.partition("/")[0] not in conventions.DERIVED:
@@ -454,15 +466,15 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
     if images == masks:
         return conventions.apart(index(images))
 
+    mask_paths = []
     if masks.is_dir():
         mask_paths = index(masks)
-    else:
-        mask_paths = []
 
     ending = conventions.file_ending(images)
     mask_paths = [(name, uri) for name, uri in mask_paths if uri.lower().endswith(ending)]
     image_paths = []
     for name, uri in index(images):
+        # masks may lie in a folder among the images
         if uri.lower().endswith(ending) and not PurePath(uri).is_relative_to(masks):
             image_paths.append((name, uri))
 
@@ -505,10 +517,10 @@ def _root(folder: str | Path) -> Path:
 
 
 def path_below(root: Path, name: str) -> Path:
-    """Return a place that a bundle names in the data folder.
+    """Return a path in the data folder that a bundle names.
 
     Raises:
-        InputError: it is elsewhere.
+        InputError: it is outside the folder.
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise InputError(
@@ -520,6 +532,7 @@ def path_below(root: Path, name: str) -> Path:
     for part in PurePath(name).parts:
         place /= part
         if not place.exists():
+            # macOS writes an accent as a character of its own: the same name in other bytes
             alike = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
             place = next(alike, place)
 
@@ -532,7 +545,7 @@ def _items(
     divided = sections_of(root, dataset, group_by, split)
     chosen = [record for record, its_section in divided if its_section == section]
     # By id, so that a data list does not depend on the order in which files are found.
-    return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
+    return list(map(item_of, sorted(chosen, key=lambda record: record.id)))
 
 
 def sections_of(
@@ -551,10 +564,11 @@ def sections_of(
     elif has_sections:
         rule = published(cases.SPLIT)
     else:
-        rule = filled(by_findings("own") if are_findings(records) else _BY_GROUP)
+        rule = filled(
+            by_findings("own") if are_findings(records) else by_group("own", at_centres=False)
+        )
 
-    has_targets = any(record.target for record in records)
-    sections = rule(stratified(records) if has_targets else records)
+    sections = rule(stratified(records))
     if empty := next((section for section in SECTIONS if section not in sections), None):
         of_patients = ""
         if any(record.group != record.id for record in records):
@@ -572,7 +586,7 @@ def sections_of(
 def grouped(
     records: Sequence[Record], names: Sequence[str], group_by: str | None
 ) -> Sequence[Record]:
-    """Return records with the patients that an expression finds in their names, as they are without one."""
+    """Return records with the patients that an expression finds in their names; without one, unchanged."""
     if not group_by or not records:
         return records
 
@@ -581,9 +595,6 @@ def grouped(
         of_patients.append(replace(record, group=patient or record.group))
 
     return of_patients
-
-
-_BY_GROUP = by_group("own", at_centres=False)
 
 
 def _fold(split: str, has_sections: bool) -> Rule:
@@ -599,7 +610,7 @@ def _fold(split: str, has_sections: bool) -> Rule:
     return rule
 
 
-# Checks of a user's own folder: files that are not used, and folders whose names are not those of classes
+# Checks of a user's own folder: unused files, and folders whose names are not class names
 
 _TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
@@ -612,9 +623,10 @@ _MASKS = {*_WORDS.split()}
 
 
 def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
-    """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes."""
+    """Raise an InputError if the picture folders are named like sections, or images and masks, not like classes."""
     lower = {name.lower(): name for name in names}
     sections = [lower[name] for name in lower if name in _SECTIONS]
+    # `test` or `validation` alone may be a class; `train` is not
     if {"train", "training"} & lower.keys() or len(sections) == len(lower):
         raise InputError(
             f"folders {', '.join(sections)} in {folder} are named as sections, not classes",
@@ -624,6 +636,7 @@ def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
 
     images = [lower[name] for name in lower if name in _IMAGES]
     masks = [lower[name] for name in lower if name in _MASKS]
+    # among many folders two classes may be called so
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
             f"folders {images[0]} and {masks[0]} in {folder} are named as images and their masks, not classes",
@@ -635,7 +648,10 @@ def refuse_other_folders(folder: Path, names: Iterable[str]) -> None:
 def refuse_masks_among(folders: Iterable[Path]) -> None:
     """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
     for folder in folders:
-        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder)}
+        pictures = {}
+        for path, _ in tables.image_files(folder):
+            pictures[path.rpartition(".")[0]] = path
+
         for stem, path in pictures.items():
             if stem.lower().endswith("_mask") and (
                 picture := pictures.get(matching.MASK_END.sub("", stem))
@@ -650,20 +666,21 @@ def refuse_masks_among(folders: Iterable[Path]) -> None:
 def left_out(
     folder: Path, used: Iterable[str], endings: Collection[str], what: str
 ) -> tuple[str, ...]:
-    """Return a line about images of a folder that are not used, and one about its other files, where it has any.
+    """Return a line about unused images of a folder, and one about its other files, if it has any.
 
     Args:
         folder: the folder; its hidden files, its cases.csv and the files of nnU-Net and BIDS do not count.
         used: files, and folders of a DICOM series.
         endings: of images, in lower case.
-        what: describes images that are not used, as in "3 images {what}: left out".
+        what: describes unused images, as in "3 images {what}: left out".
     """
     used_paths = set(used)
     images = list[str]()
     other_files = list[str]()
     tables_there = [folder / name for name in _TABLES]
-    # A folder's own files before those of its folders.
+    # A folder's own files before those of its subfolders.
     for path in sorted(shown_files(folder), key=lambda path: (path.parent, path)):
+        # a DICOM series is used as a folder: so are its files
         is_used = not used_paths.isdisjoint(map(str, (path, *path.parents)))
         if not is_used and path not in tables_there:
             is_image = path.name.lower().endswith(tuple(endings))
@@ -680,10 +697,11 @@ def left_out(
 
 
 def odd(folder: Path) -> tuple[str, ...]:
-    """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
+    """Return a line about entries of a folder that no reader accepts, if any: pipes, and names that are not text."""
     paths = []
     for base, folders, files in folders_below(folder):
         paths += [os.path.join(base, name) for name in folders if not is_text(name)]
+        # in place, so that the walk does not go into the others
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         shown = (os.path.join(base, name) for name in files if not is_hidden(name))
         paths += filter(is_odd, shown)
@@ -698,13 +716,14 @@ def odd(folder: Path) -> tuple[str, ...]:
 def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
-    """Return lines about files of two folders, or of one, that are no pair."""
+    """Return lines about files of two folders, or of one, that form no pair."""
     shown = []
     for record in records:
         shown += record.image.split(JOINED)
 
     if images.is_file():  # which lists both
         images = masks = images.parent
+    # a folder within the other: what is left out is told once
     if images == masks or masks.is_relative_to(images):
         return left_out(
             images, [*shown, *(record.mask for record in records)], endings, "without a mask"

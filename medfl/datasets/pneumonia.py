@@ -13,7 +13,7 @@ FOLDERS = ("NORMAL", "PNEUMONIA")
 
 
 def patient(kind: str, stem: str) -> str:
-    """Return the patient that a file name gives: person<n>_…, IM-<n>-…, NORMAL2-IM-<n>-…; else the image itself."""
+    """Return the patient in a file name: person<n>_…, IM-<n>-…, NORMAL2-IM-<n>-…; otherwise the image itself."""
     match = re.match(r"(person\d+)_|((?:NORMAL2-)?IM-\d+)-", stem)
     return f"{kind}/{match[1] or match[2] if match else stem}"
 

@@ -1,6 +1,6 @@
 """Networks by name, for bundle configurations: `{_target_: medfl.networks.build, name: resnet18, ...}`.
 
-MONAI's where MONAI has them; own code only for what it lacks. All take any spatial size from 16 up. Classifiers return
+MONAI's if MONAI has them; own code only for what it lacks. All accept any spatial size from 16 up. Classifiers return
 logits (B, num_classes), the U-Nets logits (B, num_classes, H, W[, D]).
 """
 
@@ -17,11 +17,10 @@ from torch import nn
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
-from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.heads import head_names as head_names
+from medfl.networks.residual import CifarResNet, WideResNet
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
-from medfl.networks.wide_resnet import WideResNet
 
 
 def _resnet18(
@@ -40,7 +39,7 @@ def _resnet18(
         "spatial_dims": spatial_dims,
         "n_input_channels": in_channels,
         "conv1_t_size": 3 if small_images else 7,
-        # MONAI's default of 1 makes the network four times as dear.
+        # MONAI's default of 1 makes the network four times as expensive.
         "conv1_t_stride": 1 if small_images else 2,
         "no_max_pool": small_images,
         "num_classes": num_classes,
@@ -49,11 +48,12 @@ def _resnet18(
 
 
 def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
-    """EfficientNet-B0, not pretrained; activation as TorchScript can export it, padding for any image size.
+    """EfficientNet-B0, not pretrained; with an activation that TorchScript can export, and padding for any image size.
 
-    MONAI pads for 224x224 images, which fails below 32 and cuts borders of others: this pads kernel // 2 all round.
+    MONAI pads for 224x224 images, which fails below 32 and cuts borders at other sizes: this pads kernel // 2 on all
+        sides.
     """
-    network: nn.Module = EfficientNetBN(
+    network = EfficientNetBN(
         "efficientnet-b0",
         pretrained=False,
         spatial_dims=spatial_dims,
@@ -86,7 +86,7 @@ def _unet(in_channels: int, num_classes: int, spatial_dims: int, width: int) -> 
 
 
 SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
-"""The networks whose output is a map of logits."""
+"""The networks that output a map of logits."""
 
 _CLASSES: dict[str, Callable[..., nn.Module]] = {"ResNet": ResNet, "BasicUNet": BasicUNet}
 _BUILDERS: dict[str, Callable[[int, int, int], Document | nn.Module]] = {
@@ -112,7 +112,7 @@ def names() -> tuple[str, ...]:
 def component(
     name: str, in_channels: int, num_classes: int, spatial_dims: int = 2
 ) -> Document | None:
-    """Return a network as a component of MONAI, None where MONAI lacks it; arguments are as of `build`."""
+    """Return a network as a component of MONAI, None if MONAI lacks it; same arguments as `build`."""
     network = _BUILDERS[name](in_channels, num_classes, spatial_dims)
     return network if isinstance(network, dict) else None
 
@@ -121,7 +121,7 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
     """Build a freshly initialised network: (B, in_channels, H, W[, D]) -> logits (B, num_classes[, H, W[, D]]).
 
     Raises:
-        InputError: unknown name, or a number that no network can have.
+        InputError: unknown name, or an invalid number.
     """
     if name not in _BUILDERS:
         raise InputError(
@@ -152,6 +152,7 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
     if isinstance(network, nn.Module):
         return network
 
+    # selected by name, not imported by it: a configuration's text decides nothing here
     component_class = _CLASSES[network.pop("_target_").rpartition(".")[2]]
     with redirect_stdout(None):  # BasicUNet prints its features
         return component_class(**network)

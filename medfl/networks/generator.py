@@ -25,14 +25,14 @@ _STEPS = 16  # four doublings
 _WIDTH = 128
 _PADDING = 4
 _EPSILON = 1e-5
-_BEYOND = 0.25  # of 0..1 that resampled pictures may be
+_BEYOND = 0.25  # allowed deviation of resampled pictures from 0..1
 
 NORMALISATIONS: Mapping[str, Constants] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5,), (0.5,)),
     "none": ((0.0,), (1.0,)),
 }
-"""Name -> mean and standard deviation of the channels, as a bundle's transforms normalise real images."""
+"""Name -> mean and standard deviation of the channels, as used by a bundle's transforms for real images."""
 
 
 class Generator(nn.Module):
@@ -57,13 +57,13 @@ class Generator(nn.Module):
         for narrow, wide in ((_WIDTH, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 64), (64, 64)):
             layers += [nn.Upsample(scale_factor=2, mode="nearest"), *_block(narrow, wide)]
 
-        # The sigmoid ends in 0..1, as pictures are before they are normalised.
+        # The sigmoid ends in 0..1, like pictures before normalisation.
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
     def restored(cls, weights: Weights, shape: Sequence[int], device: torch.device) -> Generator:
         """Return the frozen generator with these weights for images of this shape (channels, height, width)."""
-        # Without memory or draws: `assign` puts the given tensors in place.
+        # Without allocation or random draws: `assign` puts the given tensors in place.
         with torch.device("meta"):
             network = cls(weights["linear.weight"].shape[1], *shape)
         network.load_state_dict(
@@ -84,7 +84,7 @@ def _block(wide_in: int, wide_out: int) -> list[nn.Module]:
 
 
 def check_size(height: int, width: int) -> None:
-    """See that the generator can make images of this size.
+    """Check that the generator can make images of this size.
 
     Raises:
         InputError: it cannot; names the size.
@@ -98,7 +98,7 @@ def check_size(height: int, width: int) -> None:
 
 
 def normalisation(text: str) -> Constants:
-    """Return mean and standard deviation of a name of `NORMALISATIONS`, or of MEAN/SD, each a number a channel.
+    """Return mean and standard deviation for a name in `NORMALISATIONS`, or for MEAN/SD, each one number per channel.
 
     Raises:
         InputError: it is neither.
@@ -118,17 +118,20 @@ def normalisation(text: str) -> Constants:
         or not all(map(math.isfinite, (*mean, *sd)))
         or min(sd) <= 0
     ):
-        allowed = f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel"
-        raise InputError(f"normalise={text}", allowed, "for example normalise=0.5/0.25")
+        raise InputError(
+            f"normalise={text}",
+            f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel",
+            "for example normalise=0.5/0.25",
+        )
 
     return mean, sd
 
 
 def check_images(images: Tensor, constants: Constants) -> None:
-    """See that the generator can make images like these (B, C, H, W), normalised by these constants.
+    """Check that the generator can make images like these (B, C, H, W), normalised by these constants.
 
     Raises:
-        InputError: the constants are of another number of channels or other intensities.
+        InputError: the constants are for another number of channels or other intensities.
     """
     channels = images.shape[1]
     if len(constants[0]) not in (1, channels):
@@ -160,8 +163,8 @@ class Augmentation:
     """Zero-padding by 4 and random crop, random flips of both axes, then normalisation (so that padding is black).
 
     Attributes:
-        mean, std: one number a channel, or one for all.
-        per_image: one crop and flip for each image instead of one for the whole batch.
+        mean, std: one number per channel, or one for all.
+        per_image: separate crops and flips for each image instead of common ones for the batch.
     """
 
     mean: tuple[float, ...]
@@ -177,22 +180,22 @@ class Augmentation:
         return self.moved(images, positions.to(images.device))
 
     def positions(self, count: int, shape: Sequence[int], draws: torch.Generator) -> Tensor:
-        """Draw where the pixels of images of a shape (C, H, W) come from.
+        """Draw the source positions of the pixels of images of shape (C, H, W).
 
         Returns:
-            (count or 1, H W), on the CPU: positions in the padded image, of each image or of all.
+            (count or 1, H W), on the CPU: positions in the padded image, per image or common.
         """
         number = count if self.per_image else 1
         return torch.stack([_place(shape[1], shape[2], draws) for _ in range(number)])
 
     def moved(self, images: Tensor, positions: Tensor) -> Tensor:
-        """Return images (B, C, H, W) as `__call__` does, by `positions` that were drawn before; nothing waits."""
+        """Return images (B, C, H, W) as `__call__` does, by given `positions`; nothing waits."""
         padded = functional.pad(images, [_PADDING] * 4).flatten(2)
         taken = padded.gather(2, positions[:, None].expand(*padded.shape[:2], -1))
         return self.normalised(taken.view_as(images))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Return images (B, C, H, W) in 0 to 1 as the classifier takes them, neither cropped nor flipped."""
+        """Return images (B, C, H, W) in 0 to 1 in the form for the classifier, neither cropped nor flipped."""
         key = str(images.device), images.dtype
         if key not in self._constants:  # once, since each copy to a GPU makes it wait
             parts = (self.mean, self.std)
@@ -219,7 +222,7 @@ def _place(height: int, width: int, draws: torch.Generator) -> Tensor:
 class _Distances(torch.autograd.Function):
     """L1 distances (P,) of the P pairs of rows of x (B, D), in the order of `torch.triu_indices`.
 
-    Row by row, in memory of the size of x: `pdist` takes B times that for its gradient on a GPU.
+    Row by row, with memory of the size of x: `pdist` needs B times that for its gradient on a GPU.
     """
 
     @staticmethod
@@ -242,10 +245,10 @@ class _Distances(torch.autograd.Function):
 
 
 def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Return L_div (eq. 7): small where images of a class differ as much as their conditions do.
+    """Return L_div (eq. 7): small if images of a class differ as much as their conditions do.
 
     1 / (|x_i - x_j|_1 / |z_i - z_j|_1 + 1e-5), averaged over the pairs of a class, summed over the classes, divided by
-    K; the L1 norms are sums. The paper prints one pair and no epsilon.
+    K; the L1 norms are sums. The paper gives one pair and no epsilon.
 
     Args:
         images: (B, C, H, W) as generated, neither augmented nor normalised.
@@ -259,9 +262,9 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
     members = same_class.sum(1)[i]
     apart = _Distances.apply(images.flatten(1))
     conditions = _Distances.apply(z.flatten(1))
-    # 1 for a pair of two classes: it is left out below, and must not divide by 0 before.
+    # 1 for a pair of two classes: it is left out below, and must not divide by 0 before that.
     closeness = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
-    # Pairs of a class with this many members.
+    # Pairs of a class with this number of members.
     pairs = (members * (members - 1) / 2).clamp(min=1)
 
     return torch.where(paired, closeness / pairs, 0).sum() / num_classes
@@ -269,7 +272,7 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
 
 @contextmanager
 def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect, one scalar a BatchNorm2d layer, how far its inputs are from its running statistics (eq. 8).
+    """Collect, one scalar per BatchNorm2d layer, the distance of its inputs from its running statistics (eq. 8).
 
     ||m - running mean||_2 + ||v - running variance||_2, with mean and biased variance of the layer's input over
     (N, H, W); L_dis is the sum. The list is filled by forward passes inside the block.

@@ -1,12 +1,13 @@
-"""Body and head of any network: the head is its last linear or convolution layer, the feature is what enters it."""
+"""Body and head of any network: the head is its last linear or convolution layer, the feature is the head's input."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from medfl.core.errors import InputError
 
@@ -19,13 +20,14 @@ LAYERS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""What may be a head: linear and convolution layers."""
+"""Possible heads: linear and convolution layers."""
+Head: TypeAlias = nn.Linear | _ConvNd
 
 
 def head_name(network: nn.Module) -> str:
-    """Return the name of the head: of the linear and convolution layers the one that the network registers last.
+    """Return the name of the head: the linear or convolution layer that the network registers last.
 
-    By type alone it would be wrong for segmentation networks with linear layers inside (UNETR, FlexibleUNet).
+    Linear layers alone would be wrong for segmentation networks with linear layers inside (UNETR, FlexibleUNet).
 
     Raises:
         InputError: the network has neither.
@@ -42,9 +44,9 @@ def head_name(network: nn.Module) -> str:
     )
 
 
-def head(network: nn.Module) -> nn.Module:
+def head(network: nn.Module) -> Head:
     """Return the head layer."""
-    return network.get_submodule(head_name(network))
+    return cast(Head, network.get_submodule(head_name(network)))
 
 
 def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]:
@@ -59,7 +61,7 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
         if layer not in modules:
             raise InputError(
                 f"head layer {layer!r}",
-                f"layers are {', '.join(n for n in modules if n)[:300]}",
+                f"layers are {', '.join(filter(None, modules))[:300]}",
                 "name one of them",
             )
 
@@ -71,7 +73,7 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
 
 
 def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
-    """Run a network once and return what entered its head, (B, d) for a linear one, and its output.
+    """Run a network once and return the input of its head, (B, d) for a linear one, and its output.
 
     Both carry gradients; a frozen reference is run under `torch.no_grad` by its caller.
     """
@@ -82,9 +84,9 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 
 @contextmanager
 def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what enters the head in the forward passes inside the block, one tensor a pass."""
+    """Collect the inputs of the head in the forward passes inside the block, one tensor per pass."""
     inputs_of_head = []
-    # A hook, since no method of a foreign network gives its features.
+    # A hook, since third-party networks have no method that returns their features.
     handle = head(network).register_forward_pre_hook(
         lambda _, inputs: inputs_of_head.append(inputs[0])
     )
@@ -95,13 +97,13 @@ def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def feature_size(network: nn.Module) -> int:
-    """Return d, the number of features that enter the head."""
-    layer: Any = head(network)
-    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
+    """Return d, the number of features entering the head."""
+    layer = head(network)
+    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
 
 
 def frozen(network: nn.Module) -> nn.Module:
-    """Put a reference network in evaluation mode and stop its gradients."""
+    """Put a reference network in evaluation mode and disable its gradients."""
     network.eval()
     for parameter in network.parameters():
         parameter.requires_grad_(False)
@@ -109,6 +111,6 @@ def frozen(network: nn.Module) -> nn.Module:
 
 
 def replace_head(network: nn.Module, layer: nn.Module) -> nn.Module:
-    """Put another layer in the head's place, in the same network."""
+    """Replace the head by another layer, in the same network."""
     network.set_submodule(head_name(network), layer)
     return network

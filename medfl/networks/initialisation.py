@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.networks.heads import LAYERS
 
 INIT_WEIGHTS = "init_weights"
-"""Name of the choice among ids of a bundle's configuration that are overridden."""
+"""Name of this choice among the overridden ids of a bundle's configuration."""
 
 
-def apply_init_weights(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
-    """Return the network, initialised as `init_weights` among the overrides says.
+def apply_init_weights(network: nn.Module, overrides: Config) -> nn.Module:
+    """Return the network, initialised according to `init_weights` in the overrides.
 
     "monai", the default: by the network's own code, in most of MONAI's networks Kaiming's normal distribution by
     fan-out. "pytorch": by PyTorch's convolutions and linear layers, uniform within 1/sqrt(fan-in).
 
     Raises:
-        InputError: they say something else.
+        InputError: the value is neither.
     """
     by = overrides.get(INIT_WEIGHTS, "monai")
     if by not in ("monai", "pytorch"):

@@ -1,4 +1,4 @@
-"""A small network without normalisation layers, so without buffers: what is averaged is exactly what is trained."""
+"""A small network without normalisation layers, and so without buffers: all averaged tensors are trained ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class SmallCNN(nn.Module):
     """Three times convolution, ReLU, max-pool; global average; linear: (B, in_channels, H, W[, D]) -> (B, num_classes).
 
-    60,506 parameters for grey 2D images and two classes. Each side of the image has at least 8 pixels.
+    60,506 parameters for grey 2D images and two classes. Each side of the image must have at least 8 pixels.
     """
 
     def __init__(self, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:

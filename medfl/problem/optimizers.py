@@ -1,4 +1,4 @@
-"""The optimiser of a problem for any network, and its learning rates from epoch to epoch."""
+"""The optimiser of a problem for any network, and its learning rates by epoch."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 class OptimizerFactory:
-    """Makes the optimiser of a problem for a network.
+    """Builds the optimiser of a problem for a network.
 
     The expression that groups the parameters is evaluated once, on one network. Each copy of the optimiser then gets
-    the parameters of another network, by their names.
+    the parameters of another network by name.
 
     Args:
-        optimizer: of `network`'s parameters, without a schedule, which would tie its copies to it.
-        network: the one that it was made for.
-        scheduler: the schedule of another optimiser of the same kind, None where learning rates stay.
+        optimizer: over `network`'s parameters, without a schedule, which would tie its copies to it.
+        network: the network that it was made for.
+        scheduler: the schedule of another optimiser of the same kind, None for constant learning rates.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, network: nn.Module, scheduler: Any
     ) -> None:
-        """Keep the optimiser over empty tensors, and which parameter each stands for."""
-        empty: dict[int, nn.Parameter] = {}
+        """Store the optimiser over empty tensors, and which parameter each of them stands for."""
+        empty = {}
         self._names: dict[int, str] = {}
         for name, parameter in network.named_parameters():
             placeholder = nn.Parameter(parameter.new_empty(0))
             empty[id(parameter)] = placeholder
             self._names[id(placeholder)] = name
 
-        # deepcopy takes what its memo says a parameter was copied to, so no weights are held
-        self._template = copy.deepcopy(optimizer, dict[int, Any](empty))
+        # deepcopy uses the copies registered in its memo, so no weights are kept
+        self._template = copy.deepcopy(optimizer, dict(empty))
         self._base = [group["lr"] for group in optimizer.param_groups]
         self.scheduler: Any = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
         self._factors: list[tuple[float, ...]] = []
 
     def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
-        """Return the learning rate of each parameter group in an epoch, from 0; the schedule scales what is given."""
+        """Return the learning rate of each parameter group in an epoch, from 0; the schedule scales a given rate."""
         rates = self._base if lr is None else [lr] * len(self._base)
         if self.scheduler is None:
             return tuple(rates)
@@ -54,7 +54,7 @@ class OptimizerFactory:
 
     def _step(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the scheduler's optimiser makes no step
+            warnings.simplefilter("ignore", UserWarning)  # the scheduler's optimiser takes no step
             if self._factors:
                 self.scheduler.step()
 
@@ -67,12 +67,12 @@ class OptimizerFactory:
     def build(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
         """Build the optimiser of a network with a learning rate for each of its parameter groups.
 
-        Parameters that a method added to the problem's network are trained as the first group is.
+        Parameters that a method added to the problem's network are trained like the first group.
         """
         parameters = dict(network.named_parameters())
-        replacements: dict[int, Any] = {}
+        replacements = {}
         for key, name in self._names.items():
-            if name in parameters:  # a method may have left it out
+            if name in parameters:  # a method may have removed it
                 replacements[key] = parameters.pop(name)
 
         optimizer = copy.deepcopy(self._template, replacements)

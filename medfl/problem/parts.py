@@ -1,7 +1,7 @@
 """A federation's parts given in Python, without a bundle: `medfl.run(medfl.Parts(network=..., data=...), "fedprox")`.
 
 The objects are the caller's own and run with the caller's rights: nothing is inspected. A run records a hash of their
-settings and source texts. A later process that makes the same parts again can resume the run; parts are never sent to
+settings and source code. A later process that makes the same parts again can resume the run; parts are never sent to
 another process.
 """
 
@@ -22,6 +22,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import map_values
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
@@ -39,13 +40,13 @@ from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.files import weights_sha256
 
 PREFIX = "parts:"
-"""What a record's `bundle_path` begins with where a run was made of parts."""
-# A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the
-# parts: whoever makes the same parts again in a new process has them found here.
+"""Prefix of a record's `bundle_path` if a run was made from parts."""
+# A run folder records parts by name only, and `resume`, `load` and `export` are given that folder, not the
+# parts. If a new process makes the same parts again, they are found here.
 _GIVEN: dict[str, Parts] = {}
 _SIMPLE = (str, int, float, bool, tuple, type(None))
 _LIBRARIES = ("torch", "monai", "builtins", "functools", "torchvision", "ignite")
-"""Packages whose functions a hash knows by name; of others it has the source."""
+"""Packages whose functions enter a hash by name; functions of other packages enter it by source."""
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -54,28 +55,28 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Network, data, loss and optimiser in Python: what `medfl.run` federates in the place of a bundle.
+    """Network, data, loss and optimiser in Python, which `medfl.run` federates instead of a bundle.
 
     Attributes:
-        network: a function that makes one, whose weights are drawn from the run's seed; or a network, with whose
-            weights all sites begin. Inputs are (B, C, H, W[, D]).
-        data: site -> {"train": ..., "validate": ..., "test": ...}, each a data set or data loader; or one of them,
+        network: a function that makes one, with weights drawn from the run's seed; or a network, whose weights all
+            sites start from. Inputs are (B, C, H, W[, D]).
+        data: site -> {"train": ..., "validate": ..., "test": ...}, each a data set or data loader; or a single one,
             which is split 70/10/20 %, the same way in every run, items of a patient or group together. Without any
-            "test" the validation items serve as such. Of loaders the data set, batch size and collate_fn are taken.
+            "test" the validation items are used for testing. Loaders give data set, batch size and collate_fn.
         loss: (output, target) -> number or numbers, whose mean is taken; target is (B,) class indices, (B, K) findings
             of 1, 0 and NaN (unknown), (B, D) numbers, or a mask.
-        optimizer: parameters -> optimiser, as `functools.partial(torch.optim.SGD, lr=0.1)`; default Adam, lr 0.001.
-        scheduler: optimiser -> learning rate schedule, stepped once an epoch over all rounds.
+        optimizer: parameters -> optimiser, e.g. `functools.partial(torch.optim.SGD, lr=0.1)`; default Adam, lr 0.001.
+        scheduler: optimiser -> learning rate schedule, stepped once per epoch over all rounds.
         task: classification, multilabel, regression, segmentation or other.
-        classes: names in label order, of findings or of numbers; of a segmentation the mask's values, background first.
+        classes: names in label order, of findings or of numbers; for segmentation the mask's values, background first.
         metrics: name -> (output, target) -> number, called for each case, a batch of one; in classification and
             multilabel the outputs are probabilities. Their means over the cases are reported with medfl's own.
         key_metric: which metric chooses the best round; default: balanced accuracy, AUROC, MAE, Dice, or the first of
             `metrics` (else the loss). More is better, unless a word of its name is loss, error, mae, mse, distance ...
         inferer: (inputs, network) -> output of whole images; default `monai.inferers.SimpleInferer()`.
-        prepare_batch: as of MONAI's trainers: (batch, device, non_blocking) -> (inputs, target).
-        batch_size: images a step; default: the loaders', else 16.
-        drawn: the images are drawn by a program; whatever a run says of its scores then says so.
+        prepare_batch: as in MONAI's trainers: (batch, device, non_blocking) -> (inputs, target).
+        batch_size: images per step; default: the loaders', else 16.
+        drawn: the images are generated by a program; a run then says so wherever it reports scores.
         name: of the runs' folders.
 
     Raises:
@@ -98,7 +99,7 @@ class Parts:
     name: str = "parts"
 
     def __post_init__(self) -> None:
-        """Check what needs no data, and remember these parts for runs that were made of them."""
+        """Check what can be checked without data, and register these parts for runs made from them."""
         check_name(self.name, "name of the parts")
         check_task(self.task, "task")
         least = KINDS[self.task].least_names
@@ -109,11 +110,15 @@ class Parts:
                 "name the classes in order",
             )
 
+        # frozen, and given as a list by many
         object.__setattr__(self, "classes", tuple(self.classes))
         for name in self.metrics:
             if name in METRICS or name in OF_CASES:
-                allowed = "a name that medfl's metrics do not have"
-                raise InputError(f"metric {name!r}", allowed, "call it otherwise")
+                raise InputError(
+                    f"metric {name!r}",
+                    "a name that medfl's metrics do not have",
+                    "call it otherwise",
+                )
 
         self._check_metric()
         for part in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
@@ -142,14 +147,14 @@ class Parts:
 
     @cached_property
     def sections(self) -> PartSections:
-        """The data, joined over the sites."""
+        """The data, concatenated over the sites."""
         return PartSections(
             self.data, self.prepare_batch, self.batch_size, KINDS[self.task].record_key
         )
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of settings, source texts and given weights; the data have a checksum of their own."""
+        """Hash of settings, source code and given weights; the data have a checksum of their own."""
         digest = hashlib.sha256()
         for attribute in fields(self):
             if attribute.name not in ("data", "drawn", "name"):
@@ -164,7 +169,7 @@ class Parts:
 
     @property
     def bundle_name(self) -> str:
-        """The name of these parts where a bundle's name or folder is expected."""
+        """The name of these parts, used in place of a bundle's name or folder."""
         return f"{PREFIX}{self.name}-{self.sha256[:16]}"
 
     def new_network(self) -> nn.Module:
@@ -184,15 +189,15 @@ class Parts:
 
 
 def _stable_text(value: Any) -> str:
-    """Describe a part in a text that is the same in every process: its settings, and the source of user code."""
+    """Describe a part by a text that is the same in every process: its settings, and the source of user code."""
     if isinstance(value, Mapping):
-        return str({key: _stable_text(part) for key, part in value.items()})
+        return str(map_values(_stable_text, value))
     if isinstance(value, nn.Module):
         return f"{value}{[(_plain(module), _source(type(module))) for module in value.modules()]}"
     if hasattr(value, "func"):  # functools.partial
         return f"{_stable_text(value.func)}{_stable_text(list(value.args))}{_stable_text(value.keywords)}"
     if isinstance(value, list | tuple):
-        return str([_stable_text(part) for part in value])
+        return str(list(map(_stable_text, value)))
 
     if inspect.isroutine(value) or inspect.isclass(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
@@ -206,21 +211,21 @@ def _stable_text(value: Any) -> str:
 
 def _plain(holder: object) -> dict[str, object]:
     """Return the attributes of an object that are numbers and texts."""
-    held = getattr(holder, "__dict__", {})
-    return {
-        key: value
-        for key, value in held.items()
-        if isinstance(value, _SIMPLE) and key[:1] != "_" and key != "training"
-    }
+    constants: dict[str, object] = {}
+    for key, value in getattr(holder, "__dict__", {}).items():
+        # a use of the network changes what is private, and `training`
+        if isinstance(value, _SIMPLE) and key[:1] != "_" and key != "training":
+            constants[key] = value
+    return constants
 
 
 def _source(value: Any) -> str:
-    """Return the source of a function or class that is the user's own, its name where there is none."""
+    """Return the source of a user's function or class, or its name if there is no source."""
     home = str(getattr(value, "__module__", ""))
     if home.partition(".")[0] not in _LIBRARIES:
         try:
             return inspect.getsource(value)
-        except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
+        except (OSError, TypeError):  # typed at a prompt: its bytecode distinguishes it
             if code := getattr(value, "__code__", None):
                 constants = [
                     constant for constant in code.co_consts if isinstance(constant, _SIMPLE)
@@ -231,7 +236,7 @@ def _source(value: Any) -> str:
 
 
 def given(bundle: str | Path | Parts) -> str:
-    """Return the name by which a bundle, or parts, are opened."""
+    """Return the name by which a bundle or parts are opened."""
     if isinstance(bundle, Parts):
         return bundle.bundle_name
 
@@ -244,7 +249,7 @@ def is_parts(name: str) -> bool:
 
 
 def known(name: str) -> Parts:
-    """Return the parts of this name; InputError if this process has made none, or others."""
+    """Return the parts of this name; InputError if this process has not made them, or has made different ones."""
     if name not in _GIVEN:
         raise InputError(
             f"a run of {name}, made of parts in Python",
@@ -256,13 +261,13 @@ def known(name: str) -> Parts:
 
 
 class PartsProblem(Problem):
-    """The problem that `Parts` are."""
+    """The problem defined by `Parts`."""
 
     parts: Parts
     sections: PartSections
 
     def __init__(self, parts: Parts, device: torch.device | str = "cpu") -> None:
-        """Take the parts; nothing is made yet."""
+        """Store the parts; nothing is built yet."""
         super().__init__(
             parts.name,
             source=parts.bundle_name,
@@ -301,30 +306,33 @@ class PartsProblem(Problem):
 
             scheduler = None
             if self.parts.scheduler is not None:
-                # of an optimiser of its own: a schedule ties copies of an optimiser to itself
+                # on an optimiser of its own: a schedule ties copies of an optimiser to itself
                 scheduler = self.parts.scheduler(self.parts.optimizer(network.parameters()))
 
         return OptimizerFactory(optimizer, network, scheduler)
 
     def data_checksum(self) -> str:
-        """Hash what can be told of the data."""
+        """Hash what identifies the data."""
         return self.sections.checksum
 
     def is_drawn(self, folder: str) -> bool:
-        """Tell whether the images are drawn by a program: as it is said, or as their folder says."""
+        """Tell whether the images are generated by a program, as declared or according to their folder."""
         return self.parts.drawn or super().is_drawn(folder)
 
     @cached_property
     def task(self) -> str:  # type: ignore[override]
-        """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
+        """The given task, after a trial step with network, loss, data and classes; InputError if they do not fit."""
         # sites whose networks share layers would train each other's
         first = set(self.network().parameters())
         second = set(self.network().parameters())
         if not first.isdisjoint(second):
-            problem = "network returns the same layers at each call"
-            raise InputError(problem, "a function that makes new ones", "make them inside it")
+            raise InputError(
+                "network returns the same layers at each call",
+                "a function that makes new ones",
+                "make them inside it",
+            )
 
-        # one output is the logit of the second of two classes
+        # a single output is the logit of the second of two classes
         output = self.trial.prediction
         classes = self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
@@ -334,16 +342,17 @@ class PartsProblem(Problem):
             fits = not classes or output.numel() == 2 * len(classes)
 
         if self.parts.task != "other" and not fits:
-            problem = f"a network with {outputs} outputs"
             raise InputError(
-                problem, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
+                f"a network with {outputs} outputs",
+                f"{len(classes)} classes: {', '.join(classes)}",
+                "give it as many outputs",
             )
 
         return self.parts.task
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """The given names, () for other tasks than those of vectors; InputError for a label of none."""
+        """The given names, () unless outputs are vectors; InputError for a label outside the classes."""
         if self.parts.task not in OF_VECTORS:
             return ()
         if self.parts.task == "classification":
@@ -370,7 +379,7 @@ class PartsProblem(Problem):
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """How the networks are scored: by medfl's metrics of the task, and the given ones."""
+        """Scores the networks by medfl's metrics for the task, and by the given ones."""
         parts = self.parts
         sigmoid = isinstance(self.loss_function, nn.BCELoss)
         if parts.task == "classification":
@@ -395,5 +404,5 @@ class PartsProblem(Problem):
 
 
 def protocol_of_parts(name: str) -> Config:
-    """Return the protocol of parts: their sites, as they are given."""
+    """Return the protocol of parts: their sites as given."""
     return {"partition": "centre", "task": known(name).task}

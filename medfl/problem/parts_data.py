@@ -1,4 +1,4 @@
-"""The data of `medfl.Parts`: data sets or data loaders of each site, joined to sections whose items know their site."""
+"""The data of `medfl.Parts`: each site's data sets or data loaders, joined to sections whose items know their site."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS
-from medfl.data.prepared import Item
 from medfl.data.source import Source, class_index, numbers, records, take_apart
 from medfl.problem.sections import Section
 
 _SHARES = (0.2, 0.1)
-"""Of a data set that is split: test, validate; the rest trains."""
+"""Shares of a data set for test and validate when it is split; the rest is for training."""
 _BATCH = 16
 
 
 class PartSections:
-    """Sections by name, of data as `Parts` takes them.
+    """Sections by name, made from data in the forms that `Parts` accepts.
 
-    Where `record_key` is "label" or "target", an item's class or numbers are looked for in its sample if no data list
-    says them.
+    If `record_key` is "label" or "target" and no data list gives an item's class or numbers, they are read from its
+    sample.
 
     Raises:
         InputError: data that cannot be divided; names site and section.
@@ -46,7 +45,7 @@ class PartSections:
         batch_size: int | None,
         record_key: str,
     ) -> None:
-        """Look at the data sets; no item is read yet."""
+        """Register the data sets; no item is read yet."""
         if not isinstance(data, Mapping) or not data:
             raise InputError(
                 f"data={data!r:.60}", "site -> data sets", "give for example {'north': dataset}"
@@ -60,8 +59,11 @@ class PartSections:
 
         for section in SECTIONS[:2]:
             if not any(section in parts for parts in self._by_site.values()):
-                allowed = f"one site or more has a {section} set"
-                raise InputError(f"data without {section} items", allowed, f"add {section!r}")
+                raise InputError(
+                    f"data without {section} items",
+                    f"one site or more has a {section} set",
+                    f"add {section!r}",
+                )
 
     @cached_property
     def has_test(self) -> bool:
@@ -72,7 +74,7 @@ class PartSections:
     def checksum(self) -> str:
         """Hash of the items, of tensors and arrays in lists, and of the sizes of files that lists name.
 
-        Of data sets without a list, the first and the last sample.
+        For data sets without a list: the first and the last sample.
         """
         digest = hashlib.sha256()
         for section in SECTIONS:
@@ -81,18 +83,20 @@ class PartSections:
 
             source = self[section].source
             if source.is_list:
+                # any sample of one's own data set may take long to make: its ends stand for all
                 indices: Iterable[int] = range(len(source.entries))
             else:
                 indices = {0, len(source.entries) - 1}
 
             for index in sorted(indices):
+                # what it draws at random is the same each time
                 with stream(0, "checksum", index):
                     _hash(source.entries[index], digest)
 
         return digest.hexdigest()
 
     def __getitem__(self, section: str) -> Section:
-        """Return a section, opened once; the validation items where there are no test items."""
+        """Return a section, opened once; the validation items if there are no test items."""
         section = "validate" if section == "test" and not self.has_test else section
         if section not in self._opened:
             self._opened[section] = self._open(section)
@@ -102,7 +106,7 @@ class PartSections:
         datasets = []
         loaders = []
         sources = []
-        sites: list[str] = []  # of each item
+        sites = []  # site of each item
         for site, parts in self._by_site.items():
             if section not in parts:
                 continue
@@ -118,7 +122,7 @@ class PartSections:
             sites += [site] * len(source.entries)
 
         source = _joined(datasets, sources)
-        items: list[dict[str, Any]] = []
+        items = []
         for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True):
             items.append({**item, "centre": site})
 
@@ -128,21 +132,22 @@ class PartSections:
                 item.pop("label", None)
                 item[key] = label
 
-        return Section(
-            source, list[Item](items), self._loader(section, loaders), self._prepare_batch
-        )
+        return Section(source, list(items), self._loader(section, loaders), self._prepare_batch)
 
     def _loader(self, section: str, loaders: list[DataLoader[Any]]) -> Any:
-        """Return what says how batches are made: the loaders of all sites agree on it."""
+        """Return the batching settings, on which the loaders of all sites agree."""
         kinds = set()
         for loader in loaders:
-            # a function made twice has one name and two identities
+            # a function defined twice has one name and two identities
             collate = getattr(loader.collate_fn, "__qualname__", None) or type(loader.collate_fn)
             kinds.add((loader.batch_size, collate))
 
         if len(kinds) > 1:
-            problem = f"{section} loaders with different batch sizes or collate_fn"
-            raise InputError(problem, "the same at all sites", "make them alike")
+            raise InputError(
+                f"{section} loaders with different batch sizes or collate_fn",
+                "the same at all sites",
+                "make them alike",
+            )
 
         first = next(iter(loaders), None)
         size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
@@ -159,7 +164,7 @@ def _dataset(data: Any) -> Any:
 
 
 def _sections(site: str, data: Any) -> dict[str, Any]:
-    """Return a site's data sets by section; one that stands for all of them is split."""
+    """Return a site's data sets by section; a single data set is split."""
     if not isinstance(data, Mapping):
         return _split(site, data)
     for name, dataset in data.items():
@@ -178,14 +183,15 @@ def _length(site: str, data: Any) -> int:
     try:
         return len(take_apart(_dataset(data)).entries)
     except TypeError as error:
-        allowed = "data sets with __len__ and __getitem__"
         raise InputError(
-            f"data of site {site!r}: {error}", allowed, "give such a data set"
+            f"data of site {site!r}: {error}",
+            "data sets with __len__ and __getitem__",
+            "give such a data set",
         ) from error
 
 
 def _split(site: str, data: Any) -> dict[str, Any]:
-    """Divide a data set 70/10/20 %, items of one group together; the same each time."""
+    """Split a data set 70/10/20 %, items of a group together; deterministic."""
     count = _length(site, data)
     dataset = _dataset(data)
     items = records(take_apart(dataset), "", [])
@@ -193,16 +199,19 @@ def _split(site: str, data: Any) -> dict[str, Any]:
     groups = list(dict.fromkeys(groups_of_items))
 
     if len(groups) < 3:
-        problem = f"data of site {site!r}: {count} items of {len(groups)} groups, to be split"
         raise InputError(
-            problem, "three or more", 'give {"train": ..., "validate": ..., "test": ...}'
+            f"data of site {site!r}: {count} items of {len(groups)} groups, to be split",
+            "three or more",
+            'give {"train": ..., "validate": ..., "test": ...}',
         )
 
+    # not by the run's seed: with another one the same items test
     order = torch.randperm(
         len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))
     ).tolist()
     test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
+    # there are names to spare, all of them `train`
     home = {groups[index]: name for index, name in zip(order, names, strict=False)}
 
     subsets = {}
@@ -214,10 +223,11 @@ def _split(site: str, data: Any) -> dict[str, Any]:
         return subsets
 
     size = data.batch_size or 1
-    return {
-        name: DataLoader(subset, size, collate_fn=data.collate_fn)
-        for name, subset in subsets.items()
-    }
+    loaders = {}
+    for name, subset in subsets.items():
+        loaders[name] = DataLoader(subset, size, collate_fn=data.collate_fn)
+
+    return loaders
 
 
 def _indexed(dataset: Any) -> torch.utils.data.Dataset[Any]:
@@ -241,7 +251,7 @@ class _Listed(torch.utils.data.Dataset[Any]):
 
 
 def _joined(datasets: list[Any], sources: list[Source]) -> Source:
-    """Return the data of all sites as one: a list where all are lists with the same transforms."""
+    """Return the data of all sites as one source: a list if all are lists with the same transforms."""
     transforms = sources[0].transforms
     if all(part.is_list and part.repeatable and part.transforms == transforms for part in sources):
         entries = []
@@ -251,14 +261,14 @@ def _joined(datasets: list[Any], sources: list[Source]) -> Source:
         return Source(entries, transforms)
 
     return Source(
-        ConcatDataset([_indexed(dataset) for dataset in datasets]),
+        ConcatDataset(list(map(_indexed, datasets))),
         (),
         repeatable=all(part.repeatable and not part.transforms for part in sources),
     )
 
 
 def _labels(source: Source, key: str) -> Iterator[Any]:
-    """Yield the class or the numbers of each item, from its sample: under "label", or the second of a pair."""
+    """Yield the class or numbers of each item from its sample: under "label", or the second of a pair."""
     for index in range(len(source.entries)):
         with stream(0, "labels", index):
             sample = source.entries[index]

@@ -1,4 +1,4 @@
-"""The evaluators of `medfl.Parts`: medfl's own of each task, with metrics that are given as functions of a case."""
+"""The evaluators of `medfl.Parts`: medfl's evaluator of each task, plus metrics given as functions of a case."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
 @dataclass(frozen=True)
 class OwnVectors:
-    """A task of vectors, scored by its evaluator; a metric gets the values of these two names, each of one case.
+    """A task with vector outputs, scored by its evaluator; a metric gets these two values of one case.
 
-    Of a classification probabilities (1, K) and label (1,), of findings both (1, K), of numbers both (1, D).
+    Classification: probabilities (1, K) and label (1,); findings: both (1, K); numbers: both (1, D).
     """
 
     evaluator: Evaluator
@@ -37,7 +37,7 @@ class OwnVectors:
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return what the evaluator does, and one (N,) tensor per metric."""
+        """Return the evaluator's values, and one (N,) tensor per metric."""
         cases = self.evaluator(network, shard, device, surface_metrics=surface_metrics)
         if not len(cases):
             return cases
@@ -61,7 +61,7 @@ class OwnMasks(MaskEvaluator):
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
+        """Return the values of `MaskEvaluator`, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         return _with(cases, self.metrics, self._outputs(network, shard, device))
 
@@ -84,14 +84,14 @@ class OwnCases(CaseEvaluator):
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return one (N,) tensor per metric, and of the loss."""
+        """Return one (N,) tensor per metric, and one for the loss."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         outputs = self._outputs(network, shard, device)
         return _with(cases, self.metrics, ((output, target) for _, target, output, _ in outputs))
 
 
 def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) -> Cases:
-    """Return cases with the values of further metrics; RunError that names metric and item if one fails."""
+    """Add the values of further metrics to cases; RunError that names metric and item if one fails."""
     if not metrics or not len(cases):
         return cases
 
@@ -100,7 +100,7 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
         for name, metric in metrics.items():
             try:
                 scores[name].append(_number(metric(output, target)))
-            except Exception as error:  # whatever a function of the user's raises
+            except Exception as error:  # a user's function may raise anything
                 raise RunError(
                     f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}"
                 ) from error

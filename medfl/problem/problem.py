@@ -36,12 +36,12 @@ LossFunction = Callable[..., Tensor]
 
 
 class Trial(NamedTuple):
-    """What a step on the first training item, twice in a batch, gave; None where none is made.
+    """Result of a step on the first training item, twice in a batch; values are None if there are none.
 
     Attributes:
-        prediction: of the network, of a classification (2, K), of masks (2, K, H, W[, D]).
-        target: as the loss takes it.
-        inputs: of the network, of images (2, C, H, W[, D]).
+        prediction: network output, (2, K) for classification, (2, K, H, W[, D]) for masks.
+        target: as passed to the loss.
+        inputs: network input, (2, C, H, W[, D]) for images.
     """
 
     prediction: Any = None
@@ -50,27 +50,27 @@ class Trial(NamedTuple):
 
 
 class Problem:
-    """A learning problem as a value: its parts are given, or derived from others when they are first asked for.
+    """A learning problem as a value: its parts are given, or derived from others on first use.
 
-    It is not changed: `replaced` returns another one. A class of its own, as a bundle or `medfl.Parts`, derives parts
-    in its own way; to make one directly, give the parts that will be used:
+    It is immutable: `replaced` returns a modified copy. A subclass, such as a bundle or `medfl.Parts`, derives parts in
+    its own way; to make a problem directly, give the parts that will be used:
 
         Problem("toy", network=make_network, loss=cross_entropy, sections=sections, classes=("no", "yes"))
 
     Attributes:
-        name: in messages and of folders.
-        source: by which it is opened again: a folder, or the name of parts.
+        name: used in messages and as folder name.
+        source: by which it can be opened again: a folder, or the name of parts.
         device: of its networks.
-        dataset: the data set of medfl whose layouts its data have, "" where they are its own.
+        dataset: the medfl data set whose layouts its data have, "" if they have their own.
         metadata: of its inputs and outputs, as in a bundle's metadata.json.
         protocol: defaults of a run.
-        start: weights that its networks begin with, None for those that they are made with.
-        custom_trainer: class of a trainer that takes its steps by itself, "" where they are the loss's.
-        amp: whether it asks for mixed precision, on GPUs alone.
+        start: initial weights of its networks, None for those of a new network.
+        custom_trainer: class of a trainer with its own training step, "" if the loss defines the step.
+        amp: whether it asks for mixed precision, on GPUs only.
         adapted: names of its adaptations to today's MONAI and NumPy.
-        notes: what the user should know of it.
-        sha256: of what it does.
-        policy: under which bundles and teachers beside it are opened.
+        notes: for the user.
+        sha256: of its behaviour.
+        policy: applied when bundles and teachers beside it are opened.
     """
 
     name: str
@@ -98,35 +98,38 @@ class Problem:
     )  # fmt: skip
 
     def __init__(self, name: str, **parts: object) -> None:
-        """Take the parts that are given, by their names; TypeError for what is none."""
+        """Store the given parts by name; TypeError for an unknown name."""
         if unknown := parts.keys() - set(self._PARTS):
             raise TypeError(f"{min(unknown)!r} is no part of a problem")
-        vars(self).update(parts, name=name)  # a part that is given is not derived
+        vars(self).update(parts, name=name)  # a given part is not derived
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a problem is a value: replaced({name}=...) returns another one")
 
     def _lacks(self, part: str) -> InputError:
-        """Return the error of a part that was not given and that nothing here derives."""
+        """Return the error for a part that was not given and cannot be derived here."""
         return InputError(
             f"problem {self.name!r} has no {part}", f"what is used is given: {part}=...", "give it"
         )
 
     def replaced(self, **parts: object) -> Problem:
-        """Return this problem with other parts; what was derived before stays."""
+        """Return this problem with other parts; parts already derived are kept."""
         problem = copy.copy(self)
         vars(problem).update(parts)
         return problem
 
     def variant(self, config: Config) -> Problem:
-        """Return this problem with other ids of its configuration, of which only a bundle has one."""
+        """Return this problem with other ids in its configuration; only a bundle has one."""
         if not config:
             return self
-        problem = f"{next(iter(config))!r} of {self.name}"
-        raise InputError(problem, "it has no configuration", "give other parts, or a bundle")
+        raise InputError(
+            f"{next(iter(config))!r} of {self.name}",
+            "it has no configuration",
+            "give other parts, or a bundle",
+        )
 
     def get(self, key: str) -> Any:
-        """Return the object that an id of its configuration stands for; InputError where there is none."""
+        """Return the object of an id of its configuration; InputError if there is none."""
         raise InputError(
             f"configuration id {key!r} of {self.name}",
             "it has no configuration",
@@ -138,7 +141,7 @@ class Problem:
         return False
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
-        """Let the validation transforms read files and folders that a user named; its own may read any."""
+        """Let the validation transforms read files and folders that a user named; other transforms may read any."""
 
     # Network, loss, optimiser
 
@@ -153,7 +156,7 @@ class Problem:
 
     @cached_property
     def optimizers(self) -> OptimizerFactory:
-        """What makes optimisers, and the schedule of their learning rates."""
+        """Builds optimisers, and schedules their learning rates."""
         raise self._lacks("optimizers")
 
     def optimizer(
@@ -175,31 +178,31 @@ class Problem:
 
     @property
     def batch_size(self) -> int:
-        """Images of a training step, where a run does not say."""
+        """Images per training step if a run does not specify it."""
         return self.sections["train"].batch_size
 
     @property
     def has_test(self) -> bool:
-        """Tell whether there are test data; else the validation items serve as test items."""
+        """Tell whether there are test data; otherwise the validation items are used for testing."""
         return self.sections.has_test
 
     def section(self, name: str) -> Section:
-        """Return a section: items, transforms and what reads them."""
+        """Return a section: items, transforms and how they are read."""
         return self.sections[name]
 
     def data(self, section: str) -> Sequence[Any]:
-        """Return a section's data list as it is given, or its data set where only that can read it."""
+        """Return a section's data list as given, or its data set if only that can read the items."""
         entries: Sequence[Any] = self.sections[section].source.entries
         return entries
 
     def items(self, section: str) -> list[Item]:
-        """Return one record per item: id, and label (a class index), centre and group where the data list has them."""
+        """Return one record per item: id, and label (a class index), centre and group if the data list has them."""
         return self.sections[section].items
 
     def records(self, section: str) -> list[Item]:
-        """Return the records of `items` as its kind of task reads them: a class under label, numbers under target.
+        """Return the records of `items` as this kind of task reads them: a class under label, numbers under target.
 
-        These are the numbers of a regression, or 1.0, 0.0 or None (unknown) for each finding.
+        The numbers are those of a regression, or 1.0, 0.0 or None (unknown) for each finding.
         """
         return self.kind.items(self.items(section))
 
@@ -225,7 +228,7 @@ class Problem:
         return digest.hexdigest()
 
     def is_drawn(self, folder: str) -> bool:
-        """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
+        """Tell whether the images are phantoms, by a file beside them; `folder` is theirs, "" if unknown."""
         paths = [Path(folder)] if folder else []
         for section in SECTIONS:
             data = self.data(section)
@@ -236,28 +239,28 @@ class Problem:
         return own.cohort_of(paths) is not None
 
     def disk_cache(self, section: str) -> DiskCache | None:
-        """Return where samples go that are too large for memory; None where their transforms cannot be named."""
+        """Return the cache for samples that are too large for memory; None if their transforms have no stable name."""
         return None
 
     # Task and evaluation
 
     @cached_property
     def trial(self) -> Trial:
-        """A training step on the first item, twice in a batch: misfits of the parts show here.
+        """A training step on the first item, twice in a batch, which reveals parts that do not fit together.
 
         Raises:
             InputError: network, loss and transforms do not fit together; names the item.
         """
         data = self.sections["train"]
         item, source, is_labelled = data.first
-        # a generator of its own: what the trial draws changes no run
+        # a generator of its own: random numbers drawn by the trial change no run
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)
             try:
                 x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
                 network = self.network()
-                self.optimizer(network)  # an optimiser that cannot be made shows here too
-                # batch statistics of a single item would be refused in training mode, so it stands twice in the batch
+                self.optimizer(network)  # also reveals an optimiser that cannot be built
+                # training mode would refuse batch statistics of a single item, so it is in the batch twice
                 prediction = network.train()(moved(x, self.device))
 
                 if is_labelled:
@@ -278,7 +281,7 @@ class Problem:
 
     @cached_property
     def channels(self) -> int:
-        """Channels of its images, 0 where its inputs are no images."""
+        """Channels of its images, 0 if its inputs are not images."""
         x = self.trial.inputs
         if isinstance(x, Tensor) and x.ndim > 3:
             return int(x.shape[1])
@@ -292,7 +295,7 @@ class Problem:
 
     @property
     def kind(self) -> Kind:
-        """What its kind of task decides."""
+        """The behaviour of its kind of task."""
         return KINDS[self.task]
 
     @cached_property
@@ -305,41 +308,42 @@ class Problem:
         return summarise(cases)
 
     def told(self, cases: Cases) -> Cases:
-        """Return cases with a metric of its own as its value, in the place of what it is computed of."""
+        """Return cases with the value of the problem's own metric in place of its inputs."""
         return cases
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """How its networks are scored."""
+        """Scores its networks."""
         raise self._lacks("evaluator")
 
     # Classes in words
 
     @cached_property
     def text(self) -> Text:
-        """The classes in words, with prompts; InputError where none are described."""
-        problem = f"language-built classifiers on {self.name}, which describes no class"
+        """The classes in words, with prompts; InputError if none are described."""
         raise InputError(
-            problem, "a bundle with the classes in words (federated.yaml)", "take another method"
+            f"language-built classifiers on {self.name}, which describes no class",
+            "a bundle with the classes in words (federated.yaml)",
+            "take another method",
         )
 
     def plm_of(self, plm: str) -> str:
-        """Return the name of the language model that made what `embeddings` returns."""
+        """Return the name of the language model that produces `embeddings`."""
         self.embeddings(plm)
         return plm
 
     def with_embeddings(self, plm: str, values: Tensor, name: str) -> Problem:
-        """Return this problem with other `embeddings` (K, M, D), made by a language model of this name."""
+        """Return this problem with other `embeddings` (K, M, D), produced by the named language model."""
         return self.replaced(embeddings=lambda _: values, plm_of=lambda _: name)
 
     def embeddings(self, plm: str) -> Tensor:
         """Return unit-norm prompt embeddings (K, M, D) of the classes by a language model; InputError without text."""
-        assert self.text  # raises where no class is described
+        assert self.text  # raises if no class is described
         raise self._lacks("embeddings")
 
 
 def _paths(entry: object) -> Iterator[Path]:
-    """Yield all texts and paths in an entry of a data list."""
+    """Yield all strings and paths in an entry of a data list."""
     if not isinstance(entry, Mapping):
         return
 
@@ -352,7 +356,7 @@ def _paths(entry: object) -> Iterator[Path]:
 def prepared_sections(
     problem: Problem, *, jobs: int = 1, progress: bool = False
 ) -> dict[str, Prepared]:
-    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
+    """Run the deterministic transforms of all sections once; without test data the validation items replace them."""
     sections: dict[str, Prepared] = {}
     for section in SECTIONS:
         if section == "test" and not problem.has_test:

@@ -1,4 +1,4 @@
-"""Prompts: classes in words and the texts around them, as a bundle's federated configuration gives them in `text`."""
+"""Prompts: classes in words and the text around them, from `text` in a bundle's federated configuration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import product
 from typing import TypeGuard
 
 from medfl.core.errors import InputError
+from medfl.core.names import not_among
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Text:
     """The classes in words and the prompts around them.
 
     Attributes:
-        concepts: one phrase a class, in label order.
+        concepts: one phrase per class, in label order.
         prompts: texts with `{concept}` where the phrase goes.
     """
 
@@ -25,7 +26,7 @@ class Text:
     prompts: tuple[str, ...]
 
     def filled(self) -> list[list[str]]:
-        """Return the K x M texts."""
+        """Return the K x M prompts."""
         return [
             [prompt.replace("{concept}", concept) for prompt in self.prompts]
             for concept in self.concepts
@@ -33,18 +34,18 @@ class Text:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that differ where concepts or prompts do."""
+        """Twelve hexadecimal digits that depend on concepts and prompts."""
         return hashlib.sha256(json.dumps([self.concepts, self.prompts]).encode()).hexdigest()[:12]
 
 
 def read_text(node: object, classes: Sequence[str], where: str) -> Text:
     """Read `{concepts: {class: phrase}, prompts: [{frames: [...], nouns: [...]}]}`.
 
-    Every frame of a group is combined with every noun of it: `{noun}` becomes the noun, `{a noun}` the noun with the
-    article that it is written with ("an image").
+    Every frame of a group is combined with each of its nouns: `{noun}` becomes the noun, `{a noun}` the noun with its
+    article ("an image").
 
     Raises:
-        InputError: another form, a class without words, prompts that do not differ; or other classes, another number
+        InputError: another form, a class without words, prompts that do not differ; or other classes, or another number
             or order of them: names both lists.
     """
     node = node if isinstance(node, Mapping) else {}
@@ -57,13 +58,13 @@ def read_text(node: object, classes: Sequence[str], where: str) -> Text:
             "write them as {class: phrase}, or use a method that needs no text (medfl methods)",
         )
 
-    described = [str(name) for name in concepts]
+    described = list(map(str, concepts))
     if described != list(classes):
         advice = []
-        if missing := [name for name in classes if name not in described]:
+        if missing := not_among(classes, described):
             advice.append(f"add {', '.join(missing)}")
 
-        if extra := [name for name in described if name not in classes]:
+        if extra := not_among(described, classes):
             advice.append(f"drop {', '.join(extra)}")
 
         raise InputError(
@@ -83,11 +84,8 @@ def read_text(node: object, classes: Sequence[str], where: str) -> Text:
     class_of: dict[str, str] = {}
     for name, phrase in zip(described, concepts.values(), strict=True):
         if (first := class_of.setdefault(phrase, name)) != name:
-            problem = (
-                f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}"
-            )
             raise InputError(
-                problem,
+                f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}",
                 "concepts differ from each other",
                 "put one of the two classes in other words",
             )
@@ -97,7 +95,7 @@ def read_text(node: object, classes: Sequence[str], where: str) -> Text:
 
 def _prompts(groups: object, where: str) -> list[str]:
     """Return the prompts of all groups, each with `{concept}`."""
-    prompts: list[str] = []
+    prompts = []
     for group in groups if isinstance(groups, list) and groups else [groups]:
         table = group if isinstance(group, Mapping) else {}
         frames = table.get("frames")
@@ -111,10 +109,11 @@ def _prompts(groups: object, where: str) -> list[str]:
 
         for noun in nouns:
             if not noun.partition(" ")[2]:
-                allowed = "a noun has its article, as in 'an image'"
-                raise InputError(f"{where}: noun {noun!r}", allowed, "add it")
+                raise InputError(
+                    f"{where}: noun {noun!r}", "a noun has its article, as in 'an image'", "add it"
+                )
 
-        # frames outermost: embeddings that are stored are in this order
+        # frames outermost: stored embeddings are in this order
         for frame, noun in product(frames, nouns):
             prompt = frame.replace("{a noun}", noun)
             prompts.append(prompt.replace("{noun}", noun.partition(" ")[2]))

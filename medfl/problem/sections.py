@@ -1,4 +1,4 @@
-"""The sections of a problem's data: training, validation and test items, with what reads and transforms them."""
+"""The sections of a problem's data: training, validation and test items, and how they are read and transformed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from monai.data import list_data_collate
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
-from medfl.data.sampled import Collate
-from medfl.data.samples import drop_label, fill_missing
+from medfl.data.samples import Collate, drop_label, fill_missing
 from medfl.data.source import LACKS, NO_LABEL, Source
 
 
 @dataclass(frozen=True)
 class Section:
-    """The data of one section as its engine (trainer or evaluator) takes them.
+    """The data of one section in the form that its engine (trainer or evaluator) takes.
 
-    Records say what an item lacks (`medfl.data.source.LACKS`, and `NO_LABEL` where such items were asked for).
+    Records state what an item lacks (`medfl.data.source.LACKS`, and `NO_LABEL` if such items were requested).
     """
 
     source: Source
@@ -30,7 +29,7 @@ class Section:
 
     @property
     def first(self) -> tuple[Item, Source, bool]:
-        """The first item, of those with a label if there are such, the data set from it on, and whether it has one."""
+        """The first item (labelled, if there is one), the data set from it on, and whether it has a label."""
         at = next((i for i, item in enumerate(self.items) if NO_LABEL not in item), 0)
         source = self.source
         if at:
@@ -41,23 +40,22 @@ class Section:
     @property
     def collate(self) -> Collate:
         """How the data loader makes a batch of samples."""
-        collate: Collate = getattr(self.loader, "collate_fn", list_data_collate)
-        return collate
+        return getattr(self.loader, "collate_fn", list_data_collate)
 
     @property
     def batch_size(self) -> int:
-        """Items per batch of the data loader, 1 where it does not say."""
+        """Items per batch of the data loader, 1 if it does not say."""
         return int(getattr(self.loader, "batch_size", None) or 1)
 
     def hiding(
         self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int
     ) -> Section:
-        """Return this section, whose data are a list, with some labels hidden and absent channels as zeros.
+        """Return this section, whose data are a list, with some labels hidden and absent channels set to zero.
 
         Args:
-            hidden: ids of the items with such labels.
-            absent: id -> positions of such channels.
-            channels: of an image, 0 where none is absent.
+            hidden: ids of the items whose labels are hidden.
+            absent: id -> positions of the absent channels.
+            channels: of an image, 0 if none is absent.
         """
         entries = []
         items = []
@@ -76,7 +74,7 @@ class Section:
 
 
 class Sections(Protocol):
-    """The sections of a problem, by name; without test data of its own, "test" gives the validation items."""
+    """The sections of a problem, by name; without test data, "test" returns the validation items."""
 
     @property
     def has_test(self) -> bool:
@@ -84,7 +82,7 @@ class Sections(Protocol):
 
     @property
     def test_error(self) -> str:
-        """Why the test data cannot be read, "" where they can or there are none."""
+        """Why the test data cannot be read, "" if they can or there are none."""
 
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once."""
@@ -92,7 +90,7 @@ class Sections(Protocol):
 
 @dataclass(frozen=True)
 class ReplacedSections:
-    """Sections of which some are replaced."""
+    """Sections with some of them replaced."""
 
     base: Sections
     replaced: Mapping[str, Section]
@@ -114,10 +112,12 @@ class ReplacedSections:
 
 
 def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:
-    """Raise InputError, which names the item, if a label in a section is none of a bundle's classes."""
+    """Raise InputError, which names the item, if a section has a label that is not one of a bundle's classes."""
     for section in SECTIONS:
         for item in items_of(section):
             if not 0 <= item.get("label", 0) < count:
-                problem = f"item {item['id']!r} of section {section!r} has label {item['label']}"
-                allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
-                raise InputError(problem, allowed, "change this item's label in the data list")
+                raise InputError(
+                    f"item {item['id']!r} of section {section!r} has label {item['label']}",
+                    f"{bundle} has {count} classes, labels 0 to {count - 1}",
+                    "change this item's label in the data list",
+                )

@@ -1,1 +1,1 @@
-"""`medfl new`: a bundle for a folder of images, written by looking at them."""
+"""`medfl new`: creates a bundle for a folder of images from their contents."""

@@ -3,12 +3,14 @@
 Isensee, Jaeger, Kohl, Petersen and Maier-Hein, nnU-Net: a self-configuring method for deep learning-based biomedical
 image segmentation, Nature Methods 18:203-211, 2021 (Methods and Supplementary Note 2), and nnU-Net's public
 documentation. Departures: memory is estimated from the network's activations in float32, not looked up; sites' images
-are not cropped; pictures are resized to one side and not cut; resampling is linear; what `_LEFT_OUT` says.
+are not cropped; pictures are resized to one side and not cut; resampling is linear; see also `_LEFT_OUT`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -17,28 +19,30 @@ import numpy as np
 
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
-from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.data.fingerprint import Fingerprint, Tally, is_present
+from medfl.problem.noised_fingerprint import redrawn
 
-_ANISOTROPIC = 3  # a spacing, or an axis' voxels, so many times the others'
+_ANISOTROPIC = 3  # ratio of a spacing, or of an axis' voxels, to the others
 _LEAST_EDGE = 4  # voxels of the deepest feature map
 _LEAST_PATCH = 16
-_FIRST_EDGE = {3: 256, 2: 512}  # the largest patch has as many voxels as this cube, or square
+_FIRST_EDGE = {3: 256, 2: 512}  # the largest patch has the volume of this cube, or square
 _FILTERS = 32
 _MOST_FILTERS = {3: 320, 2: 512}
 _LEAST_BATCH = 2
-_SHARE_OF_VOXELS = 0.05  # that a batch has at most of all the training voxels
+_SHARE_OF_VOXELS = 0.05  # maximum share of all training voxels in a batch
 _MOST_BATCH = 64
 _GB = 2**30
-_DIFFERS = 1.5  # of a site's median length to that of all
+_REDRAWN = 50
+_SURE = 45
+_DIFFERS = 1.5  # ratio of a site's median length to the overall one
 _FIXED = (
     "loss: Dice, over the batch without background, and cross-entropy",
-    "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01",
+    "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01, poly schedule over the rounds",
     "volumes: every third patch is around a voxel with a class; mirrored, turned, scaled, of other contrast",
     "volumes: inference in windows that overlap by half, weighted by a Gaussian",
 )
 _LEFT_OUT = (
     "deep supervision: our training scores one output of the network",
-    "a poly schedule: rounds are chosen when a run starts; federated.yaml has lr_decay instead",
     "normalisation within a mask of what is not 0, and cropping to it",
     "cascades, ensembles of folds, mirroring at inference and choice of post-processing by validation",
 )
@@ -46,7 +50,7 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Network:
-    """Arguments of MONAI's DynUNet: of each level stride and kernel along each axis, and features."""
+    """Arguments of MONAI's DynUNet: per level stride and kernel along each axis, and features."""
 
     strides: tuple[tuple[int, ...], ...]
     kernels: tuple[tuple[int, ...], ...]
@@ -54,7 +58,7 @@ class Network:
 
     @classmethod
     def of(cls, patch: Sequence[int], spacing: Sequence[float]) -> Network:
-        """Return the deepest network: axes are halved down to 4 voxels, a coarse one once the others are like it."""
+        """Return the deepest network: axes are halved down to 4 voxels, a coarse one once the others match it."""
         dims = len(patch)
         size = np.array(patch, float)
         step = np.array(spacing, float)
@@ -62,7 +66,7 @@ class Network:
         kernels = []
         fine = np.zeros(dims, bool)
         while True:
-            fine |= step < 2 * step.min()  # also where others are halved further
+            fine |= step < 2 * step.min()  # even if others are halved further
             kernels.append(tuple(np.where(fine, 3, 1).tolist()))
             is_large = size >= 2 * _LEAST_EDGE
             if not is_large.any():
@@ -78,7 +82,7 @@ class Network:
 
     @property
     def factors(self) -> Floats:
-        """What each side of a patch has to be a multiple of."""
+        """Factors of which each side of a patch must be a multiple."""
         factors: Floats = np.prod(self.strides, axis=0)
         return factors
 
@@ -86,7 +90,7 @@ class Network:
         """Return bytes of a training step in float32: activations, the largest gradient, weights and momentum."""
         voxels = np.prod(patch) / np.cumprod(np.prod(self.strides, axis=1))
         filters = np.array(self.filters)
-        # of a level: two convolutions and their norms down, the same up, the upsampled and the joined
+        # per level: two convolutions and their norms down, the same up, the upsampled and the concatenated
         activations = 11 * voxels * filters
         weights = 0.0
         for level, kernel in enumerate(self.kernels):
@@ -100,7 +104,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, by which statistic and rule, and what would change it."""
+    """A choice, the statistic and rule behind it, and what would change it."""
 
     choice: str
     value: object
@@ -110,17 +114,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the templates write, and why.
+    """Input of the templates, with reasons.
 
     Attributes:
-        spacing: mm that images are resampled to, () of pictures.
+        spacing: mm to which images are resampled, () for pictures.
         patch: voxels of a patch, or side of a picture.
-        coarse: axis around which alone an anisotropic patch is turned; None: around each.
-        clip: the 0.5 and 99.5 % quantile, mean and deviation of CT; () where each image has its own.
+        coarse: the only axis around which an anisotropic patch is rotated; None: all axes.
+        clip: the 0.5 and 99.5 % quantile, mean and deviation of CT; () if each image has its own.
         pooled: fingerprint of all sites, with the names of the channels.
         choices: what was chosen, and why.
         sites: name -> cases.
-        differences: sentences on sites that are far from all together.
+        differences: sentences on sites far from the pooled data.
     """
 
     spacing: tuple[float, ...]
@@ -140,7 +144,7 @@ class Plan:
             "form": "medfl plan 1",
             "rules": "Isensee et al., nnU-Net, Nature Methods 18:203, 2021, and its public documentation",
             "sites": self.sites,
-            "choices": [asdict(choice) for choice in self.choices],
+            "choices": list(map(asdict, self.choices)),
             "sites_that_differ": self.differences,
             "the_same_for_every_task": _FIXED,
             "left_out": _LEFT_OUT,
@@ -154,12 +158,13 @@ def plan(
 
     Args:
         sites: name -> fingerprint.
-        memory: GB that a training step may take.
+        memory: GB available for a training step.
         channel_names: of the images, CT for Hounsfield units; default: those of the fingerprints.
 
     Raises:
-        InputError: sites of different tasks, no foreground, a memory in which no patch fits.
+        InputError: sites with different tasks, no foreground, a memory in which no patch fits.
     """
+    # by name: sums of floats depend on the order
     pooled = reduce(add, (sites[name] for name in sorted(sites)))
     names = tuple(channel_names) or pooled.channel_names
     if not pooled.classes or not pooled.foreground[0].count:
@@ -175,6 +180,19 @@ def plan(
     if not 0.5 <= memory <= 1000:
         raise InputError(f"--memory {memory:g}", "0.5 to 1000 GB", "give for example --memory 8")
 
+    planned = _planned(replace(pooled, channel_names=names), memory)
+    if pooled.noise:
+        planned = replace(planned, choices=_doubted(planned, memory))
+
+    return replace(
+        planned,
+        sites={name: sites[name].cases for name in sorted(sites)},
+        differences=_differences(sites, pooled),
+    )
+
+
+def _planned(pooled: Fingerprint, memory: float) -> Plan:
+    """Return the plan for all cases."""
     spacing, coarse = _target_spacing(pooled)
     shape = np.array([tally.length() for tally in pooled.extents]) / spacing
     outputs = len(pooled.classes) + 1
@@ -187,7 +205,8 @@ def plan(
         batch += 1
 
     clip: tuple[float, ...] = ()
-    if pooled.channels == 1 and [name.upper() for name in names] == ["CT"]:
+    # CT alone has values in a unit, Hounsfield's, that mean the same at every scanner
+    if pooled.channels == 1 and [name.upper() for name in pooled.channel_names] == ["CT"]:
         values = pooled.foreground[0]
         ends = (values.intensity(0.005), values.intensity(0.995))
         clip = tuple(float(f"{value:.6g}") for value in (*ends, values.mean, values.sd))
@@ -199,21 +218,58 @@ def plan(
         network,
         coarse,
         clip,
-        replace(pooled, channel_names=names),
+        pooled,
     )
-    return replace(
-        planned,
-        choices=_choices(planned, shape, memory),
-        sites={name: sites[name].cases for name in sorted(sites)},
-        differences=_differences(sites, pooled),
-    )
+    return replace(planned, choices=_choices(planned, shape, memory))
+
+
+def _doubted(planned: Plan, memory: float) -> tuple[Choice, ...]:
+    """Return the choices of a plan from noisy figures, with their confidence.
+
+    The same amount of noise is added again to the released figures, several times; the share of repetitions with an
+    unchanged choice is its confidence.
+    """
+    # always the same draws: a plan says the same each time
+    draws = np.random.default_rng(0)
+    stays = Counter[str]()
+    for _ in range(_REDRAWN):
+        with suppress(InputError):  # for figures that no images have: another choice
+            redrawn_choices = _planned(redrawn(planned.pooled, draws), memory).choices
+            for choice, second in zip(planned.choices, redrawn_choices, strict=True):
+                stays[choice.choice] += _is_alike(choice.value, second.value)
+
+    choices = []
+    for choice in planned.choices:
+        count = stays[choice.choice]
+        sure = f"; with noise: {count} of {_REDRAWN} plans under as much noise again have it too, to 5 %"
+        if count < _SURE:
+            sure += ", so that without noise it could be another"
+
+        choices.append(replace(choice, because=choice.because + sure))
+
+    return tuple(choices)
+
+
+def _is_alike(value: object, other: object) -> bool:
+    if value == other:
+        return True
+
+    first = _figures(value)
+    second = _figures(other)
+    return first.shape == second.shape and np.allclose(second, first, rtol=0.05, atol=0)
+
+
+def _figures(value: object) -> Floats:
+    """Return the numbers in a choice's value."""
+    parts = value.values() if isinstance(value, Mapping) else [value]
+    return np.hstack([np.array(part).ravel() for part in parts])
 
 
 def _target_spacing(pooled: Fingerprint) -> tuple[Floats, int | None]:
     """Return the spacing to resample to, and the coarse axis of anisotropic images.
 
     It is the median; along an axis whose spacing is 3 times the others' and that has a third of their voxels, the 10 %
-    quantile, but none finer than the others.
+    quantile, but not finer than the others.
     """
     spacing = np.array([tally.length() for tally in pooled.spacings])
     if len(spacing) == 2:
@@ -236,8 +292,9 @@ def _target_spacing(pooled: Fingerprint) -> tuple[Floats, int | None]:
 def _fitted(
     shape: Floats, spacing: Floats, budget: float, outputs: int
 ) -> tuple[tuple[int, ...], Network]:
-    """Return the largest patch, and its network, of which two fit: where it is largest for the images, it shrinks."""
+    """Return the largest patch of which two fit, and its network: it shrinks where it is largest for the images."""
     dims = len(shape)
+    # as many voxels as the cube has, with sides of equal length in mm
     cube = _FIRST_EDGE[dims] * spacing.prod() ** (1 / dims) / spacing
     least = np.where(spacing < 2 * spacing.min(), _LEAST_PATCH, 1)
     side = np.maximum(np.minimum(np.round(shape), np.round(cube)), least)
@@ -247,7 +304,7 @@ def _fitted(
     while True:
         network = Network.of(side.tolist(), spacing.tolist())
         factors = network.factors
-        patch = tuple(int(edge) for edge in np.ceil(side / factors) * factors)
+        patch = tuple(map(int, np.ceil(side / factors) * factors))
         if network.memory(patch, _LEAST_BATCH, outputs) <= budget:
             return patch, network
 
@@ -278,7 +335,11 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
             rule += f"; anisotropic: along axis {'RAS'[planned.coarse]} the 10 % quantile"
 
         hidden = max(tally.hidden for tally in (*pooled.spacings, *pooled.extents))
-        rule += f"; known to 4.4 %, cells of {hidden:.0%} of the cases hidden at most"
+        if pooled.noise:
+            rule += "; of a lognormal distribution, as no cells are told"
+        else:
+            rule += f"; known to 4.4 %, cells of {hidden:.0%} of the cases hidden at most"
+
         choices.append(Choice("spacing", planned.spacing, rule, "other spacings at the sites"))
 
     median = " x ".join(f"{side:.0f}" for side in shape)
@@ -308,17 +369,19 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
     rule = "the channel is not named CT (--channels)"
     if planned.clip:
         ends = dict(zip(("low", "high", "mean", "sd"), planned.clip, strict=True))
-        rule = (
-            f"CT: the 0.5 and 99.5 % quantile of {foreground.count} foreground voxels, their mean and sd; quantiles "
-            f"known to 0.8 %, bins of {foreground.hidden:.2%} of the voxels hidden"
-        )
+        rule = "CT: quantiles of a normal distribution with the mean and sd of the cases, as no bins are told"
+        if not pooled.noise:
+            rule = (
+                f"CT: the 0.5 and 99.5 % quantile of {foreground.count} foreground voxels, their mean and sd; "
+                f"quantiles known to 0.8 %, bins of {foreground.hidden:.2%} of the voxels hidden"
+            )
 
     choices.append(Choice("intensities", ends, rule, "other names of channels, or scanners"))
     return tuple(choices)
 
 
 def _differences(sites: Mapping[str, Fingerprint], pooled: Fingerprint) -> tuple[str, ...]:
-    """Return sentences on sites that are far from all together."""
+    """Return sentences on sites far from the pooled data."""
     notes = []
     for name in sorted(sites):
         site = sites[name]
@@ -336,13 +399,18 @@ def _differences(sites: Mapping[str, Fingerprint], pooled: Fingerprint) -> tuple
                     f"{name}: foreground of channel {channel} has mean {values.mean:.4g}, all {average.mean:.4g}"
                 )
 
-        annotated = [
-            pooled.classes[value] for value, volume in site.volumes.items() if volume != Tally()
-        ]
-        lacking = [title for title in pooled.classes.values() if title not in annotated]
-        if lacking:
+        annotated = []
+        lacking: dict[str, list[str]] = {}
+        for value, title in pooled.classes.items():
+            volume = site.volumes.get(value, Tally())
+            if volume is None or is_present(volume):
+                annotated.append(title)
+            else:
+                lacking.setdefault("few cases" if volume is False else "no case", []).append(title)
+
+        for how_many, titles in lacking.items():
             notes.append(
-                f"{name}: no case with {', '.join(lacking)}; where it annotates none: --site-labels "
+                f"{name}: {how_many} with {', '.join(titles)}; where it annotates none: --site-labels "
                 f"'{name}={','.join(annotated)}'"
             )
 

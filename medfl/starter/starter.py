@@ -1,7 +1,7 @@
-"""`medfl new`: a bundle for a folder of images, written by looking at them.
+"""`medfl new`: creates a bundle for a folder of images from their contents.
 
 It is configuration only, so that a partner can approve it by reading; it names no file and no patient, so that all
-sites of a federation can have the very same one, each with a folder of its own of the same form.
+sites of a federation can use the same one, each with its own folder of the same form.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from medfl.storage.places import require_new_bundle
 
 @dataclass(frozen=True)
 class UserLayout:
-    """Where images, and masks or a table of labels, lie.
+    """Location of images, and of masks or a table of labels.
 
     Attributes:
-        folder: what is given with --data.
-        images, masks, labels: places in it, "." for the folder itself and "" where there is none.
-        classes: value -> name of the masks' classes, where a file says them.
-        ignored: value of pixels that nobody has labelled, by that file.
-        channels: names of the images' channels, by that file.
-        note: in which layout they are, where it is more than folders of their own.
+        folder: the value of --data.
+        images, masks, labels: paths in it, "." for the folder itself and "" if there is none.
+        classes: value -> name of the masks' classes, if a file gives them.
+        ignored: value of unlabelled pixels, given by that file.
+        channels: names of the images' channels, given by that file.
+        note: their layout, if it is more than folders of their own.
     """
 
     folder: Path
@@ -84,11 +84,11 @@ def find_layout(
     """Return the layout of folders.
 
     Args:
-        images: folder of the images; without `masks` and `labels` it holds a folder for each class, images beside
+        images: folder of the images; without `masks` and `labels` it contains a folder for each class, images beside
             their masks, nnU-Net's layout or BIDS.
         masks: folder of the masks, beside that of the images or in it.
         labels: table of the classes, beside the folder of the images or in it.
-        named: the user names the structures, whatever a file in the folder calls them.
+        named: the user names the structures, overriding any file in the folder.
 
     Raises:
         InputError: no such folder, or one that is elsewhere.
@@ -100,7 +100,9 @@ def find_layout(
     if labels is not None:
         if masks is not None:
             raise InputError(
-                "--labels with --masks", "labelled pictures, or images with masks", "leave one out"
+                "--labels with --masks",
+                "labelled pictures, or images with masks",
+                "leave one out; patients and centres of images with masks stand in a table cases.csv beside them",
             )
         return _beside(root, Path(labels), "--labels", "table of the classes")
 
@@ -108,6 +110,7 @@ def find_layout(
         return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"), named)
 
     listed = conventions.NNUNET_FILE
+    # a list of files decides before the names of folders do
     if conventions.listed_files(root / listed):
         return _with_names(
             UserLayout(root, listed, listed, note=f"nnU-Net's layout: files by {listed}"), named
@@ -146,9 +149,11 @@ def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
         folder = root.parent
         images = root.name
     else:
-        problem = f"--images {root} and {flag} {place}"
-        allowed = f"the {kind} and the images beside each other, or it among them"
-        raise InputError(problem, allowed, "put both into one folder")
+        raise InputError(
+            f"--images {root} and {flag} {place}",
+            f"the {kind} and the images beside each other, or it among them",
+            "put both into one folder",
+        )
 
     where = path.relative_to(folder).as_posix()
     if flag == "--labels":
@@ -172,7 +177,7 @@ def _with_names(layout: UserLayout, named: bool) -> UserLayout:
 
 
 def _together(root: Path) -> str:
-    """Tell whether a folder has images and their masks beside each other: most images have one; "" where not."""
+    """Return the suffix of masks in a folder with images beside their masks, which most images have; else ""."""
     images, masks = own.paths(root, root, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
@@ -187,10 +192,12 @@ def _together(root: Path) -> str:
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
 _MOST_CLASSES = 100
+_MOST_SHADES = 20  # unnamed structures of pictures up to white; more are shades
+_LOSSY = (".jpg", ".jpeg")  # which keep no values
 _FEW = 10  # test images, below which folds are offered
 _FOLDS = 5
 _PATCH = 64  # voxels a side of a patch at most
-_STEP = 8  # what a side is a multiple of: a U-Net halves it three times
+_STEP = 8  # sides are multiples of this: a U-Net halves them three times
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _LABELLED = {
     "classification": "labelled pictures",
@@ -219,23 +226,26 @@ def survey(
 
     Args:
         images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or volumes;
-            or of both, as `medfl.starter.find` knows it.
-        masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
+            or of both, as in `medfl.starter.find`.
+        masks: folder of the masks, named like their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
         labels: table of the pictures' classes, findings or numbers, likewise.
-        group_by: expression whose group in a file's name is the patient.
-        wanted: how the table is to be read.
+        group_by: expression whose group in a file name is the patient.
+        wanted: how to read the table.
         progress: show a bar on stderr.
 
     Raises:
-        InputError: no images, some that cannot be read, fewer than two classes, masks of other shapes; names the files.
-            Or names that are no names of structures, or fewer than the masks have.
+        InputError: no images, unreadable ones, fewer than two classes, masks of other shapes; names the files.
+            Or invalid names of structures, or fewer than the masks have.
     """
     _check_structures(names)
     layout = find_layout(images, masks, labels, bool(names))
     if names and not layout.masks:
-        allowed = "folders of pictures, or their table, name their classes"
-        raise InputError("--classes without --masks", allowed, "rename these")
+        raise InputError(
+            "--classes without --masks",
+            "folders of pictures, or their table, name their classes",
+            "rename these",
+        )
     if wanted not in (None, Wanted()) and not layout.labels:
         raise InputError(
             "--task, --uncertain, --blank or the name of a column without --labels",
@@ -252,7 +262,7 @@ def survey(
 def write(
     target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None
 ) -> Path:
-    """Write a bundle for a survey and return its folder; after an error nothing is left of it.
+    """Write a bundle for a survey and return its folder; after an error nothing of it remains.
 
     Args:
         target: new folder; its name becomes the bundle's.
@@ -266,7 +276,7 @@ def write(
     root = Path(target).expanduser()
     require_new_bundle(root, size)
     from medfl import (
-        networks,  # PyTorch takes seconds: what is wrong with the images is told before
+        networks,  # imported here because PyTorch takes seconds: problems with the images are reported first
     )
     from medfl.problem.tasks import KINDS
     from medfl.storage.files import write_atomic
@@ -283,7 +293,7 @@ def write(
 
     side = size or (128 if segments else 64)
     if content.plan:
-        _check_structures(content.classes[1:])  # which sites have named
+        _check_structures(content.classes[1:])  # named by sites
         side = content.patch[0]
 
     if content.kind == "volumes" and size is not None:
@@ -295,16 +305,19 @@ def write(
     places += content.columns.values()
     for text in (*content.classes, *places, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
-            names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
-            raise InputError(f"{text!r}", names, "rename it")
+            raise InputError(
+                f"{text!r}",
+                "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these",
+                "rename it",
+            )
 
     kind_text = _LABELLED[content.task] if not segments else _KINDS[content.kind]
-    words = {**asdict(content), "kind_text": kind_text}
     noun = {"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes")
     key_metric = KINDS["segmentation" if segments else content.task].key_metric
-    words |= {"noun": noun, "key_metric": key_metric}
-    words |= {"items_call": content.items_call, "items_end": content.items_end}
-    words |= {"name": root.name, "network": chosen, "size": side}
+    words = dict(
+        asdict(content), kind_text=kind_text, noun=noun, key_metric=key_metric, items_call=content.items_call,
+        items_end=content.items_end, name=root.name, network=chosen, size=side,
+    )  # fmt: skip
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"),
         undefined=jinja2.StrictUndefined,
@@ -312,7 +325,7 @@ def write(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # a JSON value is a YAML value, whatever a class is called
+    # a JSON value is a YAML value, whatever the name of a class
     environment.filters["yaml"] = json.dumps
     files = {}
     for name in _FILES:
@@ -331,15 +344,16 @@ def write(
             write_atomic(root / name, text.encode())
     except (OSError, RunError) as error:
         shutil.rmtree(root, ignore_errors=True)
+        reason = str(error).partition(";")[0]
         raise InputError(
-            f"{root} cannot be written: {error}", "a new folder", "check its rights and disk"
+            f"{root} cannot be written: {reason}", "a new folder", "check its rights and disk"
         ) from error
 
     return root
 
 
 def _check_structures(names: Sequence[str]) -> None:
-    """Raise an InputError unless the names of metrics can tell structures of these names apart."""
+    """Raise an InputError unless names of metrics can distinguish structures with these names."""
     slugs = [*map(slug, names)]
     for name, name_slug in zip(names, slugs, strict=True):
         unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
@@ -360,10 +374,11 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     task = index.task or "classification"
     if task == "classification" and len(index.classes) < _LEAST:
-        problem = (
-            f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
+        raise InputError(
+            f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}",
+            f"at least {_LEAST}",
+            "check which column has the classes",
         )
-        raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
 
     for name in index.classes:
         if re.search(r"[#@$%]|::", name) or not is_plain_text(name):
@@ -378,11 +393,11 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
     divided = own.sections_of(root, index, group_by)
     in_test = [record for record, section in divided if section == "test"]
     tested = _counts(in_test, len(index.classes), task)
-    untested = [
-        f"{name} ({count})"
-        for name, count, count_in_test in zip(index.classes, counts, tested, strict=True)
-        if count and not count_in_test
-    ]
+    untested = []
+    for name, count, count_in_test in zip(index.classes, counts, tested, strict=True):
+        if count and not count_in_test:
+            untested.append(f"{name} ({count})")
+
     notes = [*index.notes, *own.odd(root), *cases.notes(index.rows)]
     notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
@@ -419,14 +434,15 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
 
 def _counts(records: Sequence[Record], count: int, task: str) -> tuple[int, ...]:
-    """Return how many images are of each class, have each finding, or have each number."""
+    """Return how many images have each class, finding or number."""
     if task == "classification":
         by_label = Counter(record.label for record in records)
         return tuple(by_label[label] for label in range(count))
 
-    has = np.equal(1.0, [record.target for record in records]).reshape(-1, count)
+    targets = np.array([record.target for record in records], np.float64).reshape(-1, count)
+    has = targets == 1
     if task == "regression":
-        has = ~np.isnan([record.target for record in records]).reshape(-1, count)
+        has = ~np.isnan(targets)
 
     return tuple(has.sum(0).tolist())
 
@@ -435,7 +451,7 @@ def _scale(names: Sequence[str], targets: Sequence[tuple[float, ...]]) -> Docume
     """Return mean, standard deviation and range of the training images' numbers.
 
     Raises:
-        InputError: a number that no training image has, or that all have.
+        InputError: a number that no training image has, or that is constant.
     """
     columns = np.array(targets, np.float64).T
     for name, column in zip(names, columns, strict=True):
@@ -464,12 +480,10 @@ def _class_folders(root: Path) -> own.OwnImages:
         own.refuse_other_folders(root, classes)
 
     if not classes and any(volumes.is_volume(path.name) for path in root.rglob("*")):
-        allowed = (
-            "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
-        )
-        advice = "name them so, and the channels of one image NAME_0000, NAME_0001, ..."
         raise InputError(
-            f"{root} has volumes whose masks are not found by their names", allowed, advice
+            f"{root} has volumes whose masks are not found by their names",
+            "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz",
+            "name them so, and the channels of one image NAME_0000, NAME_0001, ...",
         )
 
     if len(classes) < _LEAST:
@@ -493,7 +507,7 @@ def _patients(
         "tested": sum(section == "test" for _, section in divided),
     }
     groups = {record.group for record, _ in divided}
-    # a site needs a patient to train on also when a fold tests and another patient validates
+    # a site needs a patient for training even if one fold tests and another patient validates
     trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
     fields["sites"] = min(3, max(1, trained))
 
@@ -528,14 +542,23 @@ def _segmented(
         endings = volumes.SUFFIXES
         reader = _volume
 
+    # swapped folders fail as bad masks do: the error tells which it was
     try:
         pairs_read = _read_all(records, reader, progress)
         present = stored = [values for values, _ in pairs_read]
-        if max(len(structures), len(layout.classes) - 1) < 2:
+        name_count = max(len(structures), len(layout.classes) - 1)
+        # with names for several structures, 255 is one of their values
+        if name_count < 2:
             present = _white_as_one(present, solid)
 
         values = set[int]().union(*present)
-        _check_values(masks, values)
+        is_lossy = any(record.mask.lower().endswith(_LOSSY) for record in records)
+        # volumes are never JPEG: many values are many structures
+        most_shades = ANY if solid else max(name_count, 1 if is_lossy else _MOST_SHADES)
+        _check_values(masks, values, most_shades, is_lossy)
+        if not solid:
+            pairs.check_palettes(record.mask for record in records)
+
         _refuse_ignored(layout, present)
     except InputError as error:
         if images != masks and _swapped(records[0], solid):
@@ -550,10 +573,13 @@ def _segmented(
     divided = own.sections_of(layout.folder, dataset, group_by)
     names = _names_of_values(layout, structures, values)
     counts = tuple(sum(value in values for values in present) for value in names)
-    absent = [str(value) for value, count in zip(names, counts, strict=True) if value and not count]
+    absent = [str(value) for value, count in zip(names, counts, strict=True) if not count]
     facts = [picture for _, picture in pairs_read]
-    notes = (*own.of_pairs(images, masks, records, endings), *own.odd(layout.folder))
-    notes += (*cases.notes(dataset.rows),)
+    notes = (
+        *own.of_pairs(images, masks, records, endings),
+        *own.odd(layout.folder),
+        *cases.notes(dataset.rows),
+    )
     if {1, 255} <= set[int]().union(*stored) and 255 not in values:
         count = sum(255 in values for values in stored)
         notes += (f"the value 255 is read as 1, which others have, in {count} masks",)
@@ -591,8 +617,17 @@ def _segmented(
         shapes = [picture.shape[1:] for picture in facts]
         channels = {picture.shape[0] for picture in facts}
         if len(channels) > 1:
-            problem = f"images of {' and '.join(map(str, sorted(channels)))} channels in {images}"
-            raise InputError(problem, "as many of each image", "move the others away")
+            raise InputError(
+                f"images of {' and '.join(map(str, sorted(channels)))} channels in {images}",
+                "as many of each image",
+                "move the others away",
+            )
+
+        if layout.channels and channels != {len(layout.channels)}:
+            notes += (
+                f"{conventions.NNUNET_FILE} names the channels {listed(layout.channels)}, "
+                f"images have {max(channels)}",
+            )
 
         fields |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, titles, counts, channels.pop(), 0, sides(shapes), **fields)
@@ -602,7 +637,7 @@ def _segmented(
 
 
 def otherwise_normalised(channels: Sequence[str]) -> str:
-    """Say that nnU-Net normalises images by other means than the small bundle."""
+    """Say that nnU-Net normalises images differently from the small bundle."""
     return (
         f"nnU-Net normalises the channels {listed(channels)} otherwise; here each image is by its own mean and "
         "standard deviation: change NormalizeIntensityd in train.yaml and inference.yaml"
@@ -612,9 +647,9 @@ def otherwise_normalised(channels: Sequence[str]) -> str:
 def _names_of_values(
     layout: UserLayout, structures: Sequence[str], values: set[int]
 ) -> Mapping[int, str]:
-    """Return value -> name of the classes that masks have, ascending, the background first.
+    """Return value -> name of the classes in masks, ascending, background first.
 
-    Structures are named by the values 1, 2, ... or, where these have gaps, by those that there are.
+    Names of structures belong to the values 1, 2, ... or, if these have gaps, to the existing ones.
     """
     shown = sorted(values - {0})
     if layout.classes:
@@ -628,6 +663,7 @@ def _names_of_values(
 
         return layout.classes
 
+    # other sites' masks may have the values that none here has
     if structures and max(shown) <= len(structures):
         shown = [*range(1, len(structures) + 1)]
     elif structures and len(shown) != len(structures):
@@ -645,7 +681,7 @@ def _names_of_values(
 
 
 def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
-    """Return the values of masks, 255 as 1 where each has 0 and 255, or 0 and 1, only; of volumes some the latter."""
+    """Replace 255 by 1 in masks with only 0 and 255, or 0 and 1; for volumes some must have the latter."""
     white = [values <= {0, 255} for values in present]
     binary = [values <= {0, 1} for values in present]
     if all(map(operator.or_, white, binary)) and not (solid and all(white)):
@@ -655,7 +691,7 @@ def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
 
 
 def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
-    """Raise an InputError if masks have pixels that nobody has labelled: they would be a class, or background."""
+    """Raise an InputError if masks have unlabelled pixels: they would become a class, or background."""
     if count := sum(layout.ignored in values for values in present):
         raise InputError(
             f"{count} of {len(present)} masks have the value {layout.ignored}, which {conventions.NNUNET_FILE} calls "
@@ -666,7 +702,7 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
 
 
 def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
-    """Read all entries; those that cannot be read are reported together."""
+    """Read all entries; unreadable ones are reported together."""
     results = []
     errors = []
     for entry in bar(entries, desc="reading images", unit="image", shown=progress):
@@ -676,13 +712,12 @@ def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bo
             errors.append(error)
 
     if len(errors) > 1:
-        details = tables.several([error._parts[0] for error in errors], "files")
-        allowed = errors[0]._parts[1]
-        advice = {error._parts[2] for error in errors}
-        if len(advice) > 1:
-            advice = {"restore or remove these"}
-
-        raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, *advice)
+        problems, allowed, advice = zip(*(error._parts for error in errors), strict=True)
+        details = tables.several(problems, "files")
+        one_advice = advice[0] if len({*advice}) == 1 else "restore or remove these"
+        raise InputError(
+            f"{len(errors)} of {len(entries)} images: {details}", allowed[0], one_advice
+        )
 
     if errors:
         raise errors[0]
@@ -690,13 +725,18 @@ def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bo
     return results
 
 
-def _check_values(masks: Path, values: set[int]) -> None:
+def _check_values(masks: Path, values: set[int], shades: int, is_lossy: bool) -> None:
+    """Refuse values that are no classes: more than these up to white are shades that JPEG or resizing makes."""
     most = len(values | {0})
+    text = f"{most} values, as {', '.join(map(str, sorted(values)[:5]))}"
     if values == {0}:
         problem = "no value but 0"
         advice = "check that these are the masks"
+    elif most - 1 > shades and (is_lossy or max(values) == 255):
+        problem = f"{text} up to {max(values)}, perhaps shades of JPEG or resizing"
+        advice = "save the masks in black and white, or a value a class, as PNG, or name each class with --classes"
     elif most > _MOST_CLASSES:
-        problem = f"{most} values, as {', '.join(map(str, sorted(values)[:5]))}"
+        problem = text
         advice = "save a value a class"
     else:
         return
@@ -709,7 +749,7 @@ def _check_values(masks: Path, values: set[int]) -> None:
 
 
 def _swapped(record: Record, solid: bool) -> bool:
-    """Tell whether an image has few values, as masks have, and its mask many."""
+    """Tell whether an image has few values, like a mask, and its mask many."""
 
     def values(uri: str) -> int:
         pixels = volumes.read_volume(uri).numpy() if solid else read_pixels(uri)
@@ -717,7 +757,7 @@ def _swapped(record: Record, solid: bool) -> bool:
 
     try:
         return values(record.image) <= _MOST_CLASSES < values(record.mask)
-    except InputError:  # told as it is
+    except InputError:  # reported elsewhere
         return False
 
 
@@ -737,7 +777,7 @@ def _values(mask: NDArray[Any]) -> set[int]:
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return a patch that most volumes hold: the median along each axis, a multiple of 8, 16 to 64."""
+    """Return a patch that fits in most volumes: the median along each axis, a multiple of 8, 16 to 64."""
     median = np.median(np.array(shapes), axis=0)
     patch = np.clip(median // _STEP * _STEP, 16, _PATCH)
-    return tuple(int(side) for side in patch)
+    return tuple(map(int, patch))

@@ -1,4 +1,4 @@
-"""What a folder of images holds, and the metadata.json of a bundle that `medfl new` writes for it."""
+"""Contents of a folder of images, and the metadata.json of the bundle that `medfl new` writes for it."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a folder of images holds.
+    """Contents of a folder of images.
 
     Attributes:
         kind: "labelled" pictures, or "pictures" or "volumes" with masks.
-        folder: what is given with --data.
-        classes: names in label order, of findings or of numbers; of masks with the background first.
-        counts: images of each class, or that have each finding, or a number; of masks, images that have some of it.
+        folder: the value of --data.
+        classes: names in label order, of findings or of numbers; for masks with the background first.
+        counts: images with each class, finding or number; for masks, images in which it occurs.
         channels: of an image.
-        brightest: largest value that a picture can have, of types other than 8 and 16 bits; 1 with `own_depth`.
-        sides: least and largest side of the images, in pixels or voxels.
-        patch: of volumes, a training patch.
-        images, masks: names of the folders in `folder`, "" of labelled pictures.
-        phantom: the phantom cohort that some of them are of, "" where all may be real.
-        notes: what the user should know, as of files that are left out.
+        brightest: largest possible value of a picture, of types other than 8 and 16 bits; 1 with `own_depth`.
+        sides: smallest and largest side of the images, in pixels or voxels.
+        patch: for volumes, a training patch.
+        images, masks: names of the folders in `folder`, "" for labelled pictures.
+        phantom: the phantom cohort that some of them belong to, "" if all may be real.
+        notes: for the user, e.g. about excluded files.
         own_depth: largest value of the 16-bit pictures, 255 if all have 8 bits: each picture is divided by the largest
-            value of its own type. 0 where some have neither type.
-        labels: table of the classes in `folder`, "" where it has a folder for each.
-        group_by: expression that says the patients in file names, None where it was not asked for.
-        patients: their number, 0 where it is unknown.
-        offer: suggested --group-by expression with the number of patients it finds; None where there is none.
-        said: in which layout they are and what of a table was taken.
+            value of its own type. 0 if some have neither type.
+        labels: table of the classes in `folder`, "" if it has a folder for each.
+        group_by: expression that finds the patients in file names, None if it was not given.
+        patients: their number, 0 if unknown.
+        offer: suggested --group-by expression with the number of patients it finds; None if there is none.
+        said: their layout and how a table was read.
         tested: images in the test section.
-        sites: default number of sites of a run: three, or fewer where there are few patients.
-        mask_values: values of the classes in masks, where they are not 0, 1, 2, ...
-        channel_titles: names of the channels where a file has them.
-        normalised: how these names have volumes normalised; others than nonorm and rescale_to_0_1 by mean and sd.
+        sites: default number of sites of a run: three, or fewer with few patients.
+        mask_values: values of the classes in masks, if they are not 0, 1, 2, ...
+        channel_titles: names of the channels if a file gives them.
+        normalised: normalisation of volumes by these names; other than nonorm and rescale_to_0_1 by mean and sd.
         task: classification, multilabel or regression of labelled pictures.
-        label_column: of the table, that has all findings, or of the classes where the user named it.
+        label_column: of the table, with all findings, or with the classes if the user named it.
         uncertain, blank, columns: how the table is read (`medfl.datasets.readers.label_columns.Wanted`; its roles).
         mean, sd: of the training images' numbers.
-        units: of the numbers, "" where the columns' names say none.
-        plan: by which the bundle is written (`medfl plan`), None for the small one of `medfl new`; writer: its verb.
-        folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
+        units: of the numbers, "" if the columns' names give none.
+        plan: used to write the bundle (`medfl plan`), None for the small one of `medfl new`; writer: its verb.
+        folds: suggested for a cross-validation; 0 if the test section is large enough, or there are too few patients.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class Survey:
 
     @classmethod
     def of_plan(cls, plan: Plan, sites: int) -> Survey:
-        """Return what is known of the sites' folders from their fingerprints."""
+        """Return what the sites' fingerprints say about their folders."""
         pooled = plan.pooled
         return cls(
             pooled.kind,
@@ -129,7 +129,7 @@ class Survey:
 
     @property
     def items_end(self) -> str:
-        """The end of that call, from after the section on."""
+        """The end of that call, after the section."""
         end = "@group_by, @split"
         if self.task == "classification" and self.label_column:
             end += ", 'classification', @label_column"
@@ -225,7 +225,7 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
 
 
 class PictureFacts(NamedTuple):
-    """Of a picture or volume: its shape, type and largest value, a hash of its pixels, and what reading changed."""
+    """Shape, type and largest value of a picture or volume, a hash of its pixels, and changes made by reading."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -235,13 +235,13 @@ class PictureFacts(NamedTuple):
 
     @classmethod
     def of(cls, pixels: Pixels) -> PictureFacts:
-        """Return what pixels have."""
+        """Return the facts of some pixels."""
         digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()
         return cls(pixels.shape, pixels.dtype, float(pixels.max()), digest)
 
     @property
     def brightest(self) -> int:
-        """Largest value that pictures like it can have; floats in 0 to 1 have 1, and 16 bits are often 12."""
+        """Largest possible value of such pictures; floats in 0 to 1 have 1, and 16 bits are often 12."""
         if self.dtype == np.uint8:
             return 255
         usual = {"f": (1, 255, 65535), "u": DEPTHS}.get(self.dtype.kind, (255, 65535))
@@ -254,6 +254,7 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 
 def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
+    # one picture in colour has all read so: a network has as many inputs for each
     channels = 3 if any(picture.shape[-1] > 1 for picture in facts) else 1
     brightest = 1  # each picture is divided by the largest value of its own depth
     if not own_depth(facts):
@@ -263,7 +264,7 @@ def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, in
 
 
 def own_depth(facts: Sequence[PictureFacts]) -> int:
-    """Return the largest value of 16-bit pictures, 255 if all have 8 bits; 0 where some have neither.
+    """Return the largest value of 16-bit pictures, 255 if all have 8 bits; 0 if some have neither.
 
     Raises:
         InputError: some have neither 8 nor 16 bits, and pictures have different depths.
@@ -282,7 +283,7 @@ def own_depth(facts: Sequence[PictureFacts]) -> int:
 
 
 def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
-    """Return notes where pictures have different depths, or use a part of their 16 bits."""
+    """Return notes if pictures have different depths, or use only a part of their 16 bits."""
     depth = own_depth(facts)
     several = len({picture.dtype for picture in facts}) > 1
     notes = []
@@ -306,21 +307,22 @@ def _sixteen_bit_depths(facts: Sequence[PictureFacts]) -> list[int]:
 
 def _depths(facts: Sequence[PictureFacts]) -> str:
     most = max(_sixteen_bit_depths(facts), default=0)
-    # the 16-bit pictures of a folder come from one device: its brightest says how many bits it uses
+    # the 16-bit pictures of a folder come from one device: its brightest pixel shows how many bits it uses
     counts = Counter(most if picture.dtype == np.uint16 else picture.brightest for picture in facts)
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
 
 
 def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Return the least and the largest side."""
+    """Return the smallest and the largest side."""
     return min(map(min, shapes)), max(map(max, shapes))
 
 
 def duplicate_notes(facts: Sequence[PictureFacts], records: Sequence[Record]) -> tuple[str, ...]:
-    """Return a note where images of several files are the same pixel by pixel: they may be in several sections."""
+    """Return a note if several files contain identical images: they may be in different sections."""
     first: dict[tuple[bytes, tuple[int, ...]], Record] = {}
     copies = []
     for picture, record in zip(facts, records, strict=True):
+        # with the shape: the same bytes may be 2 x 8 pixels or 4 x 4
         original = first.setdefault((picture.digest, picture.shape), record)
         if original is not record:
             copies.append((original, record))
@@ -332,5 +334,5 @@ def duplicate_notes(facts: Sequence[PictureFacts], records: Sequence[Record]) ->
     classes = f", {contradictions} of another class" if contradictions else ""
     example = f"{copies[0][0].id} and {copies[0][1].id}"
     return (
-        f"{len(copies)} images are the same as another{classes}, first {example}: keep one, or name one patient",
+        f"images that are the same as another: {len(copies)}{classes}; first {example}: keep one, or name one patient",
     )

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfl import datasets
+from medfl.bundle.open import phantom_folder
 from medfl.cli import verbs as cli
+from medfl.core.errors import RunError
 from medfl.starter import starter
 
 DRAWS = np.random.default_rng(0)
@@ -112,3 +115,23 @@ def test_no_sentence_ends_twice(capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr().out
         assert "?." not in said
         assert ".." not in said.replace("...", "")
+
+
+def test_a_phantom_that_another_command_draws_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    draw = datasets.write_phantom
+
+    def full(name: str, folder: Path) -> Path:
+        raise RunError(f"no space for {name} in {folder}")
+
+    def second(name: str, folder: Path) -> Path:
+        draw(name, folder, per_class=10, size=16)
+        return draw(name, folder, per_class=10, size=16)
+
+    monkeypatch.setattr(datasets, "write_phantom", full)
+    with pytest.raises(RunError, match="no space for pneumonia"):
+        phantom_folder("pneumonia")
+    monkeypatch.setattr(datasets, "write_phantom", second)
+    assert datasets.is_phantom(phantom_folder("pneumonia"))

@@ -26,7 +26,7 @@ from medfl.data import prepare as module
 from medfl.data.byte_codes import Coded
 from medfl.data.prepare import DiskCache, OnDisk, budget, prepare, sample_key, size_of
 from medfl.data.prepared import Augmented, Prepared
-from medfl.data.sampled import Sampled
+from medfl.data.samples import Sampled
 from medfl.data.source import Source
 
 GIB = 2**30

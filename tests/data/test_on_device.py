@@ -28,7 +28,7 @@ from medfl.data.batch_transforms import recipe
 from medfl.data.byte_codes import Coded, encode, stacked
 from medfl.data.on_device import hold
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
-from medfl.data.sampled import Sampled
+from medfl.data.samples import Sampled
 from medfl.runs import launch
 from tests.support import pretended_device as pretended
 from tests.support.samples import Plain

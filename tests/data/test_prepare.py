@@ -49,8 +49,7 @@ from medfl.data import prepare as preparing, samples
 from medfl.data.byte_codes import Coded
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
-from medfl.data.sampled import Sampled
-from medfl.data.samples import SampleMaker, without_draws
+from medfl.data.samples import Sampled, SampleMaker, without_draws
 from medfl.data.source import Source, records, take_apart
 from medfl.evaluation.save_masks import is_picture, to_original
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
-from medfl.data import sampled as threads
+from medfl.data import samples as threads
 from medfl.data.byte_codes import Coded, encode, plain
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked, stack
-from medfl.data.sampled import Sampled
+from medfl.data.samples import Sampled
 
 ITEMS = [{"id": name, "label": index % 2} for index, name in enumerate("abcdefg")]
 
@@ -170,7 +170,7 @@ def test_threads_are_few_steps_ahead_and_gone_when_nobody_asks_any_more() -> Non
     assert threading.active_count() <= before + threads._THREADS
     batches.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
-    assert 1 <= len(log) <= 1 + threads._AHEAD
+    assert 1 <= len(log) <= 1 + threads._MADE_AHEAD
 
 
 def test_a_failure_in_a_thread_comes_at_its_place() -> None:

@@ -1,58 +1,17 @@
-"""One small phantom cohort per data set, drawn when the first test asks for it, once for all processes of a session."""
+"""The phantoms that the tests of data sets read, drawn once a session."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
 
-import medfl.datasets as datasets
-
-
-class Cohorts(dict[str, Path]):
-    """Name -> folder; a cohort that is missing is drawn.
-
-    Args:
-        root: their folder.
-        sizes: name -> images, or cases, per class.
-        side: pixels per side; None takes the data set's own.
-        usual: images per class where `sizes` has none.
-    """
-
-    def __init__(
-        self, root: Path, sizes: dict[str, int], side: int | None = None, usual: int | None = None
-    ) -> None:
-        super().__init__()
-        self.root, self.sizes, self.side, self.usual = root, sizes, side, usual
-
-    def __missing__(self, name: str) -> Path:
-        folder = self.root / name
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory(dir=self.root) as place:
-                count = self.sizes.get(name, self.usual)
-                made = datasets.write_phantom(
-                    name, Path(place) / name, per_class=count, size=self.side
-                )
-                if not folder.is_dir():  # another process may have been faster
-                    os.rename(made, folder)
-        self[name] = folder
-        return folder
-
-
-def common(factory: pytest.TempPathFactory, name: str) -> Path:
-    """Return a folder that the processes of a session have in common."""
-    base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    folder.mkdir(exist_ok=True)
-    return folder
+from tests.support.cohorts import Cohorts, common, small_cohorts
 
 
 @pytest.fixture(scope="session")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    sizes = {"pneumonia": 150, "femnist": 26, "cifar100": 20, "brain_age": 10}
-    return Cohorts(common(tmp_path_factory, "phantoms"), sizes, 32, 60)
+    return small_cohorts(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -395,7 +395,7 @@ def test_folders_without_sections(phantoms, tmp_path, name, file, root):
     dataset = datasets.get(name)
     unpack_npz(phantoms[name] / file, tmp_path / root, dataset.classes, sections=False)
     assert datasets.splits(name, tmp_path) == ("seeded",)
-    total = 60 * len(dataset.classes)
+    total = 30 * len(dataset.classes)
     found = labels(name, tmp_path)
     assert [sum(found[section].values()) for section in SECTIONS] == [
         total * 7 // 10,

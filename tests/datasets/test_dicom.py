@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import tracemalloc
 import zlib
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydicom
 import pytest
 import SimpleITK as sitk
+from PIL import Image
+from pydicom.encaps import encapsulate
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers.dicom import own_locale, picture_affine, read_picture
@@ -261,7 +265,8 @@ MISSING = {
     "another size": (None, None, r"\(0028,0010\) Rows is 2 in .*7\.dcm and 3 in .*8\.dcm"),
     "a gap": (POSITION, ("DS", "0\\0\\7"), r"1 to 6 mm apart; .*\(0020,0032\) ImagePositionPatient"),
     "twice one place": (POSITION, ("DS", "0\\0\\1"), r"0 to 1 mm apart; .*ImagePositionPatient, one at each place"),
-    "no number": (POSITION, ("DS", "0\\0\\a"), r"s cannot be read \(could not convert string to float: 'a'\)"),
+    "no number": (POSITION, ("DS", "0\\0\\a"), r"s cannot be read \(its \(0020,0032\) .* is \['0', '0', 'a'\]\)"),
+    "a decimal comma": (SLOPE, ("DS", "0,5"), r"s cannot be read \(its \(0028,1053\) RescaleSlope is \['0,5'\]\)"),
 }  # fmt: skip
 
 
@@ -280,9 +285,108 @@ def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
     volume = read_volume(folder)
     assert volume.shape == (1, 4, 3, 1)
     assert np.allclose(volume.affine, np.diag([-1, -1, 2.5, 1]))
-    folder = series(tmp_path / "t", (PIXELS, {THICKNESS: None}))
-    with pytest.raises(InputError, match=r"has no \(0018,0050\) SliceThickness"):
+    for number, element in enumerate((None, ("DS", "0"), ("DS", "-3"))):
+        folder = series(tmp_path / f"t{number}", (PIXELS, {THICKNESS: element}))
+        with pytest.raises(InputError, match=r"has no \(0018,0050\) SliceThickness"):
+            read_volume(folder)
+
+
+@pytest.mark.parametrize("spacing", ["0\\0", "-1\\1", "1\\0"])
+def test_a_spacing_that_is_no_length_is_refused_by_its_tag(tmp_path: Path, spacing: str) -> None:
+    """-1 was called a tilted gantry, 0 an affine that cannot be inverted."""
+    folder = series(tmp_path / "s", *[(PIXELS, {SPACING: ("DS", spacing)})] * 2)
+    with pytest.raises(InputError, match=r"no \(0028,0030\) PixelSpacing but \["):
         read_volume(folder)
+
+
+def test_directions_that_are_none_are_shown_as_numbers(tmp_path: Path) -> None:
+    folder = series(tmp_path / "s", (PIXELS, {ORIENTATION: ("DS", "2\\0\\0\\0\\2\\0")}))
+    with pytest.raises(
+        InputError,
+        match=r"ImageOrientationPatient of .* is \[2\. 0\. 0\. 0\. 2\. 0\.\];",
+    ):
+        read_volume(folder)
+
+
+@pytest.mark.parametrize("modality", ["CT", "MR"])
+@pytest.mark.parametrize("lacking", [(), (1,), (0, 1)])
+def test_values_without_a_slope_are_said(
+    tmp_path: Path, modality: str, lacking: tuple[int, ...]
+) -> None:
+    """Among others, and of a modality whose slices have one: they are 1,024 units off where it was lost."""
+    kind = {(0x0008, 0x0060): ("CS", modality)}
+    slices = [(PIXELS, {} if n in lacking else scaled("1", "-1024")) for n in range(2)]
+    volume = read_volume(series(tmp_path / "s", *((p, {**kind, **more}) for p, more in slices)))
+    said = bool(lacking) and (len(lacking) == 1 or modality == "CT")
+    line = "values without (0028,1053) RescaleSlope are read as stored; "
+    assert volume.meta[CHANGES] == line * said
+    assert volume[0, 0, 0].tolist() == [0 if n in lacking else -1024 for n in range(2)]
+
+
+def test_a_file_with_fewer_pixels_than_it_says_is_refused(tmp_path: Path) -> None:
+    """What stood in memory was read for the rest."""
+    frames = {(0x0028, 0x0008): ("IS", "2"), (0x5200, 0x9230): ("SQ", [
+        {(0x0020, 0x9113): ("SQ", [{POSITION: ("DS", f"0\\0\\{z}")}])} for z in range(2)
+    ])}  # fmt: skip
+    folder = series(tmp_path / "s", (PIXELS, frames))
+    with pytest.raises(InputError, match=r"its \(7FE0,0010\) PixelData is cut off"):
+        read_volume(folder)
+
+
+def test_a_mosaic_is_no_slice(tmp_path: Path) -> None:
+    """Siemens: all slices as tiles of one picture; it was read as a volume one slice thick (dcm2niix 364)."""
+    kind = {(0x0008, 0x0008): ("CS", "ORIGINAL\\PRIMARY\\M\\ND\\MOSAIC")}
+    folder = series(tmp_path / "s", (PIXELS, kind))
+    with pytest.raises(InputError, match=r"many slices in one picture by \(0008,0008\) ImageType"):
+        read_volume(folder)
+
+
+def test_colours_are_shares_of_the_bits_that_are_stored(tmp_path: Path) -> None:
+    """12 of 16 bits: they were nearly black."""
+    colours = np.random.default_rng(0).integers(0, 4096, (5, 6, 3)).astype(np.uint16)
+    more = {(0x0028, 0x0002): ("US", [3]), KIND: ("CS", "RGB"), (0x0028, 0x0006): ("US", [0]),
+            (0x0028, 0x0010): ("US", [5]), (0x0028, 0x0011): ("US", [6]),
+            (0x0028, 0x0101): ("US", [12]), (0x0028, 0x0102): ("US", [11])}  # fmt: skip
+    picture = read_picture(write(tmp_path / "x.dcm", slice_of(colours, 0, more)))
+    assert np.array_equal(picture, np.rint(colours / 4095 * 255))
+
+
+@pytest.mark.parametrize("tag", ["RGB", "YBR_FULL", "YBR_FULL_422"])
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_colours_of_a_jpeg_are_what_the_jpeg_says(
+    tmp_path: Path, tag: str, subsampling: int
+) -> None:
+    """One tagged RGB that has YCbCr, as scanners of slides and ultrasound write, was red for blue."""
+    colours = np.zeros((32, 32, 3), np.uint8)
+    colours[:, :16] = 200, 30, 40
+    colours[:, 16:] = 20, 160, 220
+    jpeg = io.BytesIO()
+    Image.fromarray(colours).save(jpeg, "JPEG", quality=95, subsampling=subsampling)
+    more = {(0x0028, 0x0002): ("US", [3]), KIND: ("CS", tag), (0x0028, 0x0006): ("US", [0]),
+            (0x0028, 0x0010): ("US", [32]), (0x0028, 0x0011): ("US", [32])}  # fmt: skip
+    path = write(tmp_path / "x.dcm", slice_of(colours, 0, more))
+    dataset = pydicom.dcmread(path)
+    dataset.file_meta.TransferSyntaxUID = pydicom.uid.JPEGBaseline8Bit
+    dataset.PixelData = encapsulate([jpeg.getvalue()])
+    dataset["PixelData"].VR = "OB"
+    dataset["PixelData"].is_undefined_length = True
+    dataset.save_as(path)
+    with Image.open(jpeg) as picture:
+        assert np.array_equal(read_picture(path), np.array(picture))
+
+
+@pytest.mark.parametrize("table", [MODALITY_LUT, VOI_LUT])
+def test_tables_that_are_not_whole_are_refused_by_their_tag(tmp_path: Path, table: Any) -> None:
+    """Half of the entries of 16 bits were read as twice as many of 8."""
+    whole = np.arange(12, dtype="<u2").tobytes()
+    for number, (item, told) in enumerate((
+        ({(0x0028, 0x3002): ("US", [12, 0, 16]), (0x0028, 0x3006): ("OW", whole[:12])},
+         r"its \(0028,3006\) LUTData has 6 of 12 entries"),
+        ({(0x0028, 0x3003): ("LO", "x")}, r"table without \(0028,3002\) LUTDescriptor or \(0028,3006\)"),
+    )):  # fmt: skip
+        file = write(tmp_path / f"{number}.dcm", slice_of(PIXELS, 0, {table: ("SQ", [item])}))
+        with pytest.raises(InputError, match=told):
+            read_pixels(file)
 
 
 def test_a_mask_of_bits_is_read_as_zero_and_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import string
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -225,6 +226,12 @@ def test_cut_files_are_told(tmp_path: Path, keep: int) -> None:
     path.write_text(path.read_text()[:keep])
     with pytest.raises(InputError, match=r"all_data_0.json cannot be read \(.+\)"):
         datasets.datalist("femnist", tmp_path, "train", "seeded")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "all_data_0.json")
+    with pytest.raises(InputError, match="all_data_0.json cannot be read .*no plain file"):
+        items(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.datasets.readers import label_table
-from medfl.datasets.readers.label_columns import Wanted, unit_of
-from medfl.datasets.readers.label_table import Labels
+from medfl.datasets.readers import label_columns
+from medfl.datasets.readers.label_columns import Labels, Wanted, unit_of
 from medfl.datasets.readers.splitting import (
     Record,
     by_findings,
-    by_group,
-    fold,
     stratified,
 )
 
@@ -27,7 +24,7 @@ NAN = math.nan
 
 def read(folder: Path, text: str, images: list[str] | None = None, **wanted: Any) -> Labels:
     (folder / "t.csv").write_text(text, encoding="utf-8")
-    return label_table.read(folder / "t.csv", images or IMAGES, Wanted(**wanted))
+    return label_columns.read(folder / "t.csv", images or IMAGES, Wanted(**wanted))
 
 
 def column(found: Labels, k: int = 0) -> list[float]:
@@ -70,13 +67,27 @@ def test_what_is_uncertain_and_what_is_blank_are_told_apart(
     assert found.targets.get("4.png") == fourth
 
 
-@pytest.mark.parametrize("cell", ["-1", "-1.0", "?", "u", "Uncertain"])
+def test_a_few_words_among_numbers_make_no_classes(tmp_path: Path) -> None:
+    rows = [f"{n},{n + 0.5}" for n in range(2, 20)]
+    text = "\n".join(["file,ef", "0,30.5", "1,inf", *rows]) + "\n"
+    with pytest.raises(InputError, match=r"'inf' in column 'ef', row 3 \(1\); a number"):
+        read(tmp_path, text, columns=("ef",))
+
+
+def test_a_finding_that_nobody_has_is_no_class(tmp_path: Path) -> None:
+    """Of classes each row has one, as in ISIC's table, whose class UNK has no image."""
+    found = read(tmp_path, "file,Mass,Edema\n0,1,0\n1,0,0\n")
+    assert found.targets == {"0.png": (1, 0), "1.png": (0, 0)}
+    assert read(tmp_path, "file,MEL,NV,UNK\n0,1,0,0\n1,0,1,0\n").task == "classification"
+
+
+@pytest.mark.parametrize("cell", ["-1", "-1.0", "?", "u", "Uncertain", "unklar"])
 def test_spellings_of_uncertain(cell: str, tmp_path: Path) -> None:
     text = f"file,Mass,Effusion\n0,1,1\n1,{cell},0\n"
     assert read(tmp_path, text, uncertain="ones").targets["1.png"] == (1, 0)
 
 
-@pytest.mark.parametrize("cell", ["", "NaN", "NA", "None", "unknown"])
+@pytest.mark.parametrize("cell", ["", "NaN", "NA", "None", "unknown", "unbekannt"])
 def test_spellings_of_nothing(cell: str, tmp_path: Path) -> None:
     text = f"file,Mass,Effusion\n0,1,1\n1,{cell},0\n"
     assert read(tmp_path, text, blank="zeros").targets["1.png"] == (0, 0)
@@ -160,6 +171,8 @@ def test_whole_numbers_are_classes_unless_there_are_many_or_the_user_says_so(
         "file,Mass,Edema\r\nimages/0.png,1,1\r\nimages\\1.png,0,1\r\n",
         "file,Mass ,Edema\n/data/study/0.png,1.0,1\n/data/study/1.png,0.0,1\n,,\n",
         "file,Mass,Edema\n0,TRUE,1\n1,false,1\n",
+        "file,Mass,Edema\n0,yes,Yes\n1,No,yes\n",
+        "file;Mass;Edema\n0;Ja;ja\n1;nein;ja\n",
         "file,Mass,Edema\n0,1,1\n0,1,1\n1,0,1\n",
     ],
 )
@@ -198,6 +211,12 @@ def test_a_path_from_another_folder_on_is_an_image(tmp_path: Path) -> None:
         ("file,c\n0,1\n", {"task": "multilabel", "names": ("a", "b")}, "has no column 'a', 'b'; a column for each"),
         ("file,a,b,c\n0,0,1,1\n1,1,0,\n", {}, "each row has one 1 in the columns a, b; .*--task classification"),
         ("file,Mass,Mass \n0,1,1\n1,0,1\n", {}, "two columns 'Mass'"),
+        # a code for unknown made numbers of the one finding, and nothing of the other
+        ("file,Mass,Edema\n0,1,1\n" + "9,0,1\n" * 20 + "1,99,0\n", {},
+         "'99' in column 'Mass', row 23 .*; numbers with --task regression"),
+        ("file,hc\n0,1.5\n1,1e39\n", {}, "'1e39' in column 'hc', row 3 .* up to 3.4e.38, or nothing; correct"),
+        ("file,hc\n0,1.5\n1,inf\n", {}, "'inf' in column 'hc', row 3"),
+        ("file;ml\n0;1.000,5\n1;2.000,5\n", {}, "'1.000,5' in column 'ml'.*write 1000.5, with a decimal point"),
     ],
 )  # fmt: skip
 def test_wrong_tables_are_refused_in_one_line(
@@ -227,6 +246,30 @@ def test_a_finding_that_a_site_has_no_column_of_is_unknown_there(tmp_path: Path)
     assert math.isnan(zeros.targets["0.png"][1])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sep=;\nfile;label\n0;a\n1;b\n", "classes by column 'label'"),
+        ("file,Mass,Flu\n0,Y,n\n1,positive,present\n2,neg,absent\n", "2 findings by"),
+    ],
+)
+def test_further_spellings(text: str, words: str, tmp_path: Path) -> None:
+    assert words in read(tmp_path, text).columns
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("file,n,Mass\n0,2,1\n1,3,0\n2,4,0\n", "not taken: columns of 0 and 1, Mass; --label-column takes them"),
+        ("file,grade\n0,2\n1,3\n2,4\n", "'grade' is taken as numbers; --label-column grade takes it as classes"),
+        ("file,finding\n0,a;b\n1,a\n2,b\n", "class 'a;b' may be several findings: | between them makes them such"),
+        ("file,finding\n0,A|b\n1,a\n", "differ in upper and lower case only: 'A' and 'a'"),
+    ],
+)  # fmt: skip
+def test_what_a_table_could_say_too_is_said(text: str, note: str, tmp_path: Path) -> None:
+    assert any(note in line for line in read(tmp_path, text).notes)
+
+
 @pytest.mark.parametrize("choice", [{"task": "ordinal"}, {"uncertain": "half"}, {"blank": "ones"}])
 def test_other_choices_are_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(choice))} '"):
@@ -251,21 +294,6 @@ def records(targets: Any) -> list[Record]:
 def test_sections_have_some_of_each_finding_and_of_each_part_of_a_number() -> None:
     draws = np.random.default_rng(0)
     findings = records((draws.random((400, 3)) < [0.04, 0.2, 0.5]).astype(float))
-    strata = stratified(findings)
-    for number in range(3):
-        assert all(
-            strata[n].label == strata[n + 1].label for n in range(0, 400, 2)
-        )  # a patient's are one
-        sections = by_group("own", at_centres=False)(strata)
-        has = [
-            section
-            for section, record in zip(sections, findings, strict=True)
-            if record.target[number]
-        ]
-        assert 0.5 < has.count("train") / len(has) < 0.9
-        assert has.count("test") > 0.1 * len(has)
-
-    fold(1, 5, "own")(strata)  # each stratum is large enough
     sections = by_findings("own")(findings)
     assert all(sections[n] == sections[n + 1] for n in range(0, 400, 2))
     assert sections == [*reversed(by_findings("own")(findings[::-1]))]

@@ -115,6 +115,44 @@ def test_pictures_with_gaps_are_written_as_they_were(
     assert np.array_equal(np.array(Image.open(tmp_path / "out" / "i.png")), stored)
 
 
+def test_palettes_in_several_orders_are_refused(tmp_path: Path) -> None:
+    """Programs that count colours number them by file: index 1 was the liver in one mask, the kidney in the next."""
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+
+    black_red_green = [0, 0, 0, 255, 0, 0, 0, 255, 0]
+    for number, palette in enumerate([black_red_green] * 3 + [[0, 0, 0, 0, 255, 0, 255, 0, 0]]):
+        Image.fromarray(PICTURE + np.uint8(number)).save(f"{tmp_path}/images/{number}.png")
+        mask = Image.fromarray(PICTURE % 3)
+        mask.putpalette(palette)
+        mask.save(f"{tmp_path}/masks/{number}.png")
+
+    told = r"index 1 is the colour \(255, 0, 0\) in mask \S*/0\.png, \(0, 255, 0\) in \S*/3\.png; an index"
+    with pytest.raises(InputError, match=told):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
+    mask.putpalette(black_red_green)
+    mask.save(f"{tmp_path}/masks/3.png")
+    found = starter.survey(tmp_path / "images", tmp_path / "masks")
+    assert found.classes == ("background", "structure_1", "structure_2")
+    starter.write(tmp_path / "mine", found)
+    mask.putpalette(palette)
+    mask.save(f"{tmp_path}/masks/3.png")
+    assert "index 1 is the colour" in check_folder(str(tmp_path / "mine"), tmp_path).problems[0]
+
+
+def test_a_jpeg_of_several_shades_is_no_mask(tmp_path: Path) -> None:
+    """Without white among them its shades were structures, 30 of three."""
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+
+    Image.fromarray(PICTURE).save(f"{tmp_path}/images/0.png")
+    Image.fromarray(PICTURE % 3 * np.uint8(100)).save(f"{tmp_path}/masks/0.jpg")
+    with pytest.raises(
+        InputError, match="perhaps shades of JPEG or resizing; .*save the masks in black"
+    ):
+        starter.survey(tmp_path / "images", tmp_path / "masks")
+
+
 def test_volumes_of_two_scales_have_one_structure(tmp_path: Path) -> None:
     """Some masks have 0 and 1, others 0 and 255, one nothing: no mask has both, so 255 is 1, which is said."""
     draws = np.random.default_rng(0)
@@ -149,3 +187,42 @@ def test_volumes_of_two_scales_have_one_structure(tmp_path: Path) -> None:
 def test_classes_that_no_mask_can_have_are_refused(classes: int | list[int]) -> None:
     with pytest.raises(InputError, match=r"classes="):
         ReadPaird(classes=classes)
+
+
+@pytest.mark.parametrize(("ending", "names"), [("jpg", ()), ("png", ()), ("jpg", ("lesion",))])
+def test_shades_of_masks_are_no_classes(
+    tmp_path: Path, ending: str, names: tuple[str, ...]
+) -> None:
+    """JPEG and smooth resizing make shades of black and white, which were up to a hundred classes."""
+    draws = np.random.default_rng(0)
+    for number in range(8):
+        disc = np.hypot(*np.indices((24, 24)) - 8 - number % 4) < 7
+        mask = Image.fromarray(disc.astype(np.uint8) * 255)
+        if ending == "png":
+            mask = mask.resize((19, 19)).resize((24, 24))
+        for folder, picture in (("images", draws.integers(0, 255, (24, 24))), ("masks", mask)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            file = tmp_path / folder / f"{number}.{ending}"
+            Image.fromarray(np.asarray(picture).astype(np.uint8)).save(file)
+    with pytest.raises(
+        InputError,
+        match=r"values, as .* up to 255, perhaps shades of JPEG or resizing; .*black and white",
+    ):
+        starter.survey(tmp_path / "images", tmp_path / "masks", names=names)
+    for file in (tmp_path / "masks").iterdir():
+        Image.fromarray(np.asarray(Image.open(file)) // 128 * 255).save(file.with_suffix(".png"))
+    for file in (tmp_path / "masks").glob("*.jpg"):
+        file.unlink()
+    assert starter.survey(tmp_path / "images", tmp_path / "masks").counts == (8, 8)
+
+
+def test_masks_without_a_background_are_said(tmp_path: Path) -> None:
+    """Values from 1 on, as of MATLAB: the class 0 has no pixel."""
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    for number in range(8):
+        scan(tmp_path / "images" / f"{number}.nii")
+        volume(tmp_path / "masks" / f"{number}.nii", (VALUES % 2 + 1).astype(np.uint8))
+    assert (
+        "no mask has the values 0" in starter.survey(tmp_path / "images", tmp_path / "masks").notes
+    )

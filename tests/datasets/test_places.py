@@ -176,6 +176,31 @@ def test_formats_of_itk_lie_where_simpleitk_has_them(tmp_path: Path, name: str) 
     assert np.array_equal(labels[0].numpy(), MASK)
 
 
+@pytest.mark.parametrize(
+    ("damage", "packed"), [("cut", False), ("cut", True), ("header", False), ("changed", True)]
+)
+def test_a_damaged_file_of_itk_is_refused_in_one_line(
+    tmp_path: Path, capfd: Any, packed: bool, damage: str
+) -> None:
+    """MetaIO wrote to stderr by itself, and of packed voxels that are changed read the rest from memory."""
+    path = tmp_path / "x.mha"
+    voxels = np.random.default_rng(0).normal(size=(8, 7, 6)).astype(np.float32)
+    sitk.WriteImage(sitk.GetImageFromArray(voxels), str(path), packed)
+    content = path.read_bytes()
+    damaged = {
+        "cut": content[:-100],
+        "header": content.replace(b"DimSize", b"DimSise"),
+        "changed": content[:-80] + b"\xff" * 40 + content[-40:],
+    }
+    path.write_bytes(damaged[damage])
+    reason = "Meta|Uncompress failed|NDims|DimSize|ElementType"
+    with pytest.raises(InputError, match=rf"x\.mha cannot be read \(({reason})") as raised:
+        read_volume(str(path))
+    assert ".cxx" not in str(raised.value)
+    assert "0x" not in str(raised.value)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", ["x.nii.gz", "x.nrrd", "x.mha"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_fourth_axis_are_channels(tmp_path: Path, name: str, count: int) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from medfl.core.errors import InputError
@@ -166,6 +167,34 @@ def test_each_patient_is_tested_in_one_fold(groups: int, count: int) -> None:
     assert max(sizes) - min(sizes) <= 2  # a patient of two images
     shuffled = list(reversed(records))
     assert list(reversed(fold(2, count, "x")(shuffled))) == found[1]
+
+
+def test_each_fold_has_its_share_of_each_finding_and_of_each_part_of_a_number() -> None:
+    """Also where the records have no class, as those of the shipped data sets of findings and numbers."""
+    draws = np.random.default_rng(0)
+    targets = {
+        "findings": (draws.random((300, 3)) < [0.05, 0.2, 0.5]).astype(float),
+        "numbers": draws.normal(0, 1, (300, 1)),
+    }
+    for kind, values in targets.items():
+        records = []
+        for i, row in enumerate(values):
+            record = Record(
+                f"{i}.png", 0, f"i{i}", "ab"[i % 3 % 2], f"g{i // 2}", target=tuple(row)
+            )
+            records.append(record)
+
+        high = values > 0 if kind == "findings" else values > np.quantile(values, 0.8)
+        tested = np.zeros(300, int)
+        for number in range(1, 6):
+            sections = np.array(fold(number, 5, "x")(records))
+            assert (sections[::2] == sections[1::2]).all()
+            tested += sections == "test"
+            for name, share in {"test": 0.2, "validate": 0.1, "train": 0.7}.items():
+                found = high[sections == name].sum(0)
+                assert (np.abs(found - share * high.sum(0)) <= 5).all(), (kind, number, name)
+
+        assert (tested == 1).all()
 
 
 @pytest.mark.parametrize(

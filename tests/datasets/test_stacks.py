@@ -19,6 +19,7 @@ import medfl.datasets as datasets
 from medfl.core.errors import InputError
 from medfl.datasets.readers import stacks
 from medfl.datasets.readers.reading import container_uri, split_uri
+from tests.support.cohorts import SIZES
 
 STACKED = ("mnist", "fmnist", "svhn", "cifar10", "cifar100")
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 4, 4, 3), dtype=np.uint8)
@@ -55,7 +56,7 @@ def test_validation_is_carved_from_the_published_training_images(
     }
     assert parts == {"train": {"train"}, "validate": {"train"}, "test": {"test"}}
     counts = {section: Counter(item["label"] for item in items) for section, items in found.items()}
-    total = 20 if name == "cifar100" else 60
+    total = SIZES.get(name, 30)
     for label in range(len(data.classes)):
         assert counts["test"][label] == total // 5
         assert counts["validate"][label] == pytest.approx(0.08 * total, abs=1)
@@ -316,3 +317,16 @@ def test_stacks_do_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(ValueError, match="would unpack to"):
             stacks.load(tmp_path / file, name)
+
+
+@pytest.mark.parametrize("name", ["train_32x32.mat", "train-images-idx3-ubyte", "batches"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "batches":
+        path.mkdir()
+        for number in range(1, 6):
+            os.mkfifo(path / f"data_batch_{number}")
+    else:
+        os.mkfifo(path)
+    with pytest.raises((OSError, ValueError), match="no plain file"):
+        stacks.load(path, "train_images")

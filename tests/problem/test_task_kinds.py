@@ -221,6 +221,7 @@ def test_a_loss_of_all_targets_at_once_cannot_leave_one_out() -> None:
         (torch.zeros(2, 3), torch.tensor([[1, 0, 1]] * 2), nn.BCEWithLogitsLoss(), False, "multilabel"),
         (torch.zeros(2, 3), torch.tensor([1, 1]), nn.CrossEntropyLoss(), True, "classification"),
         (torch.zeros(2, 1), torch.tensor([[1.0], [1.0]]), nn.BCEWithLogitsLoss(), True, "classification"),
+        (torch.zeros(2, 1), torch.tensor([[1.0], [1.0]]), nn.BCEWithLogitsLoss(), False, "multilabel"),
         (torch.zeros(2, 1), torch.tensor([[12.0], [12.0]]), nn.MSELoss(), True, "regression"),
         (torch.zeros(2), torch.tensor([12.0, 12.0]), nn.L1Loss(), True, "regression"),
         (torch.zeros(2, 1), torch.tensor([[0.3], [0.3]]), lambda p, y: p.mean(), False, "regression"),
@@ -305,3 +306,20 @@ def test_a_run_of_parts(
 def test_methods_with_class_prototypes_say_that_they_are_for_classification(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a multilabel task; it supports classification"):
         medfl.run(parts_of("multilabel"), "fedmr", rounds=1, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "told"),
+    [
+        ("multilabel", (0.0, 2.0), "item 'a': target 2; 1 \\(present\\), 0 \\(absent\\)"),
+        ("regression", (float("inf"),), "item 'a': target inf; a finite number"),
+        ("regression", (float("-inf"),), "item 'a': target -inf; a finite number"),
+    ],
+)
+def test_a_target_that_no_kind_has_is_refused(
+    kind: str, target: tuple[float, ...], told: str
+) -> None:
+    with pytest.raises(InputError, match=told):
+        KINDS[kind].items([{"id": "a", "target": target}])
+
+    assert KINDS[kind].items([{"id": "a", "target": (None, 1.0)}])

@@ -279,6 +279,15 @@ def test_the_verb_says_what_it_understood(
     assert "without --labels" in capsys.readouterr().err
 
 
+def test_a_repeated_column_is_one_more_finding(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["new", str(tmp_path / "b"), "--images", str(data / "images"), "--labels"]
+    columns = ["--label-column", "spot", "--label-column", "bar"]
+    assert cli.main([*command, str(data / "findings.csv"), *columns]) == 0
+    assert "2 findings by the columns" in capsys.readouterr().out
+
+
 def test_one_output_is_a_network(bundles: dict[str, Path], data: Path) -> None:
     network = Bundle(str(bundles["regression"]), {"dataset_dir": str(data)}).network()
     assert network(torch.zeros(2, 1, 24, 24)).shape == (2, 1)

@@ -21,7 +21,7 @@ from medfl.cli import main as medfl
 from medfl.core.errors import InputError
 from medfl.datasets import own
 from medfl.datasets.own import listed, paired
-from medfl.datasets.readers import conventions, label_table
+from medfl.datasets.readers import conventions, label_columns
 from medfl.datasets.readers.volumes import read_pair, read_volume
 from medfl.starter import starter
 
@@ -82,7 +82,7 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
     ]
     (tmp_path / "t.csv").write_text("\n".join([head, *rows]) + "\n")
     if form == "diagnosis before label":  # .png of the table is .PNG of the file
-        assert label_table.read(tmp_path / "t.csv", ["Bild 00 ü.PNG"]).classes == {
+        assert label_columns.read(tmp_path / "t.csv", ["Bild 00 ü.PNG"]).classes == {
             "Bild 00 ü.PNG": "A"
         }
     seen = starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
@@ -92,7 +92,7 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
         "images",
         "t.csv",
     )
-    found = label_table.read(tmp_path / "t.csv", [f"Bild {n:02d} ü.PNG" for n in range(20)])
+    found = label_columns.read(tmp_path / "t.csv", [f"Bild {n:02d} ü.PNG" for n in range(20)])
     assert re.search(told, found.columns)
     items = [
         item
@@ -143,7 +143,7 @@ def test_a_number_that_lost_its_zeros_finds_its_image(spelled: str, tmp_path: Pa
     seen = starter.survey(tmp_path / "p", labels=tmp_path / "t.csv")
     assert seen.counts == (6, 6)
     assert "12 images are matched by their numbers" in " ".join(seen.notes)
-    labels = label_table.read(tmp_path / "t.csv", [f"{n:04d}.png" for n in range(8, 20)]).classes
+    labels = label_columns.read(tmp_path / "t.csv", [f"{n:04d}.png" for n in range(8, 20)]).classes
     assert all(name == "ab"[int(image[:4]) % 2] for image, name in labels.items())
     picture(tmp_path / "p" / "012.png")
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_a_running_number_is_no_name_where_another_column_has_the_names(tmp_path
     images = [f"{number:04d}.png" for number in range(6)]
     lines = [f"{number},{5 - number:04d}.png,{'ab'[number % 2]}" for number in range(6)]
     (tmp_path / "t.csv").write_text("\n".join(["id,name,label", *lines]) + "\n")
-    assert label_table.read(tmp_path / "t.csv", images).classes["0005.png"] == "a"
+    assert label_columns.read(tmp_path / "t.csv", images).classes["0005.png"] == "a"
 
 
 def test_cases_that_lost_their_zeros_are_refused_with_the_cause(tmp_path: Path) -> None:
@@ -212,12 +212,12 @@ def test_classes_that_differ_in_case_only_are_told(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         "\n".join(["file,label", *(f"{n}.png,{name}" for n, name in enumerate(names))])
     )
-    found = label_table.read(tmp_path / "t.csv", [f"{n}.png" for n in range(6)])
+    found = label_columns.read(tmp_path / "t.csv", [f"{n}.png" for n in range(6)])
     assert found.notes == (
-        "classes that differ in upper and lower case only: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
+        "names that differ in upper and lower case only: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
         "they count as different",
     )
-    different = label_table.read(tmp_path / "t.csv", ["0.png", "2.png", "3.png"])
+    different = label_columns.read(tmp_path / "t.csv", ["0.png", "2.png", "3.png"])
     assert not any("upper and lower case" in note for note in different.notes)
 
 
@@ -377,7 +377,7 @@ def test_pictures_that_are_the_same_are_said(tmp_path: Path) -> None:
     (tmp_path / "b" / "copy of 0.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
     (note,) = (note for note in starter.survey(tmp_path).notes if "the same" in note)
     assert note == (
-        "1 images are the same as another, 1 of another class, first a/0.png and b/copy of 0.png: "
+        "images that are the same as another: 1, 1 of another class; first a/0.png and b/copy of 0.png: "
         "keep one, or name one patient"
     )
 
@@ -480,6 +480,34 @@ def test_pixels_that_nnunet_ignores_are_no_class(tmp_path: Path) -> None:
             starter.survey(tmp_path / "with", names=names)
     nnunet(tmp_path / "without", labels={"background": 0, "organ": 1, "rest": 2, "ignore": 3})
     assert starter.survey(tmp_path / "without").classes == ("background", "organ", "rest")
+
+
+@pytest.mark.parametrize("name", ["Ignore", "IGNORE"])
+def test_ignore_in_other_letters_is_no_class_either(name: str, tmp_path: Path) -> None:
+    nnunet(tmp_path, labels={"background": 0, "organ": 1, name: 2})
+    with pytest.raises(InputError, match=r"4 of 4 masks have the value 2, .* calls 'ignore'"):
+        starter.survey(tmp_path)
+
+
+def test_regions_of_one_value_are_classes(tmp_path: Path) -> None:
+    """They were called regions of several values."""
+    nnunet(tmp_path, labels={"background": 0, "organ": [1], "tumour": [2]})
+    assert starter.survey(tmp_path).classes == ("background", "organ", "tumour")
+
+
+def test_channels_that_images_lack_are_said(tmp_path: Path) -> None:
+    names = {"0": "T1", "1": "T2"}
+    nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, channel_names=names)
+    said = "dataset.json names the channels T1, T2, images have 1"
+    assert said in starter.survey(tmp_path).notes
+
+
+def test_a_byte_order_mark_is_no_invisible_character(tmp_path: Path) -> None:
+    """Windows' editors write one before a JSON document."""
+    nnunet(tmp_path)
+    labels = {"labels": {"background": 0, "organ": 1, "tumour": 2}}
+    (tmp_path / "dataset.json").write_text(json.dumps(labels), encoding="utf-8-sig")
+    assert starter.survey(tmp_path).classes == ("background", "organ", "tumour")
 
 
 def test_files_that_nnunet_lists_are_read_wherever_they_lie(tmp_path: Path) -> None:
@@ -760,7 +788,7 @@ def test_a_table_says_each_thing_once(tmp_path: Path) -> None:
     picture(tmp_path / "images" / "a.png")
     (tmp_path / "table.csv").write_text("file,label,label\na.png,A,B\n")
     with pytest.raises(InputError, match="two columns 'label'"):
-        label_table.read(tmp_path / "table.csv", ["a.png"])
+        label_columns.read(tmp_path / "table.csv", ["a.png"])
 
 
 def test_pipes_and_files_without_a_text_for_a_name_are_left_out_and_told(tmp_path: Path) -> None:

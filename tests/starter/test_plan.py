@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -23,8 +24,8 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint, Tally
-from medfl.partner.fingerprint import Cases, gather
 from medfl.policy.inspection import inspect
+from medfl.problem.fingerprint import Cases, _released as released, gather
 from medfl.starter import plan as rules, starter
 from medfl.starter.plan import Network, plan
 from medfl.starter.survey import Survey
@@ -135,11 +136,46 @@ def test_nothing_of_fewer_cases_than_the_least_count_leaves(cases: Cases) -> Non
         counts += tally.cells.values()
 
     assert min(counts, default=10) >= 10
-    assert told.volumes == {1: None, 2: None}  # all of 12, and 8
+    assert told.volumes == {
+        1: None,
+        2: None,
+    }  # all of 12, and 8: of two small cells nothing is told
     assert told.spacings[1].length() == 1  # of all
     assert told.spacings[0].length() == pytest.approx(3**0.5, rel=1e-6)  # cells are hidden
     with pytest.raises(InputError, match="fewer than 10 training cases"):
         gather(EMPTY, cases[:9], 10)
+
+
+def test_a_class_that_all_cases_have_is_told_to_be_there(cases: Cases) -> None:
+    """And of what is hidden every number from 0 to K - 1 stays possible: all of them look the same from outside."""
+    for least in (4, 6):
+        told = gather(EMPTY, cases, least)
+        assert told.volumes[1] is True  # 12 of 12
+        assert (told.volumes[2] is True) == (least == 6)  # 8 of 12; of K = 4 both cells are told
+        for present in range(13):
+            tally = Tally(present, 0, 0, {0: present})
+            shown = released(replace(told, volumes={1: tally}), [Counter[int]()], least).volumes[1]
+            lacking = 12 - present
+            assert isinstance(shown, Tally) == (min(present, lacking) >= least)
+            if shown is True:
+                assert lacking in range(least)
+            if shown is False:
+                assert present in range(least)
+
+    assert gather(EMPTY, cases, 7).volumes == {1: None, 2: None}  # 12 < 2 K - 1
+
+
+def test_what_is_told_of_a_class_adds_up_in_any_order() -> None:
+    values: list[Any] = [Tally(), Tally(5, 9, 9), True, False, None]
+    sites = [
+        replace(hospital((64, 64, 64), (1, 1, 1)), volumes={1: value, 2: True}) for value in values
+    ]
+    for three in itertools.product(sites, repeat=3):
+        first, second, third = three
+        assert first + second + third == first + (second + third) == third + second + first
+
+    notes = " ".join(plan({"a": sites[3], "b": sites[2]}).differences)
+    assert "a: few cases with organ; where it annotates none: --site-labels 'a=tumour'" in notes
 
 
 def hospital(

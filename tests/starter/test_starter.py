@@ -292,7 +292,7 @@ def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) ->
     for number in range(3):
         save(disc(32, 8, np.random.default_rng(number))[0], pairs / "images" / f"new{number}.png")
     said = list[str]()
-    train(bundle, pairs, tmp_path / "run", say=said.append)
+    train(bundle, pairs, tmp_path / "run", say=said.append, local_epochs=1)
     note = "3 of 23 images have no mask and are left out, first new0"
     assert said.count(f"note: {note}") == 1
 
@@ -334,7 +334,7 @@ def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Pat
     assert (seen.kind, seen.patch, seen.counts) == ("volumes", (16, 16, 16), (12, 12, 12))
     bundle = starter.write(tmp_path / "mine", seen)
     checked(bundle)
-    run = train(bundle, solid, tmp_path / "run")
+    run = train(bundle, solid, tmp_path / "run", local_epochs=1)
     row = run.predict()[0]
     assert row["mask"].shape == (18, 20, 22)
     recorded = next(other for other in run.predictions if other["id"] == row["id"])

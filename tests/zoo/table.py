@@ -89,9 +89,9 @@ def row(name: str) -> list[str]:
                 "",
                 "",
             ]
-        scores = ", ".join(
-            f"{key} {value:.2f}" for key, value in list((summary["last"] or {}).items())[1:2]
-        )
+        key = read_run(out / "run.json")[1]["key_metric"]
+        value = (summary["last"] or {}).get(key)
+        scores = "" if value is None else f"{key} {value:.2f}"
         changed = ", ".join(f"`{key}`" for key in config if key != "dataset_dir")
         adapted = ", ".join(f"`{one}`" for one in read_run(out / "run.json")[0].adapted)
     return [*cells, f"trains{f' ({scores})' if scores else ''}", changed, adapted]
@@ -138,7 +138,7 @@ def main(names: Sequence[str]) -> None:
         f"{sum(text.startswith('refused') for text in accepted)} refused; "
         f"{sum(each[3].startswith('trains') for each in rows)} train."
     )
-    table = markdown_table(list(HEAD), rows)
+    table = markdown_table(list(HEAD), rows, is_markup=True)
     PAGE.write_text(
         f"{head}<!-- table -->\n\n{said}\n\n{table}\n\n<!-- /table -->{tail}", encoding="utf-8"
     )

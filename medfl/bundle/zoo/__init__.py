@@ -1,1 +1,1 @@
-"""The habits of bundles that others publish: older MONAI, paths, trainers of their own."""
+"""Conventions of published bundles: older MONAI, paths, custom trainers."""

@@ -1,6 +1,6 @@
-"""Bundles written for older MONAI and NumPy: what is put right where that is safe and exact, and what each is called.
+"""Bundles written for older MONAI and NumPy: safe and exact adaptations, and their names.
 
-A run records the names of what was done for it (`Run.adapted`), and the user is told.
+A run records the names of its adaptations (`Run.adapted`), and the user is told.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medfl.core.mappings import without
 from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"
@@ -42,24 +43,25 @@ _SAME = {
     "PINF": "inf",
     "NaN": "nan",
 }
-"""Names that NumPy 2 took away, and what was and is the same under another."""
+"""Names that NumPy 2 removed, and their equivalents."""
 _PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
-"""Names that NumPy took away, and Python's own that they were."""
+"""Names that NumPy removed, and the Python built-ins that they were."""
 _GONE = {
     old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)
 }
-_GONE |= {name: kind for name, kind in _PYTHON.items() if name not in vars(np)}
+_GONE |= without(_PYTHON, vars(np))
+# (?!) matches nothing, where NumPy has all names still
 _USES = re.compile(rf"\b(?:np|numpy)\.({'|'.join(_GONE) or '(?!)'})\b")
 _CHECKED_ONLY = {"SwinUNETR": {"img_size"}}
-"""Arguments of networks that were compared with nothing but themselves, and then removed."""
+"""Arguments of networks that were only validated, and later removed."""
 _PADDING = {"constant_values", "value", "end_values", "stat_length", "reflect_type"}
-"""Arguments that a zoom may hand on to what pads; with any other it fails once it pads, and else ignores it."""
+"""Arguments that a zoom may pass on to padding; any other fails when it pads, and is otherwise ignored."""
 _MONAI = {"_target_", "_requires_", "_disabled_", "_desc_", "_mode_"}
 
 
 def give_numpy_names(texts: Iterable[str]) -> set[str]:
-    """Give NumPy the names back that these texts use and it has under another; return what was done."""
-    names = set[str]().union(*map(_USES.findall, texts))
+    """Restore the NumPy names used in these texts that have an equivalent; return what was done."""
+    names = set().union(*map(_USES.findall, texts))
     for name in names:
         setattr(np, name, _GONE[name])
     return {f"numpy.{name}" for name in names}
@@ -72,14 +74,14 @@ def python_texts(root: Path) -> list[str]:
 
 
 def arrays_in_pickles() -> AbstractContextManager[None]:
-    """Return a context in which `torch.load` reads NumPy's arrays and numbers beside tensors, and still no code."""
+    """Return a context in which `torch.load` reads NumPy arrays and numbers beside tensors, and still no code."""
     return torch.serialization.safe_globals(
         [(stand_in, name) for name, stand_in in STAND_INS.items()]
     )
 
 
 def idle_arguments(target: str, arguments: Iterable[str]) -> set[str]:
-    """Return those of a component's arguments that this MONAI does not have, and without which it does the same."""
+    """Return a component's arguments that this MONAI lacks and without which it behaves the same."""
     if target in _CHECKED_ONLY:
         parameters = inspect.signature(getattr(monai.networks.nets, target)).parameters
         return set(arguments) & _CHECKED_ONLY[target] - parameters.keys()
@@ -97,7 +99,7 @@ def idle_arguments(target: str, arguments: Iterable[str]) -> set[str]:
 
 
 def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss that gets labels which are true or false, or a byte for each output, as 1.0 and 0.0."""
+    """Return a loss that receives boolean labels, or a byte per output, as 1.0 and 0.0."""
 
     def cast_to_float(prediction: Any, target: Any) -> Tensor:
         # bytes of another shape are class indices
@@ -112,12 +114,12 @@ def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def needs_float_labels(loss: object, device: torch.device) -> bool:
-    """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
+    """Tell whether a PyTorch-style loss fails on boolean labels but not on 1.0 and 0.0."""
     if not isinstance(loss, nn.Module):
         return False
 
     output = torch.zeros(1, 2, 4, 4, device=device)
-    with suppress(Exception):  # it may take other shapes
+    with suppress(Exception):  # it may expect other shapes
         try:
             loss(output, output > 0)
         except RuntimeError:
@@ -128,7 +130,7 @@ def needs_float_labels(loss: object, device: torch.device) -> bool:
 
 
 def said(name: str) -> str:
-    """Return what was done, in words, from its name in `Run.adapted`."""
+    """Describe an adaptation by its name in `Run.adapted`."""
     subject, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
         return "its loss gets labels that are true or false, or bytes, as 1.0 and 0.0, as this MONAI needs"

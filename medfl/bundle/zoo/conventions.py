@@ -1,4 +1,4 @@
-"""How the zoo's bundles say things: folders with a slash, data lists beside the bundle, devices by name, Dice."""
+"""Conventions of the zoo's bundles: folders with a slash, data lists beside the bundle, devices by name, Dice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
 
 
 def folder_like(before: object, folder: object) -> str:
-    """Return a folder that ends in a slash if the one before did: `@dataset_dir + 'train.csv'` needs it."""
+    """Return a folder that ends in a slash if the previous one did: `@dataset_dir + 'train.csv'` needs it."""
     slash = str(before).rstrip("'\"").endswith("/")
     if slash and str(folder)[:1] not in ("$", "@", "%"):
         return f"{str(folder).rstrip('/')}/"
@@ -30,9 +30,9 @@ def folder_like(before: object, folder: object) -> str:
 
 
 def data_lists(content: Config, root: Path, folder: str) -> dict[str, str]:
-    """Return id -> file for data lists that are missing in the bundle's folder and lie in the data's.
+    """Return id -> file for data lists that are missing in the bundle's folder but exist in the data folder.
 
-    A list is looked for at the same place below the data folder, then in it by its name alone.
+    A list is searched for at the same relative path in the data folder, then by its name alone.
     """
     list_files = {}
     for key, text in content.items():
@@ -61,16 +61,16 @@ def without_fetching(node: Any) -> Any:
 
 
 def with_missing(node: Config) -> Config:
-    """Return a Dice of MONAI's that counts the structures which a reference lacks, and any other component as it is."""
+    """Return a MONAI Dice that counts structures missing in a reference; any other component unchanged."""
     target = re.sub(r"monai\..*\.", "", str(node.get("_target_", "")))
     if target == "DiceMetric":
         return {**node, "ignore_empty": False}
     if target != "MeanDice":
         return node
 
-    # the handler has no such argument, its metric has
+    # the handler has no such argument, but its metric does
     metric = {"_target_": "DiceMetric", "ignore_empty": False}
-    handler: dict[str, object] = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
+    handler = {"_target_": "IgniteMetricHandler", "metric_fn": metric}
     for key, value in node.items():
         if key in _OF_DICE:
             metric[key] = value
@@ -81,7 +81,7 @@ def with_missing(node: Config) -> Config:
 
 
 def rewritten(key: str, text: str, device: torch.device) -> str:
-    """Return a text with CUDA devices that it names replaced by the run's, and a reader's class by its name."""
+    """Replace CUDA devices in a text by the run's, and a reader's class by its name."""
     if key == "reader" and text.removeprefix("$monai.data.") in READERS:
         return text.removeprefix("$monai.data.")
     if text.startswith("$"):

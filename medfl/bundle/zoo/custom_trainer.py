@@ -1,8 +1,8 @@
-"""Trainers with an iteration of their own: MONAI's GanTrainer and AdversarialTrainer, a bundle's, any iteration_update.
+"""Trainers with their own iteration: MONAI's GanTrainer and AdversarialTrainer, a bundle's, any iteration_update.
 
-Such a trainer is made as its bundle says, but for its handlers. It runs on a site's batches as a data loader gives
-them, and steps its networks by its own optimisers; the bundle's evaluator scores them. A State has the tensors of the
-networks that the optimisers train: a single one's under their own names, else under `g_network`, `d_network`.
+Such a trainer is created as its bundle says, but without its handlers. It runs on a site's batches from a data loader,
+and updates its networks with its own optimisers; the bundle's evaluator scores them. A State contains the tensors of
+the networks that the optimisers train: a single one's under their own names, else under `g_network`, `d_network`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.zoo import compatibility
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError, as_text
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
@@ -33,13 +34,13 @@ from medfl.training.site import FitReport, Site, check_finite
 
 
 class CustomTrainer:
-    """A trainer and the evaluator beside it, around the networks that they hold.
+    """A trainer and its evaluator, around the networks that they hold.
 
     Attributes:
-        model: the network, or several in a ModuleDict; it knows this object as `custom_trainer`.
+        model: the network, or several in a ModuleDict; it refers to this object as `custom_trainer`.
 
     Raises:
-        InputError: an engine cannot be made, or its optimisers train what none of its arguments is.
+        InputError: an engine cannot be created, or its optimisers train something that is not among its arguments.
     """
 
     def __init__(self, config: Configuration, trainer: str) -> None:
@@ -52,7 +53,7 @@ class CustomTrainer:
 
         attributes = {**vars(self._trainer.state), **vars(self._trainer)}
         optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
-        # the copies are how they start in each visit
+        # the copies are the initial state of each visit
         self._optimizers = [(optimizer, _copy(optimizer)) for optimizer in optimizers]
         trained = set[int]()
         for optimizer in optimizers:
@@ -64,7 +65,7 @@ class CustomTrainer:
             if not isinstance(value, nn.Module):
                 continue
 
-            # What another network has already is trained there
+            # Parts shared with another network are trained there
             new = trained.intersection(map(id, value.parameters()))
             if new:
                 networks[key] = value
@@ -91,7 +92,7 @@ class CustomTrainer:
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
 
     def optimizer(self, lr: float | None) -> Optimizer:
-        """Return a new optimiser as the trainer's, at another rate if one is given; of several, what has all groups."""
+        """Return a new optimiser like the trainer's, at another rate if given; for several, one with all groups."""
         fresh = [_copy(optimizer) for _, optimizer in self._optimizers]
         together: Any = SimpleNamespace(param_groups=_groups(fresh))
         if lr is not None:
@@ -103,10 +104,10 @@ class CustomTrainer:
     def fit(
         self, site: Site, purpose: str, hook: Callable[..., None] | None, changed: str
     ) -> FitReport:
-        """Let the trainer run over the site's data for its local epochs; what `medfl.training.fit` does for others.
+        """Run the trainer over the site's data for its local epochs; it replaces `medfl.training.fit`.
 
         Raises:
-            InputError: the method changes the loss or the optimiser, or the gradients of several.
+            InputError: the method changes the loss or the optimiser, or the gradients of several networks.
         """
         if not changed and hook and len(self._optimizers) > 1:
             changed = "the gradients"
@@ -157,7 +158,7 @@ class CustomTrainer:
         return report
 
     def score(self, batch: Any) -> float:
-        """Return the evaluator's key metric of a batch, NaN where there is none."""
+        """Return the evaluator's key metric of a batch, NaN if it has none."""
         name = self._evaluator and self._evaluator.state.key_metric_name
         if not name:
             return math.nan
@@ -173,17 +174,23 @@ class CustomTrainer:
         if isinstance(engine.state.output, list):
             output = engine.state.output[0]
 
-        losses_by_name = {
-            str(key): value for key, value in output.items() if str(key).endswith("loss")
-        }
+        losses_by_name = {}
+        for key, value in output.items():
+            if str(key).endswith("loss"):
+                losses_by_name[str(key)] = value
+
+        # a total where the trainer tells one, else its parts
         parts = [losses_by_name["loss"]] if "loss" in losses_by_name else losses_by_name.values()
-        losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
+        losses = []
+        for part in parts:
+            losses.append(torch.as_tensor(part).detach().float().mean().cpu())
+
         if losses:
             self._losses.append(torch.stack(losses).sum())
 
 
 class _Batches(DataLoader[Any]):
-    """A site's batches as a trainer asks for them."""
+    """A site's batches in the form that a trainer expects."""
 
     def __init__(self, shard: Shard, size: int, generator: torch.Generator) -> None:
         super().__init__(range(len(shard)), batch_size=size)  # type: ignore[arg-type]
@@ -194,7 +201,7 @@ class _Batches(DataLoader[Any]):
 
 
 def _copy(optimizer: Optimizer) -> Optimizer:
-    """Copy an optimiser, which stays one of the same parameters."""
+    """Copy an optimiser; the copy has the same parameters."""
     return copy.deepcopy(optimizer, {id(p): p for p in _parameters(optimizer)})
 
 
@@ -203,7 +210,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+def _groups(optimizers: Iterable[Optimizer]) -> list[Document]:
     groups = []
     for optimizer in optimizers:
         groups += optimizer.param_groups
@@ -212,12 +219,13 @@ def _groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
 
 
 def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
-    """Run an engine from its start on, and return its state; what draws inside it by a state of its own is seeded."""
+    """Run an engine from its start and return its state; transforms with their own random state are seeded."""
     step = engine._process_function
     parts = []
     for value in (step, *getattr(step, "__dict__", {}).values()):
         parts += random_parts(value, set())
 
+    # NumPy's seeds have 32 bits
     for number, part in enumerate(parts):
         part.set_random_state(seed=derive(seed, number) % 2**32)
 
@@ -240,8 +248,9 @@ def of(network: nn.Module) -> CustomTrainer:
 
 
 def refuse(change: str, trainer: str, *_: object) -> NoReturn:
-    """Refuse what changes a step that a trainer takes by itself."""
-    allowed = "it takes methods that leave its steps alone, or with one optimiser change its gradients only"
+    """Refuse a change to a step that belongs to the trainer."""
     raise InputError(
-        f"{change} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
+        f"{change} with a {trainer}, which has an iteration of its own",
+        "it takes methods that leave its steps alone, or with one optimiser change its gradients only",
+        "use fedavg",
     )

@@ -1,4 +1,4 @@
-"""Why something of a bundle's configuration cannot be made, in one line that says what to do."""
+"""Why a part of a bundle's configuration cannot be created, in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NAME_DATA = (
 _OTHER_VERSION = re.compile(
     r"unexpected keyword argument|has no attribute|Cannot locate class|cannot import name"
 )
-"""What Python and MONAI say where a name or an argument is gone."""
+"""Messages of Python and MONAI about a removed name or argument."""
 
 
 def explained(
     error: Exception, key: str, file: Path, content: Config, resolved: Config
 ) -> InputError:
-    """Return an error that names the innermost id that failed, the root cause and what helps.
+    """Return an error that names the innermost id that failed, the root cause and the remedy.
 
     `content` is the unevaluated configuration, with metadata.json under `_meta_`; `resolved` was evaluated before.
     """
@@ -51,8 +51,11 @@ def explained(
         line = re.compile(rf'^ {{0,4}}"?{reference.partition("#")[0]}"?:', re.MULTILINE)
         for neighbour in sorted({*file.parent.glob("*.[jy]*")} - {file}):
             if line.search(neighbour.read_text(encoding="utf-8", errors="ignore")):
-                advice = f"add it: {neighbour.name}, which is not read with {file.name}, has one"
-                return InputError(problem, "every id exists", advice)
+                return InputError(
+                    problem,
+                    "every id exists",
+                    f"add it: {neighbour.name}, which is not read with {file.name}, has one",
+                )
 
         return InputError(problem, "every id exists", "add it")
 
@@ -71,7 +74,7 @@ def explained(
 
 
 def _reader(key: str, content: object) -> str:
-    """Return the id by which a component's reader of images is chosen, "" if it has none."""
+    """Return the id that selects a component's image reader, "" if it has none."""
     node = content
     parts = key.split("#")
     for number, part in enumerate(parts, 1):
@@ -80,7 +83,7 @@ def _reader(key: str, content: object) -> str:
         else:
             node = node.get(part) if isinstance(node, Mapping) else None
 
-        # a reference: what is written elsewhere is changed there
+        # a reference: change the value where it is defined
         if isinstance(node, str) and node[:1] in ("@", "%"):
             return _reader("#".join([node[1:].replace("::", "#"), *parts[number:]]), content)
 
@@ -94,7 +97,7 @@ def _reader(key: str, content: object) -> str:
 def _missing_file(cause: BaseException) -> str:
     if isinstance(cause, FileNotFoundError) and cause.filename:
         return str(cause.filename)
-    match = re.search(r"[Ff]ile (\S+) does not exist", str(cause))  # MONAI of data lists
+    match = re.search(r"[Ff]ile (\S+) does not exist", str(cause))  # MONAI's message for data lists
     return match[1] if match else ""
 
 

@@ -1,8 +1,8 @@
-"""A network of MONAI in the place of a bundle's own: `--config network=monai:DenseNet121`, `network_args={...}`.
+"""A MONAI network in place of a bundle's own: `--config network=monai:DenseNet121`, `network_args={...}`.
 
-The bundle's `network_def` becomes a component of this class. How many channels go in and come out, and the number of
-spatial dimensions, stay those of the network that it had. What may be made, and with which arguments, says the
-inspection of bundles (`medfl.policy.components`).
+The bundle's `network_def` becomes a component of this class. Input and output channels, and the number of spatial
+dimensions, are those of the original network. The inspection of bundles (`medfl.policy.components`) decides which
+networks and arguments are permitted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.names import not_among
 from medfl.core.untrusted import Refused
 from medfl.policy.components import check_arguments, component
 
@@ -24,23 +25,24 @@ ARGUMENTS = "network_args"
 _IDS = ("network_def", "network")
 """Ids under which bundles define their network."""
 _SAME = (("in_channels", "n_input_channels"), ("num_classes", "out_channels"), ("spatial_dims",))
-"""Names of one argument in different classes."""
+"""Names of the same argument in different classes."""
 _ADAPTERS = ("NetAdapter", "TorchVisionFCModel")
-"""What puts a head on another network: their `in_channels` are those of the head."""
+"""Wrappers that put a head on another network: their `in_channels` are those of the head."""
 
 
 def replaced(values: Config, content: Config) -> Document:
-    """Return overrides in which a network of MONAI is a component: ids that exist -> value.
+    """Return overrides in which a MONAI network is a component: existing ids -> value.
 
     Raises:
-        InputError: there is no such network, it may not be made, or lacks arguments.
+        InputError: there is no such network, it is not permitted, or lacks arguments.
     """
     network = values.get("network", values.get("network_name"))
     if not (isinstance(network, str) and network.startswith(PREFIX)):
         if ARGUMENTS in values and ARGUMENTS not in content:
-            problem = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
             raise InputError(
-                problem, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
+                f"--config {ARGUMENTS}={values[ARGUMENTS]}",
+                "arguments of a network of MONAI",
+                f"add --config network={PREFIX}NAME",
             )
 
         return dict(values)
@@ -58,11 +60,11 @@ def replaced(values: Config, content: Config) -> Document:
 
             return {**changed, key: _node(network, arguments, node)}
 
-    return {**changed, _IDS[0]: network}  # the bundle has no such id, which its error says
+    return {**changed, _IDS[0]: network}  # the bundle has no such id, and its error says so
 
 
 def names() -> tuple[str, ...]:
-    """Return the networks of MONAI that may be named, without MONAI's other spellings of the same."""
+    """Return the permitted MONAI networks by name, without MONAI's aliases."""
     candidates = ((name, _network_class(name)) for name in sorted(vars(monai.networks.nets)))
     return tuple(
         name for name, factory in candidates if factory is not None and factory.__name__ == name
@@ -70,12 +72,13 @@ def names() -> tuple[str, ...]:
 
 
 def _network_class(name: str) -> Callable[..., Any] | None:
-    """Return what MONAI calls so if it makes a network and inspection lists it."""
+    """Return the MONAI class of this name if it is a network permitted by inspection."""
     try:
         factory = component(f"monai.networks.nets.{name}")
     except Refused:
         return None
 
+    # MONAI makes its ResNets by functions
     is_network = inspect.isclass(factory) and issubclass(factory, nn.Module)
     if (is_network or name.startswith("resnet")) and name not in _ADAPTERS:
         return factory
@@ -103,13 +106,14 @@ def _node(network: str, arguments: object, former: Config) -> Document:
         )
 
     parameters = _parameters(factory)
-    if odd := [key for key in arguments if key not in parameters]:
+    if odd := not_among(arguments, parameters):
         advice = did_you_mean(odd[0], parameters, "leave it out")
         raise InputError(
             f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice
         )
 
     values = {**_carried_over(former, parameters), **arguments}
+    # else it would be downloaded
     if "pretrained" in parameters:
         values.setdefault("pretrained", False)
 
@@ -137,16 +141,15 @@ def _node(network: str, arguments: object, former: Config) -> Document:
 
 
 def _carried_over(former: Config, parameters: Mapping[str, object]) -> Document:
-    """Return the channels and dimensions of the network that was there, under the names of the new one."""
-    # medfl's own networks of pictures do not say their dimensions
+    """Return the channels and dimensions of the previous network, under the names of the new one."""
+    # medfl's own 2D networks do not state their dimensions
 
+    default = {}
     if str(former["_target_"]).startswith("medfl."):
         default = {"spatial_dims": 2}
-    else:
-        default = {}
 
     before = {**default, **former}
-    carried: Document = {}
+    carried = {}
     for spellings in _SAME:
         value = next((before[key] for key in spellings if key in before), None)
         key = next((key for key in spellings if key in parameters), None)
@@ -157,11 +160,14 @@ def _carried_over(former: Config, parameters: Mapping[str, object]) -> Document:
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return what a network takes, also where it hands arguments on to the class that it is made of."""
+    """Return the parameters of a network, including those that it passes on to its class."""
     if inspect.isclass(factory):
         makers: tuple[Any, ...] = inspect.getmro(factory)
     else:
-        makers = (factory, monai.networks.nets.ResNet)
+        makers = (
+            factory,
+            monai.networks.nets.ResNet,
+        )  # to which resnet50 and so on hand their arguments
 
     parameters: dict[str, inspect.Parameter] = {}
     for maker in makers:

@@ -1,4 +1,4 @@
-"""What a user should know of a bundle that is not shipped: what runs here, and what of its training does not."""
+"""What a user should know about a third-party bundle: what runs here, and which parts of its training do not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Partitions that are drawn (`iid`, `dirichlet:BETA`, `classes:C`, `shots:N,K,STD`), and `size`, which is not random.
+"""Randomly drawn partitions (`iid`, `dirichlet:BETA`, `classes:C`, `shots:N,K,STD`), and the deterministic `size`.
 
-Each decision has its own random stream, so neither the order of the items nor another decision can change it. A
-patient or lesion (a group) is placed as a whole.
+Each decision has its own random stream, so neither the order of the items nor another decision can change it. All
+images of a patient or lesion (a group) are placed together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,26 +18,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.mappings import map_values
 from medfl.core.names import listed
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 
-Item = Mapping[str, Any]
+Item = Config
+Values = tuple[Any, ...]
+"""Of a rule, by its kind: numbers, counts, limits of centres or a path."""
 Sections = Mapping[str, Sequence[Item]]
 """Section -> its items."""
 Homes = dict[str, list[str | None]]
 """Section -> the site of each item, None for no site."""
 
-MAX_DRAWS = 100
+MAX_DRAWS = 100  # a rule that fails this often fails because of its numbers, not by chance
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that draws: its kind and values, the number of sites, the class names and the seed."""
+    """A random rule: its kind and values, the number of sites, the class names and the seed."""
 
     kind: str
-    values: tuple[Any, ...]
+    values: Values
     sites: int
     names: tuple[str, ...]
     seed: int
@@ -49,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Group:
-    """One patient or lesion in one section: its positions there by ascending id, and the label of the first."""
+    """One patient or lesion in one section: its indices there by ascending id, and the label of the first."""
 
     key: str
     members: tuple[int, ...]
@@ -58,22 +62,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Share:
-    """How one class is divided: its owners, and the part of each (None: equal parts)."""
+    """How one class is divided: its owners, and the share of each (None: equal shares)."""
 
     owners: tuple[int, ...]
     parts: NDArray[np.float64] | None = None
 
     def sizes(self, count: int) -> NDArray[np.int64]:
-        """Cut `count` items at the rounded cumulative parts; the last owner takes the rest."""
+        """Cut `count` items at the rounded cumulative shares; the last owner takes the rest."""
         if self.parts is None:
             number = len(self.owners)
+            # the first owners take one more where it does not come out even
             return count // number + (np.arange(number) < count % number)
         cuts = np.rint(np.cumsum(self.parts)[:-1] * count).astype(np.int64)
         return np.diff(cuts, prepend=0, append=count)
 
 
 Numbers = dict[str, list[int | None]]
-"""The same with the numbers of sites, from 0."""
+"""The same with site numbers from 0."""
 
 
 def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
@@ -82,7 +87,7 @@ def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     Draws until no site is without training images, at most MAX_DRAWS times.
 
     Raises:
-        InputError: the rule cannot be carried out on these items.
+        InputError: the rule cannot be applied to these items.
     """
     groups = {}
     for name, section in data.items():
@@ -107,20 +112,20 @@ def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
 
 
 def nowhere(data: Sections) -> Numbers:
-    """Return items that have no site yet."""
+    """Return items without a site."""
     return {name: [None] * len(section) for name, section in data.items()}
 
 
 def settle(groups: Sequence[Group], placed: Mapping[str, int], homes: list[int | None]) -> None:
-    """Give the items of each group the site that their group is placed at."""
+    """Assign the items of each group to the site of their group."""
     for group in groups:
         for i in group.members:
             homes[i] = placed[group.key]
 
 
 def named(homes: Numbers) -> Homes:
-    """Return the sites by their names."""
-    sites: Homes = {}
+    """Replace site numbers by names."""
+    sites = {}
     for name, section in homes.items():
         sites[name] = [None if home is None else f"site-{home + 1}" for home in section]
 
@@ -130,15 +135,14 @@ def named(homes: Numbers) -> Homes:
 def by_size(count: int, data: Sections) -> Homes:
     """Return the site of every item: site-1 has the smallest images, each site equally many training images.
 
-    Training groups are put in the order of their first image's size (then of their keys) and cut where the parts are
-    nearest to equal. Other groups go where a training group of that size is; a group stays where its training images
-    are.
+    Training groups are sorted by the size of their first image (then by key) and cut where the parts are most nearly
+    equal. Other groups go where a training group of that size is; a group stays where its training images are.
     """
     order = sorted(
         gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key)
     )
     ends = np.cumsum([len(group.members) for group in order])
-    # A group belongs to the part that its middle image falls into.
+    # A group belongs to the part that contains its middle image.
     middle = ends - np.array([len(group.members) for group in order]) / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
@@ -148,6 +152,7 @@ def by_size(count: int, data: Sections) -> Homes:
     for name in SECTIONS:
         groups = gathered(data[name], by_label=False)
         for group in groups:
+            # a group without training images goes to the site of images of its size
             near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
             placed.setdefault(group.key, int(parts[near]))
 
@@ -186,10 +191,10 @@ def _draw_once(
                 _take_shots(rule.names[c], by_class[c], shares[c], shots, rng, placed, homes[name])
             else:
                 # What the scarcest class has for each owner: all classes of a site have as many.
-                per_owner = [
-                    images_in(by_class.get(k, ())) // len(share.owners)
-                    for k, share in shares.items()
-                ]
+                per_owner = []
+                for k, share in shares.items():
+                    per_owner.append(images_in(by_class.get(k, ())) // len(share.owners))
+
                 limit = max(1, min(per_owner))
                 divided = divide(by_class[c], shares[c], rng, placed)
                 for owner, part in zip(shares[c].owners, divided, strict=True):
@@ -210,7 +215,7 @@ def _draw_once(
 
 
 def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]]:
-    """Draw who owns which part of each class and, for `shots`, the images a class of each site (otherwise ())."""
+    """Draw who owns which share of each class and, for `shots`, the images per class of each site (otherwise ())."""
     everybody = tuple(range(rule.sites))
     num_classes = len(rule.names)
     if rule.kind == "iid":
@@ -220,6 +225,7 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
         concentration = [rule.values[0]] * rule.sites
         streams = (rule.stream(attempt, "parts", c) for c in range(num_classes))
         parts = [rng.dirichlet(concentration) for rng in streams]
+        # NaN, or parts that do not sum to 1, where BETA is too near to 0 or endless
         if not np.allclose(np.sum(parts, axis=1), 1):
             raise InputError(
                 f"partition {canonical(rule.kind, rule.values)!r}",
@@ -236,7 +242,7 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
 
 
 def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
-    """FedMR: walk over sites and slots, deal each class once in order, then draw from those the site lacks."""
+    """FedMR: loop over sites and slots, deal each class once in order, then draw from those the site lacks."""
     size = rule.values[0]
     num_classes = len(rule.names)
     if size > num_classes:
@@ -284,20 +290,20 @@ def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int,
     for i in range(rule.sites):
         rng = rule.stream(attempt, "site", i)
         size = int(rng.integers(low, high, endpoint=True))
-        # Without a spread nothing is drawn, so that the classes below come from the same numbers.
+        # Nothing is drawn without a spread, so that the classes below use the same random numbers.
         if spread:
             least = max(1, shots - spread + 1)
             quota.append(int(rng.integers(least, shots + spread, endpoint=True)))
         else:
             quota.append(shots)
 
-        chosen.append({int(c) for c in rng.choice(num_classes, size, replace=False)})
+        chosen.append(set(map(int, rng.choice(num_classes, size, replace=False))))
 
     return chosen, tuple(quota)
 
 
 def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
-    """Gather the items of each group, groups and items in ascending order of id; all labels are 0 unless `by_label`."""
+    """Collect the items of each group, groups and items in ascending order of id; labels are 0 unless `by_label`."""
     members: dict[str, list[int]] = {}
     for i in sorted(range(len(items)), key=lambda i: str(items[i]["id"])):
         members.setdefault(group_of(items[i]), []).append(i)
@@ -313,9 +319,9 @@ def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
 def divide(
     groups: Sequence[Group], share: Share, rng: np.random.Generator, owner_of: dict[str, int]
 ) -> list[list[Group]]:
-    """Shuffle the groups of one class, cut them at the boundaries nearest to the share, enter them in `owner_of`.
+    """Shuffle the groups of one class, cut them at the boundaries nearest to the shares, enter them in `owner_of`.
 
-    Groups that have an owner keep it and count towards their site's part. Returns the groups of each owner.
+    Groups that have an owner keep it and count towards their site's share. Returns the groups of each owner.
     """
     before: dict[int, list[Group]] = {owner: [] for owner in share.owners}
     for group in groups:
@@ -327,7 +333,7 @@ def divide(
     sizes = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
         # Owners that have images already are given so many fewer.
-        missing = np.maximum(sizes - [images_in(part) for part in result], 0)
+        missing = np.maximum(sizes - list(map(images_in, result)), 0)
         sizes = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
 
     if not free:
@@ -336,7 +342,7 @@ def divide(
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
     bounds = np.cumsum(sizes)[:-1]
-    # A group is not divided: the part ends at the group boundary nearest to the one asked for.
+    # A group is not divided: the part ends at the group boundary nearest to the requested one.
     above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1)
     below = above - 1
     cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist()
@@ -360,6 +366,7 @@ def _take_shots(
     homes: list[int | None],
 ) -> None:
     """Give each owner the next block of its number of images; a group that a block ends in is not used further."""
+    # reversed, because `pop` takes the last
     queue = [groups[i] for i in rng.permutation(len(groups))][::-1]
     for owner in share.owners:
         open_places = shots[owner]
@@ -387,7 +394,10 @@ def _class_notes(
         return []
 
     notes = []
-    trained = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True)}
+    trained = set()
+    for home, item in zip(homes, train, strict=True):
+        trained.add((home, int(item["label"])))
+
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
 
@@ -399,7 +409,7 @@ def _class_notes(
 
 
 def group_of(item: Item) -> str:
-    """Return the patient or lesion of an item, its id where that is not known."""
+    """Return the patient or lesion of an item, or its id if unknown."""
     return str(item.get("group") or item["id"])
 
 
@@ -409,21 +419,24 @@ def images_in(groups: Sequence[Group]) -> int:
 
 
 def homeless(homes: Mapping[str, Sequence[str | None]]) -> str:
-    """Return how many images of each section have no site, "" where all have one."""
+    """Describe how many images of each section have no site, "" if all have one."""
     return listed([f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]])
 
 
-def canonical(kind: str, values: Sequence[Any]) -> str:
+def canonical(kind: str, values: Values) -> str:
     """Write a rule so that equal rules read equal (`dirichlet:.10` as `dirichlet:0.1`)."""
-    texts = [repr(v).removesuffix(".0") if isinstance(v, float) else str(v) for v in values]
+    texts = []
+    for v in values:
+        texts.append(repr(v).removesuffix(".0") if isinstance(v, float) else str(v))
     return kind + (":" if texts else "") + ",".join(texts)
 
 
-# Partitions with given counts: `counts:TRAIN/TEST,...`, and centres that are cut to such counts
+# Partitions with given counts: `counts:TRAIN/TEST,...`, and centres reduced to such counts
 #
-# TRAIN counts a site's training and validation images together, which every site has in the shares of the data; TEST
-# counts its test images. Each section is divided on its own and its classes are in the same shares at every site. An
-# image never leaves its section: counts that need other sections than the data set's split has need another split.
+# TRAIN is the number of a site's training and validation images together, which every site has in the proportion of
+# the data; TEST is the number of its test images. Each section is divided separately, with the same class proportions
+# at every site. An image never leaves its section: counts that require other sections than the data set's need
+# another split.
 
 _Stream = Callable[[str, int], np.random.Generator]
 ALL = "all"
@@ -432,7 +445,7 @@ _KINDS = {"train": "training and validation", "test": "test"}
 
 @dataclass(frozen=True)
 class Count:
-    """How many images a site has: for training and validation, 0 of one that only tests, and to test, None for all."""
+    """Number of images of a site: for training and validation (0: test only), and for testing (None: all)."""
 
     train: int
     test: int | None
@@ -443,7 +456,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many images of a centre are kept."""
+    """Number of images kept from a centre."""
 
     centre: str
     count: Count
@@ -453,7 +466,7 @@ class Limit:
 
 
 def read_count(text: str) -> Count:
-    """Read TRAIN/TEST, or TRAIN/all; anything else is a ValueError."""
+    """Parse TRAIN/TEST, or TRAIN/all; anything else is a ValueError."""
     train, test = text.split("/")
     count = Count(int(train), None if test.strip() == ALL else int(test))
     if min(count.train, count.test or 0) < 0 or not (count.train or count.test != 0):
@@ -463,7 +476,7 @@ def read_count(text: str) -> Count:
 
 
 def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
-    """Read NAME=TRAIN/TEST of several centres; anything else, or a centre twice, is a ValueError."""
+    """Parse NAME=TRAIN/TEST of several centres; anything else, or a duplicate centre, is a ValueError."""
     limits = []
     for text in texts:
         centre, _, count = text.rpartition("=")
@@ -479,8 +492,8 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
 def by_counts(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
-    Where there are too few images, site-1 goes short if a tenth of its own at most is missing; else all sites are
-    scaled alike.
+    If there are too few images, site-1 gets fewer, by at most a tenth of its own; beyond that all sites are
+    scaled equally.
     """
     sites = [f"site-{i + 1}" for i in range(len(rule.values))]
     homes, notes = _divide(data, sites, rule.values, partial(rule.stream, 0))
@@ -489,31 +502,38 @@ def by_counts(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     return homes, notes
 
 
-def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> tuple[Homes, list[str]]:
-    """Return the homes by centre with only so many images of the limited centres, and notes for the user.
+def check_centre(limit: Limit, centres: Iterable[str]) -> None:
+    """Raise an InputError if a limit's centre has no training images."""
+    names = sorted({*centres})
+    if limit.centre not in names:
+        raise InputError(
+            f"{str(limit)!r} in partition 'centre', but no training image is of centre {limit.centre!r}",
+            f"the centres are {listed(names, len(names))}",
+            "name one of these",
+        )
 
-    Which images are kept depends on the centre and the count alone, not on the seed of a run, as other centres do not.
+
+def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> tuple[Homes, list[str]]:
+    """Return the sites by centre with limited centres reduced to their counts, and notes for the user.
+
+    The kept images depend only on the centre and the count, not on the seed of a run, as for other centres.
 
     Raises:
         InputError: a centre has no training images.
     """
-    result = {name: list(section) for name, section in homes.items()}
+    result = map_values(list, homes)
     notes = []
     for limit in limits:
         positions = {}
         for name, section in homes.items():
             positions[name] = [i for i, home in enumerate(section) if home == limit.centre]
 
-        if not positions["train"]:
-            centres = sorted({home for home in homes["train"] if home})
-            raise InputError(
-                f"{str(limit)!r} in partition 'centre', but no training image is of centre {limit.centre!r}",
-                f"the centres are {listed(centres, len(centres))}",
-                "name one of these",
-            )
-
+        check_centre(limit, filter(None, homes["train"]))
         stream = _fixed(limit)
-        images = {name: [data[name][i] for i in indices] for name, indices in positions.items()}
+        images = {}
+        for name, indices in positions.items():
+            images[name] = [data[name][i] for i in indices]
+
         limited, more_notes = _divide(images, [limit.centre], [limit.count], stream)
         notes += more_notes
 
@@ -546,18 +566,20 @@ def _divide(
     fitted = {}
     notes = []
     for kind, number in available.items():
-        requested = [
-            number if count.test is None and kind == "test" else getattr(count, kind)
-            for count in counts
-        ]
+        requested = []
+        for count in counts:
+            requested.append(
+                number if count.test is None and kind == "test" else getattr(count, kind)
+            )
+
         fitted[kind], more_notes = _feasible(requested, number, sites, kind)
         notes += more_notes
 
-    # Validation images come out of TRAIN, in the share that the data have of them.
+    # Validation images are part of TRAIN, in the proportion of the data.
     validate = [0] * len(sites)
     if sum(fitted["train"]):
         validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
-        most = np.maximum(np.array(fitted["train"]) - 1, 0)
+        most = np.maximum(np.array(fitted["train"]) - 1, 0)  # one stays for training
         validate = np.minimum(apportion(fitted["train"], validated), most).tolist()
 
     train = np.subtract(fitted["train"], validate).tolist()
@@ -574,7 +596,7 @@ def _divide(
         homes[name] = [None] * len(data[name])
         for group in groups:
             site = site_of_group[group.key]
-            # Nobody's groups are numbered after the last site.
+            # Groups without a site are numbered after the last site.
             for i in group.members if site < len(sites) else ():
                 homes[name][i] = sites[site]
 
@@ -584,11 +606,12 @@ def _divide(
 def _feasible(
     requested: Sequence[int], available: int, sites: Sequence[str], kind: str
 ) -> tuple[list[int], list[str]]:
-    """Return counts that the images suffice for, and what was done to make them so."""
+    """Return counts that the images suffice for, and notes on how they were changed."""
     short = sum(requested) - available
     if short <= 0:
         return list(requested), []
 
+    # up to a tenth less is the first site's alone, so that the others are as asked for
     if 10 * short <= requested[0] or len(requested) == 1:
         counts = [requested[0] - short, *requested[1:]]
         change = f"{sites[0]} has {requested[0] - short} instead of {requested[0]}"
@@ -605,7 +628,7 @@ def _count_notes(
     homes: Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
-    sizes = {name: Counter(section) for name, section in homes.items()}
+    sizes = map_values(Counter, homes)
     lines = []
     for site, train, test in zip(sites, fitted["train"], fitted["test"], strict=True):
         actual = Count(sizes["train"][site] + sizes["validate"][site], sizes["test"][site])
@@ -619,17 +642,18 @@ def _count_notes(
 
 
 def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int]:
-    """Divide `total` in proportion to whole weights: the rounded-down parts, the rest to the largest remainders.
+    """Divide `total` in proportion to integer weights: rounded down, the rest to the largest remainders.
 
-    A part of a weight above 0 is raised to `least`, at the cost of the largest.
+    The share of a positive weight is raised to `least`, at the cost of the largest.
     """
     weight_sum = max(1, sum(weights))
     parts = [weight * total // weight_sum for weight in weights]
-    # The largest remainder first, of equal ones the first site.
+    # The largest remainder first, then the first site.
     order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % weight_sum), i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1
 
+    # nobody has fewer than the least while somebody has more
     for i, weight in enumerate(weights):
         while parts[i] < min(least, weight) and max(parts) > least:
             parts[parts.index(max(parts))] -= 1
@@ -644,10 +668,10 @@ def deal(
     stream: Callable[[int], np.random.Generator],
     owners: dict[str, int],
 ) -> None:
-    """Enter the owner of every group in `owners`: a position in `wanted`, or its length for nobody.
+    """Enter the owner of every group in `owners`: an index into `wanted`, or its length for no owner.
 
-    Class after class, shuffled and the largest groups first, each group goes where most is missing of the owner's part
-    of the images dealt so far. With one image a group every owner has exactly what it wants and nearly its part of each
+    Class by class, shuffled and largest groups first, each group goes to the owner furthest below its share of the
+    images dealt so far. With one image per group every owner has exactly what it wants and nearly its share of each
     class. Groups that have an owner keep it, and count.
     """
     shares = [*wanted, max(0, images_in(groups) - sum(wanted))]
@@ -666,7 +690,7 @@ def deal(
         order = stream(label).permutation(len(same_class))
         for group in sorted((same_class[i] for i in order), key=lambda group: -len(group.members)):
             done += len(group.members)
-            # To whom most is missing of the part of all images dealt so far.
+            # The owner furthest below its share of all images dealt so far.
             owner = max(range(len(shares)), key=lambda i: shares[i] * done - dealt[i] * size)
             dealt[owner] += len(group.members)
             owners[group.key] = owner

@@ -1,16 +1,16 @@
 """Partitions: which site holds which image.
 
-Rules: `iid`, `dirichlet:BETA` (per class, as FedBM and FedCB), `classes:C` (C classes a site, FedMR's PρCς),
-`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `centre:NAME=TRAIN/TEST,...` (some of them cut to
-so many images; TRAIN 0: a site that only tests; TEST all), `counts:TRAIN/TEST,...` (a site each, FedHelp), `size`
+Rules: `iid`, `dirichlet:BETA` (per class, as in FedBM and FedCB), `classes:C` (C classes per site, FedMR's PρCς),
+`shots:N,K,STD` (n-way k-shot, pFedPM), `centre` (the real hospitals), `centre:NAME=TRAIN/TEST,...` (some of them
+reduced to these counts; TRAIN 0: a test-only site; TEST all), `counts:TRAIN/TEST,...` (one per site, FedHelp), `size`
 (quantiles of the image size: another anatomy or field of view at each site), `file:PATH.csv`, and those of
-`medfl.data.partition.targets`. Validation and test images follow the rule that the training images were divided by, so
+`medfl.data.partition.targets`. Validation and test images follow the rule used for the training images, so
 a site is judged on its own mixture of classes.
 
 Departures from the papers: images of one group (patient or lesion) stay at one site, also across sections, so cuts move
-to the nearest group boundary (with one image a group the papers' cuts are kept exactly). FedMR's released code hands
-every image out twice, this does not. pFedPM's blocks of fixed length become consecutive blocks, STD 0 means exactly K
-images a class, and a site's validation and test images are equally many in each of its classes.
+to the nearest group boundary (with one image per group the papers' cuts are kept exactly). FedMR's released code
+assigns every image twice, this does not. pFedPM's blocks of fixed length become consecutive blocks, STD 0 means exactly
+K images per class, and a site has equally many validation and test images in each of its classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,6 +35,7 @@ from medfl.data.partition.draw import (
     Item,
     Rule,
     Sections,
+    Values,
     by_counts,
     by_size,
     canonical,
@@ -55,16 +55,16 @@ _BY_CLASS = ("dirichlet", "classes", "shots")
 _BY_NUMBER = ("quantile", "range")
 _KINDS = ("iid", *_BY_CLASS, "centre", "counts", "size", "stratified", *_BY_NUMBER, "file")
 OWN_SITES = ("centre", "counts", "file")
-"""Kinds whose text or data say how many sites there are."""
+"""Kinds whose text or data determine the number of sites."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """Which items each site holds.
 
-    `sites` maps a site's name to the ascending positions of its items in each of the three sections; names are in
-    natural order, but centres that were cut come last.
-    `notes` are remarks for the user (re-draws, images left out). Build one with `assign`.
+    `sites` maps a site's name to the ascending indices of its items in each of the three sections; names are in
+    natural order, with reduced centres last.
+    `notes` are remarks for the user (re-draws, unused images). Use `assign` to make one.
     """
 
     spec: str
@@ -103,10 +103,10 @@ class Partition:
         seed: int,
         notes: Sequence[str] = (),
     ) -> Partition:
-        """Undo `to_ids`.
+        """Invert `to_ids`.
 
         Raises:
-            InputError: an id is not in its section any more.
+            InputError: an id is no longer in its section.
         """
         where = _positions(sections)
         sites: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -117,8 +117,8 @@ class Partition:
                 stored = [composed(str(ident)) for ident in ids[site].get(name, ())]
                 position_of = where.get(name, {})
                 gone += [f"{ident!r} ({name})" for ident in stored if ident not in position_of]
-                positions = (position_of[ident] for ident in stored if ident in position_of)
-                sites[site][name] = tuple(sorted(positions))
+                # 0 is for those that are gone, of whom the error tells
+                sites[site][name] = tuple(sorted(position_of.get(ident, 0) for ident in stored))
 
             if gone:
                 raise InputError(
@@ -131,7 +131,7 @@ class Partition:
 
 
 def _positions(sections: Sections) -> dict[str, dict[str, int]]:
-    """Return section -> id, in composed characters -> position."""
+    """Return section -> id, in composed characters -> index."""
     where = {}
     for name, section in sections.items():
         where[name] = {composed(str(item["id"])): i for i, item in enumerate(section)}
@@ -146,17 +146,17 @@ def _all_items(data: Sections) -> list[Item]:
 def assign(
     spec: str, sections: Sections, *, sites: int | None, classes: Sequence[str] | None, seed: int
 ) -> Partition:
-    """Divide the items of the sections `train`, `validate` and `test` (missing ones count as empty) over sites.
+    """Assign the items of the sections `train`, `validate` and `test` (missing ones count as empty) to sites.
 
     Args:
         spec: one of `FORMS`.
-        sections: data list entries with `id` and, where known, `label` (from 0), `centre` and `group`.
+        sections: data list entries with `id` and, if known, `label` (from 0), `centre` and `group`.
         sites: number of sites; may be None for the kinds of `OWN_SITES`, and must otherwise agree with them.
-        classes: class names in label order; None takes the labels as they come.
+        classes: class names in label order; None uses the labels as they are.
         seed: every draw has its own stream under this seed; the order of the items does not matter.
 
     Raises:
-        InputError: the rule is unknown or cannot be carried out on these items.
+        InputError: the rule is unknown or cannot be applied to these items.
     """
     kind, values = parse(spec)
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
@@ -171,10 +171,11 @@ def assign(
 
     names = _check_labels(data, names or classes, spec, required=kind in _BY_CLASS)
 
+    notes: list[str] = []
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
         places = itertools.chain.from_iterable(homes.values())
-        order = sorted({home for home in places if home}, key=_place(spec))
+        order = sorted(set(filter(None, places)), key=_place(spec))
         if kind == "centre":
             homes, limit_notes = limit_centres(values, data, homes)
             notes += limit_notes
@@ -184,10 +185,8 @@ def assign(
         if kind == "size":
             _check_sizes(data)
             homes = by_size(count, data)
-            notes = []
         elif kind in _BY_NUMBER:
             homes = targets.by_number(count, data, kind == "range")
-            notes = []
         else:
             by_rule = {"counts": by_counts, "stratified": targets.stratified}.get(kind, draw)
             homes, notes = by_rule(Rule(kind, values, count, names, seed), data)
@@ -211,7 +210,7 @@ def assign(
     return Partition(canonical(kind, values), seed, held, tuple(notes))
 
 
-def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
+def parse(spec: str) -> tuple[str, Values]:
     """Split a partition's text into its kind and its values, e.g. `shots:3,100,2` into ("shots", (3, 100, 2)).
 
     Raises:
@@ -234,11 +233,11 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
             return kind, (size,)
 
         if kind == "shots" and len(fields) == 3:
-            ways, shots, spread = (int(field) for field in fields)
+            ways, shots, spread = map(int, fields)
             if ways >= 1 and shots >= 1 and spread >= 0:
                 return kind, (ways, shots, spread)
     except ValueError:
-        pass  # a field is no number, or a centre is there twice: an error as for a number out of range
+        pass  # a field is not a number, or a centre is duplicated: the same error as for a number out of range
 
     advice = "give BETA as a number above 0, C, N and K as whole numbers from 1, STD, TRAIN, TEST from 0, or TEST all"
     raise InputError(
@@ -248,18 +247,18 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
     )
 
 
-def natural_key(name: str) -> tuple[Any, ...]:
+def natural_key(name: str) -> tuple[object, ...]:
     """Return a sort key that puts site-2 before site-10."""
     return tuple(
-        # Numbers after texts, so that only like is compared with like.
+        # Numbers after strings, so that only values of the same type are compared.
         (1, int(part), part) if part.isdecimal() else (0, part)
         for part in re.split(r"(\d+)", name)
         if part
     )
 
 
-def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
-    """Return the key that sites are sorted by: names in natural order, centres that were cut after the others."""
+def _place(spec: str) -> Callable[[str], tuple[object, ...]]:
+    """Return the sort key of sites: names in natural order, reduced centres after the others."""
     kind, values = parse(spec)
     limited = {limit.centre for limit in values} if kind == "centre" else set()
     return lambda name: (name in limited, natural_key(name))
@@ -283,7 +282,7 @@ def _check_ids(data: Sections) -> None:
 def _check_labels(
     data: Sections, classes: Sequence[str] | None, spec: str, *, required: bool
 ) -> tuple[str, ...]:
-    """Check every label and return the class names; () when no item has a label."""
+    """Check every label and return the class names; () if no item has a label."""
     items = _all_items(data)
     labelled = [item for item in items if item.get("label") is not None]
     gaps = [item["id"] for item in items if item.get("label") is None]
@@ -297,6 +296,7 @@ def _check_labels(
     for item in labelled:
         label = item["label"]
         limit = math.inf if classes is None else len(classes)
+        # True is an int, too
         if (
             not isinstance(label, int | np.integer)
             or isinstance(label, bool)
@@ -314,7 +314,11 @@ def _check_labels(
     if classes is None:
         classes = [f"class {c}" for c in range(max(int(item["label"]) for item in labelled) + 1)]
 
-    trained = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
+    trained = set()
+    for item in data["train"]:
+        if item.get("label") is not None:
+            trained.add(int(item["label"]))
+
     if absent := [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in trained]:
         raise InputError(
             f"no training image of class {listed(absent)}",
@@ -326,7 +330,7 @@ def _check_labels(
 
 
 def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
-    groups = len({group_of(item) for item in train})
+    groups = len(set(map(group_of, train)))
     if sites is None or sites < 1:
         number = "without a number of sites" if sites is None else f"over {sites} sites"
         raise InputError(
@@ -336,9 +340,8 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
         )
 
     if sites > groups:
-        if groups == len(train):
-            in_groups = ""
-        else:
+        in_groups = ""
+        if groups < len(train):
             in_groups = f" in {groups} groups (patients or lesions) that stay together"
 
         raise InputError(
@@ -369,8 +372,8 @@ def _check_numbers(spec: str, data: Sections) -> None:
         )
 
 
-def _untrained(kind: str, values: Sequence[Any]) -> set[str]:
-    """Return the sites that are to have no training images: whose TRAIN is 0."""
+def _untrained(kind: str, values: Values) -> set[str]:
+    """Return the sites that should have no training images: those with TRAIN 0."""
     if kind == "centre":
         return {limit.centre for limit in values if not limit.count.train}
     if kind == "counts":
@@ -389,7 +392,7 @@ def _check_trained(spec: str, trained: set[str], train: Sequence[str | None]) ->
         )
 
 
-# Rules that read the answer
+# Rules that depend on the ground truth
 
 
 def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
@@ -403,7 +406,7 @@ def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
             "use iid, dirichlet:BETA, classes:C, shots:N,K,STD, counts:TRAIN/TEST,... or file:PATH.csv",
         )
 
-    if {str(item["centre"]) for item in items} == {"unknown"}:  # as data sets say it
+    if {str(item["centre"]) for item in items} == {"unknown"}:  # as data sets mark it
         raise InputError(
             f"partition 'centre', but the centres of all {len(items)} images are unknown",
             "images of centres that are known, one or several",
@@ -411,7 +414,7 @@ def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
         )
 
     training = {str(item["centre"]) for item in data["train"]}
-    homes: Homes = {}
+    homes = {}
     for name, section in data.items():
         centres = [str(item["centre"]) for item in section]
         homes[name] = [centre if centre in training else None for centre in centres]
@@ -437,10 +440,9 @@ def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
             )
 
         if section and section not in SECTIONS:
-            allowed = f"allowed: {', '.join(SECTIONS)} or nothing"
             raise InputError(
                 f"{path}, line {line}: section {section!r}",
-                allowed,
+                f"allowed: {', '.join(SECTIONS)} or nothing",
                 "write one of these into the line",
             )
 
@@ -453,10 +455,14 @@ def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
                 "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it",
             )
 
+        # an id that several sections have gets the site in each
         for name in holding:
             if homes[name][where[name][key]] not in (None, site):
-                problem = f"{path}, line {line}: id {key!r} has a second site"
-                raise InputError(problem, "one site an image", "remove one of the lines")
+                raise InputError(
+                    f"{path}, line {line}: id {key!r} has a second site",
+                    "one site an image",
+                    "remove one of the lines",
+                )
 
             homes[name][where[name][key]] = site
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from medfl.core.tables import WIDTH, label_row
+from medfl.core.tables import WIDTH, label_row, wrap
 from medfl.data.partition.draw import Sections
 from medfl.data.partition.rules import Partition
 
@@ -28,7 +28,7 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
     legend = ""
 
     if sum(_widths([head, *rows])) > WIDTH:
-        head[1 + len(shown) :] = [str(c) for c in range(len(names))]
+        head[1 + len(shown) :] = list(map(str, range(len(names))))
         legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
 
     lines = [head, *rows]
@@ -42,11 +42,11 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
         textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ") for note in partition.notes
     )
 
-    return "\n\n".join(part for part in [title, *blocks, legend, notes] if part)
+    return "\n\n".join(filter(None, [title, *blocks, legend, notes]))
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut the middle out of a text that is longer than `width`."""
+    """Shorten a text longer than `width` by removing its middle."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -58,12 +58,12 @@ def _cell(count: int) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Column widths with the two spaces that part a column from the one before."""
+    """Column widths including the two spaces that separate a column from the previous one."""
     return [max(map(len, column)) + 2 * (i > 0) for i, column in enumerate(zip(*rows, strict=True))]
 
 
 def _columns(widths: Sequence[int]) -> list[list[int]]:
-    """Divide the columns into blocks that fit; each block begins with the site's name."""
+    """Divide the columns into blocks that fit; each block starts with the site's name."""
     blocks = [[0]]
     for i, width in enumerate(widths[1:], start=1):
         if sum(widths[k] for k in blocks[-1]) + width > WIDTH:
@@ -75,7 +75,7 @@ def _columns(widths: Sequence[int]) -> list[list[int]]:
 
 
 def _block(rows: Sequence[Sequence[str]]) -> str:
-    """Align one block: names left, numbers right, a rule under the head and above the last row."""
+    """Align one block: names left, numbers right, a line below the header and above the last row."""
     widths = _widths(rows)
     lines = [label_row(row, widths) for row in rows]
     rule = "-" * sum(widths)
@@ -84,15 +84,12 @@ def _block(rows: Sequence[Sequence[str]]) -> str:
 
 def _wrap(entries: Iterable[str]) -> str:
     """Fill lines with entries without breaking one."""
-    lines = [""]
-    for entry in entries:
-        if lines[-1] and len(lines[-1]) + 3 + len(entry) > WIDTH:
-            lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + entry
-    return "\n".join(lines)
+    # a line may break between entries alone, so blanks within one are made unbreakable
+    text = "\0".join(entries).replace(" ", "\xa0").replace("\0", "   ")
+    return "\n".join(wrap(text, WIDTH)).replace("\xa0", " ")
 
 
 def shown_sections(partition: Partition) -> tuple[str, ...]:
-    """Return the sections that hold any item; the training section always."""
+    """Return the sections that contain items; always including the training section."""
     sites = partition.sites.values()
     return tuple(n for n in TITLES if n == "train" or any(held[n] for held in sites))

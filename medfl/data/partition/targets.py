@@ -1,12 +1,12 @@
 """Partitions by findings or numbers: strata for rules that divide by class, `stratified`, `quantile` and `range`.
 
-A stratum of findings is the rarest finding that an image has (of training images), or none of them; of numbers, the
-tenth of the training numbers that it falls into. `dirichlet:BETA`, `classes:C` and `shots:N,K,STD` divide by these.
+A stratum of findings is the rarest finding of an image (by training images), or none; a stratum of numbers is the
+decile of the training numbers. `dirichlet:BETA`, `classes:C` and `shots:N,K,STD` divide by these.
 
 `stratified` gives every site the same shares of each class, finding or stratum of numbers, by iterative stratification:
-K. Sechidis, G. Tsoumakas, I. Vlahavas: On the stratification of multi-label data (2011), of groups in the place of
-images. `quantile` and `range` cut the numbers into as many parts as there are sites, with equally many training images
-or of equal width: site-1 has the smallest.
+K. Sechidis, G. Tsoumakas, I. Vlahavas: On the stratification of multi-label data (2011), for groups instead of
+images. `quantile` and `range` cut the numbers into one part per site, with equally many training images or of equal
+width: site-1 has the smallest.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from medfl.data.partition.draw import (
     settle,
 )
 
-_TENTHS = 10
+_TENTHS = 10  # strata of the training numbers
 NO_FINDING = "no finding"
 
 
-def _rows(items: Sequence[Item]) -> Floats:
-    """Return the targets (N, D) of a section, NaN where one is unknown."""
+def rows_of(items: Sequence[Item]) -> Floats:
+    """Return the targets (N, D) of a section, NaN if unknown."""
     return np.array([item["target"] for item in items], dtype=np.float64).reshape(len(items), -1)
 
 
@@ -46,7 +46,7 @@ def has_targets(data: Sections) -> bool:
 
 
 def are_findings(data: Sections) -> bool:
-    """Tell whether all that is known of the items is a yes (1) or a no (0)."""
+    """Tell whether all known targets are present (1) or absent (0)."""
     values = {value for section in data.values() for item in section for value in item["target"]}
     return values <= {0.0, 1.0, None}
 
@@ -54,7 +54,7 @@ def are_findings(data: Sections) -> bool:
 def with_strata(
     data: Sections, findings: Sequence[str]
 ) -> tuple[dict[str, list[Item]], tuple[str, ...]]:
-    """Return the items with a stratum's number as label, and the strata's names; `findings` () of numbers."""
+    """Return the items with a stratum's number as label, and the strata's names; `findings` is () for numbers."""
     if findings:
         numbers, names = _finding_strata(data, findings)
     else:
@@ -73,14 +73,15 @@ def with_strata(
 def _finding_strata(
     data: Sections, findings: Sequence[str]
 ) -> tuple[dict[str, Integers], list[str]]:
-    counts = (_rows(data["train"]) == 1).sum(0)
+    counts = (rows_of(data["train"]) == 1).sum(0)
     order = np.argsort(counts, kind="stable")
     strata = {}
     for name, section in data.items():
         has = np.zeros((len(section), len(findings)), bool)
         if section:
-            has = _rows(section) == 1
+            has = rows_of(section) == 1
 
+        # the rarest finding that an image has, as `argmax` takes the first
         rarest = order[has[:, order].argmax(1)]
         strata[name] = np.where(has.any(1), rarest, len(findings))
 
@@ -98,8 +99,8 @@ def _number_strata(data: Sections) -> tuple[dict[str, Integers], list[str]]:
 
 
 def _known(items: Sequence[Item]) -> Floats:
-    """Return the first number of each item; InputError where it is unknown."""
-    values: Floats = _rows(items)[:, 0]
+    """Return the first number of each item; InputError if it is unknown."""
+    values = rows_of(items)[:, 0]
     if (unknown := np.isnan(values)).any():
         first = items[int(unknown.argmax())]["id"]
         raise InputError(
@@ -114,12 +115,13 @@ def _known(items: Sequence[Item]) -> Floats:
 def by_number(count: int, data: Sections, equal_width: bool) -> Homes:
     """Return the site of every item by its number: parts of equal width, or of equally many training images.
 
-    A group goes by the number of its first image, and stays where its training images are.
+    The number of a group is that of its first image; it stays where its training images are.
     """
     train = np.sort(_known(data["train"]))
     if equal_width:
         edges = np.linspace(train[0], train[-1], count + 1)[1:-1]
     else:
+        # the numbers with which the further parts begin
         edges = train[(np.arange(1, count) * len(train) // count)]
 
     homes = nowhere(data)
@@ -154,12 +156,12 @@ def stratified(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
 
 
 def _counts(items: Sequence[Item], groups: Sequence[Group]) -> Floats:
-    """Return how many images of each group (G, K + 1) have each label or finding, and how many there are."""
+    """Return how many images of each group (G, K + 1) have each label or finding, and their total."""
     if all("label" in item for item in items):
         labels = np.array([int(item["label"]) for item in items])
         flags = np.eye(labels.max() + 1)[labels]
     elif has_targets({"": items}):
-        flags = np.nan_to_num(_rows(items))
+        flags = np.nan_to_num(rows_of(items))
     else:
         flags = np.zeros((len(items), 0))
 
@@ -175,7 +177,7 @@ def _stratify(
     rng: np.random.Generator,
     placed: dict[str, int],
 ) -> None:
-    """Place the groups that have no site yet: of the rarest label that is left, each where it is wanted most."""
+    """Place the remaining groups: those with the rarest remaining label first, each where it is needed most."""
     demand = np.tile(counts.sum(0) / sites, (sites, 1))
     free = []
     for index in rng.permutation(len(groups)):
@@ -187,12 +189,16 @@ def _stratify(
     while free:
         left = counts[free].sum(0)
         labels = np.flatnonzero(left[:-1])
-        # the last column, how many images there are, is of all groups: those without any label
+        # the last column, the number of images, covers the remaining groups: those without any label
         label = int(labels[left[labels].argmin()]) if len(labels) else len(left) - 1
         having = [index for index in free if counts[index, label]]
         free = [index for index in free if not counts[index, label]]
         for index in having:
-            need = [(demand[site, label], demand[site, -1], rng.random()) for site in range(sites)]
+            # whoever lacks most images of the label, then most images, then by lot
+            need = []
+            for site in range(sites):
+                need.append((demand[site, label], demand[site, -1], rng.random()))
+
             site = max(range(sites), key=need.__getitem__)
             placed[groups[index].key] = site
             demand[site] -= counts[index]

@@ -34,8 +34,8 @@ Sides = Sequence[tuple[float, float]]
 SQUARE: Sides = ((1, 1), (1, 1))
 LEAST = 5
 """Cases a centre from which every section of a segmentation gets one."""
-MINIMUM_PER_CLASS = 10
-MINIMUM_SIZE = 16
+MINIMUM_PER_CLASS = 10  # of which a section with a tenth gets one
+MINIMUM_SIZE = 16  # pixels, which a network halves four times
 _FOLDS = {"train": 0.8, "test": 0.2}
 _PARTS = {"train": 0.7, "val": 0.1, "test": 0.2}
 # every fifth image of a class at a centre shows the patient or lesion of the one before

@@ -42,9 +42,10 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 
         sections = {SPLIT: row["section"] or ""} if "section" in row else {}
         if sections and sections[SPLIT] not in SECTIONS:
-            allowed = f"one of {', '.join(SECTIONS)}"
             raise InputError(
-                f"{root}: section {sections[SPLIT]!r} of {record.id}", allowed, "write one of these"
+                f"{root}: section {sections[SPLIT]!r} of {record.id}",
+                f"one of {', '.join(SECTIONS)}",
+                "write one of these",
             )
 
         centre = row.get("centre") or record.centre
@@ -71,8 +72,8 @@ def notes(rows: Rows) -> list[str]:
 
 
 def _spellings(rows: Rows) -> list[list[str]]:
-    """Return the names of each patient that is written in several ways, as `007`, `7`, `7.0` and ` 007`."""
-    names = defaultdict[str, set[str]](set)
+    """Return the names of each patient that is written in several ways, such as `007`, `7`, `7.0` and ` 007`."""
+    names = defaultdict(set)
     for row in rows.values():
         name = row.get("patient") or ""
         names[as_number(name.strip()) or name.strip()].add(name)
@@ -81,7 +82,7 @@ def _spellings(rows: Rows) -> list[list[str]]:
 
 
 def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = ()) -> Rows:
-    """Return the rows of a folder's table, empty where it has none; `unlabelled` are images that may be without one.
+    """Return the rows of a folder's table, empty if it has none; `unlabelled` are images that need no row.
 
     Raises:
         InputError: two rows of an image or two images of a row, an image without one, or no column `file`.
@@ -104,13 +105,9 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
     missing = []
     for number, record in enumerate([*records, *unlabelled]):
         name = next((name for name in _names(root, record) if name in rows), None)
-        if name is None:
-            if number < len(records):
-                missing += [record.id]
-            continue
-
-        # An unlabelled image has no claim to a row that a labelled one has.
-        if name in used and number >= len(records):
+        # An unlabelled image has no claim to a row that a labelled one uses.
+        if name is None or (name in used and number >= len(records)):
+            missing += [record.id] * (number < len(records))
             continue
         if name in used:
             raise InputError(
@@ -146,5 +143,5 @@ def _names(root: Path, record: Record) -> list[str]:
 
 
 def key(text: str) -> str:
-    """Return a path or name in a table in the form that is compared: with slashes, without the ending of NIfTI."""
+    """Return a path or name from a table in its comparable form: with slashes, without the ending of NIfTI."""
     return bare(composed(text).strip().replace("\\", "/").removeprefix("./"))

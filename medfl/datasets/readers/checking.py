@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
@@ -56,7 +56,7 @@ class CheckReport:
         """Number of images counted."""
         return sum(sum(row) for centres in self.counts.values() for row in centres.values())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Document:
         """Return everything as JSON-ready values."""
         source = "phantom" if self.phantom else "real"
         values = asdict(self)
@@ -91,18 +91,11 @@ def check(
 
     counts = counted(columns, records, assigned, dataset.centres)
     problems += _unreadable(dataset, records, progress)
+    warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
-        name=name,
-        folder=root,
-        layout=layout.text,
-        split=split,
-        phantom=is_phantom(root),
-        classes=columns,
-        counts=counts,
-        problems=tuple(problems),
-        warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=notes(name, root),
-    )
+        name, root, layout.text, split, is_phantom(root), columns, counts, tuple(problems), tuple(warnings),
+        notes(name, root),
+    )  # fmt: skip
 
 
 def counted(
@@ -212,7 +205,7 @@ def warnings_of(
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
 
-    sections_of: dict[str, set[str]] = defaultdict(set)
+    sections_of = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
         sections_of[record.group].add(section)
 

@@ -28,7 +28,7 @@ _OF_MASKS = ("label", "desc", "res", "den")
 """Entities that a mask has beside those of its image."""
 _NATIVE = ("orig", "individual")
 """Values of the entity `space` that say the grid of the image itself."""
-_LONGEST = 60
+_LONGEST = 60  # characters of a name in a file of others
 _LABELS = 'labels as {"background": 0, "tumour": 1}'
 _ADVICE = "change its labels, or move the file away"
 _WAYS = {
@@ -66,16 +66,19 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
     Raises:
         InputError: an image lacks a channel; names both.
     """
-    image_paths = {path for path, _ in images}
-    of_mask = {path for path, _ in masks} - image_paths
-    matches = [(_CHANNEL.fullmatch(path), uri) for path, uri in images]
-    if not any(match and match[1] in of_mask for match, _ in matches) and (masks or not lacking):
-        return images
-
+    image_paths = dict(images)
+    of_mask = dict(masks).keys() - image_paths
+    complete = []
     parts: dict[str, dict[str, str]] = defaultdict(dict)
-    for match, uri in matches:
+    for path, uri in images:
+        match = _CHANNEL.fullmatch(path)
         if match and (match[1] in of_mask or (lacking and match[1] not in image_paths)):
             parts[match[1]][match[2]] = uri
+        else:
+            complete.append((path, uri))
+
+    if of_mask.isdisjoint(parts) and (masks or not lacking):
+        return images
 
     channel_numbers = sorted(set().union(*parts.values()))
     for path, numbers in parts.items():
@@ -86,11 +89,6 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
                 f"of each image the channels {', '.join(channel_numbers)}, as files {path}_{channel_numbers[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
-
-    complete = []
-    for (match, _), (path, uri) in zip(matches, images, strict=True):
-        if not (match and match[1] in parts):
-            complete.append((path, uri))
 
     for path, numbers in parts.items():
         complete.append((path, JOINED.join(numbers[number] for number in sorted(numbers))))
@@ -174,8 +172,11 @@ def bids_masks(root: Path) -> str:
         problem = f"the derivatives {names} of {root} all have masks"
         place = having[0]
 
-    allowed = "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/"
-    raise InputError(problem, allowed, f"name it: --masks {place}")
+    raise InputError(
+        problem,
+        "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
+        f"name it: --masks {place}",
+    )
 
 
 def _is_mask(name: str) -> bool:
@@ -203,10 +204,15 @@ def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | 
         return {}, None
 
     values_of = labels if isinstance(labels, dict) else {"": ""}
+    for name, value in values_of.items():
+        match value:
+            case [single]:  # a region of one value
+                values_of[name] = single
+
     if all(_index(name) is not None and isinstance(v, str) for name, v in values_of.items()):
         values_of = {name: number for number, name in values_of.items()}
 
-    ignored = _index(values_of.get(_IGNORE))
+    ignored = next((_index(v) for name, v in values_of.items() if name.lower() == _IGNORE), None)
     regions = [name for name, value in values_of.items() if isinstance(value, list)]
     if named:
         return {}, ignored
@@ -221,7 +227,7 @@ def mask_labels(path: Path, named: bool = False) -> tuple[dict[int, str], int | 
     for name, value in values_of.items():
         number = _index(value)
         if (
-            name != _IGNORE
+            name.lower() != _IGNORE
             and number is not None
             and is_plain_text(name)
             and 0 < len(name) <= _LONGEST
@@ -270,7 +276,7 @@ def listed_files(path: Path) -> dict[str, tuple[list[str], str]]:
     if "labels" not in document or not isinstance(cases, dict):  # of another program, perhaps
         return {}
 
-    files = dict[str, tuple[list[str], str]]()
+    files = {}
     for name, case in cases.items():
         match case:
             case {"images": [_, *_] as images, "label": mask} if all(

@@ -9,6 +9,8 @@ import importlib
 import locale
 import math
 import os
+import re
+import sys
 import tempfile
 import warnings
 from collections import defaultdict
@@ -29,14 +31,21 @@ Untyped = Any
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
 _ALIKE = 1e-3  # of orientations, and of distances in mm
-_PREAMBLE = 128
+_PREAMBLE = 128  # bytes before the magic word (PS3.10, 7.1)
 _MAGIC = b"DICM"
+_LENGTHS = ("PixelSpacing", "SliceThickness")
 _DEFLATED = "1.2.840.10008.1.2.1.99"
+_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51")
 _PER_FRAME = "PerFrameFunctionalGroupsSequence"
 _LARGE = 2**16  # bytes of a value that stays in its file until it is asked for
-_MOST_FRAMES = 2**16
+_MOST_FRAMES = 2**16  # a header may claim any number, and each frame takes a record
 _UNDEFINED = 2**32 - 1  # length of pixels that are compressed
 _DEEPEST = 16  # sequences in sequences
+_ITK_SOURCE = re.compile(r".*ERROR: (\w+\(0x\w+\): )?")
+_METAIO = re.compile(
+    r"^(Meta\w+: |Uncompress |\w+ required and not defined).*\n(   .*\n)*", re.MULTILINE
+)
+_SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
 _STORED = [
     "SamplesPerPixel",
     "PhotometricInterpretation",
@@ -53,53 +62,61 @@ _STORED = [
 
 
 class Header(tuple[Untyped, ...]):
-    """What a file says of a frame: data sets of pydicom, of which the first that has a tag goes before the others."""
+    """The attributes of a frame: data sets of pydicom, of which the first that has a tag takes precedence."""
 
     def get(self, keyword: str) -> Untyped:
-        """Return the value of a tag, None where it is missing or empty."""
+        """Return the value of a tag, None if it is missing or empty."""
         return next((part[keyword].value for part in self if keyword in part), None)
 
     def text(self, keyword: str) -> str:
-        """Return the text of a tag, "" where there is none."""
+        """Return the text of a tag, "" if there is none."""
         return str(self.get(keyword) or "")
 
     def numbers(self, keyword: str) -> Affine:
-        """Return the numbers of a tag, none where it is missing or empty."""
+        """Return the numbers of a tag, none if it is missing or empty; a ValueError names it if not numeric."""
         values = np.atleast_1d(np.array(self.get(keyword), object))
         filled = [value for value in values if value not in (None, "")]
-        return np.array(filled, np.float64)
+        try:
+            return np.array(filled, np.float64)
+        except ValueError as error:
+            raise ValueError(f"its {_named(keyword)} is {filled}") from error
 
     def number(self, keyword: str, default: float) -> float:
-        """Return the first number of a tag, the default where there is none."""
+        """Return the first number of a tag, or the default if there is none."""
         return next(iter(self.numbers(keyword).tolist()), default)
 
     def whole(self, keyword: str, default: int = 0) -> int:
-        """Return the first number of a tag as a whole one."""
+        """Return the first number of a tag as an integer."""
         return int(self.number(keyword, default))
 
     def items(self, keyword: str) -> Sequence[Header]:
-        """Return the headers that a sequence has."""
+        """Return the headers in a sequence."""
         return [Header((item,)) for item in self.get(keyword) or ()]
 
     @property
     def is_coloured(self) -> bool:
-        """Whether a pixel has a colour."""
+        """Whether pixels are in colour."""
         palette = "PALETTE" in self.text("PhotometricInterpretation")
         return palette or self.whole("SamplesPerPixel", 1) != 1
 
     @property
     def is_signed(self) -> bool:
-        """Whether stored pixels have a sign."""
+        """Whether stored pixels are signed."""
         return self.whole("PixelRepresentation") == 1
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether it says what stored pixels stand for."""
+        return bool(self.text("RescaleSlope") or self.items("ModalityLUTSequence"))
+
+    @property
     def voxels(self) -> int:
-        """How many pixels all frames have."""
+        """Number of pixels of all frames."""
         return self.whole("Rows") * self.whole("Columns") * self.whole("NumberOfFrames", 1)
 
 
 class Frame(NamedTuple):
-    """A frame of a file: its number there, and its header, in which functional groups stand beside the other tags."""
+    """A frame of a file: its number in the file, and its header, with functional groups beside the other tags."""
 
     file: str
     number: int
@@ -108,7 +125,7 @@ class Frame(NamedTuple):
 
 @contextmanager
 def own_locale() -> Iterator[None]:
-    """Put the process's locale back at the end: GDCM leaves it at "C", in which Python reads text files as ASCII."""
+    """Restore the process's locale at the end: GDCM leaves it at "C", in which Python reads text files as ASCII."""
     before = locale.setlocale(locale.LC_ALL)
     try:
         yield
@@ -126,9 +143,16 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     headers = _series(folder)
     _check_size(headers)
     for file, header in headers.items():
-        if header.whole("NumberOfFrames", 1) > 1 and not header.items(_PER_FRAME):
+        problem = ""
+        if header.whole("NumberOfFrames", 1) > 1:
+            if not header.items(_PER_FRAME):
+                problem = f"several frames and no {_named(_PER_FRAME)}"
+        elif "MOSAIC" in header.text("ImageType"):
+            problem = f"many slices in one picture by {_named('ImageType')} MOSAIC"
+
+        if problem:
             raise InputError(
-                f"DICOM file {file} has several frames and no {_named(_PER_FRAME)}",
+                f"DICOM file {file} has {problem}",
                 "each frame of a volume says where it lies",
                 "export it as single slices, or convert it to NIfTI with its true place",
             )
@@ -144,18 +168,24 @@ def read(folder: str) -> tuple[Array, Affine, str]:
         if number == 0:
             stored = _stored(file, header)
 
+        # a value beyond float32 becomes infinite here, and is refused with the volume
         with np.errstate(over="ignore"):
             voxels[place] = _modality(stored[number], header)
 
         padded[place] = _padding(stored[number], header)
 
-    changes = ""
+    changes = []
     if padded.any() and not padded.all():
         voxels[padded] = voxels[~padded].min()
-        changes = f"{_named('PixelPaddingValue')} is read as the least other value"
+        changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
+
+    are_scaled = {frame.header.is_scaled for frame in frames}
+    modality = frames[0].header.text("Modality")
+    if False in are_scaled and (True in are_scaled or modality in _SCALED):
+        changes.append(f"values without {_named('RescaleSlope')} are read as stored")
 
     # Slices and rows come first in files, columns in a volume.
-    return voxels.T, affine, changes
+    return voxels.T, affine, "; ".join(changes)
 
 
 # Headers
@@ -206,7 +236,7 @@ def _header(file: str) -> Header | None:
 
 
 def _damaged(file: str, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[-200:] or type(error).__name__
+    reason = reason_of(error)[-200:] or type(error).__name__
     return InputError(
         f"DICOM file {file} cannot be read ({reason})", "a complete image", "copy the file again"
     )
@@ -221,7 +251,7 @@ def _named(keyword: str) -> str:
 def _dataset(file: str, **options: Untyped) -> Untyped:
     """Return what pydicom reads of a file; a ValueError if the header is packed, which it would unpack without end."""
     pydicom = importlib.import_module("pydicom")
-    # What it warns of is refused here, or no matter.
+    # Its warnings are either errors here or irrelevant.
     pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
     pydicom.config.convert_wrong_length_to_UN = True
     warnings.filterwarnings("ignore", module="pydicom")
@@ -264,7 +294,7 @@ def _check_depth(dataset: Untyped, depth: int = 0) -> None:
 
 
 def _frames(file: str, header: Header) -> Iterator[Frame]:
-    """Yield the frames of a file; what a functional group says of one goes before what all have."""
+    """Yield the frames of a file; a functional group of one frame takes precedence over the shared ones."""
     shared = header.items("SharedFunctionalGroupsSequence")[:1]
     groups = header.items(_PER_FRAME)
     for number in range(header.whole("NumberOfFrames", 1)):
@@ -278,12 +308,14 @@ def _frames(file: str, header: Header) -> Iterator[Frame]:
 
 
 def _numbers(frame: Frame, keyword: str, count: int) -> Affine:
-    """Return the numbers of a tag; an InputError names it where a frame lacks them."""
+    """Return the numbers of a tag; an InputError names it if a frame lacks them, or a length is not above 0."""
     numbers = frame.header.numbers(keyword)
-    if len(numbers) != count or not np.isfinite(numbers).all():
+    least = 0 if keyword in _LENGTHS else -np.inf
+    if len(numbers) != count or not np.isfinite(numbers).all() or min(numbers) <= least:
+        text = frame.header.text(keyword)
         where = f"DICOM file {frame.file}" + f", frame {frame.number + 1}," * bool(frame.number)
         raise InputError(
-            f"{where} has no {_named(keyword)}",
+            f"{where} has no {_named(keyword)}" + f" but {text}" * bool(text),
             "each slice of a volume says where it lies",
             "export the series again with this tag, or convert it to NIfTI with its true place",
         )
@@ -292,7 +324,7 @@ def _numbers(frame: Frame, keyword: str, count: int) -> Affine:
 
 
 def _require_equal(frames: Sequence[Frame], keyword: str, count: int = 1) -> Affine:
-    """Return the numbers of a tag that all frames have alike; an InputError names the tag where they differ."""
+    """Return the numbers of a tag that must be equal in all frames; an InputError names the tag if they differ."""
     first = _numbers(frames[0], keyword, count)
     for frame in frames:
         numbers = _numbers(frame, keyword, count)
@@ -317,12 +349,13 @@ def _placed(folder: str, frames: Sequence[Frame]) -> tuple[Sequence[int], Affine
     normal = np.cross(right, down)
     if not math.isclose(float(np.linalg.norm(normal)), 1, abs_tol=0.01):
         raise InputError(
-            f"{_named('ImageOrientationPatient')} of DICOM file {frames[0].file} is {[*right, *down]}",
+            f"{_named('ImageOrientationPatient')} of DICOM file {frames[0].file} is {np.append(right, down)}",
             "two directions of length 1 at a right angle",
             "export the series again",
         )
 
     positions = np.stack([_numbers(frame, "ImagePositionPatient", 3) for frame in frames])
+    # by the distance along the normal: numbers and names of files are in any order
     order = np.argsort(positions @ normal, kind="stable")
     positions = positions[order]
     if len(frames) == 1:
@@ -365,7 +398,7 @@ def _check_positions(folder: str, positions: Affine, normal: Affine, pixel: floa
 
 
 def to_ras(affine: Affine) -> Affine:
-    """Return an affine whose x and y point left and back (LPS, of DICOM and ITK) as one to RAS."""
+    """Convert an affine whose x and y point left and back (LPS, of DICOM and ITK) to RAS."""
     return np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
 
 
@@ -381,7 +414,7 @@ def affine_of(image: Untyped) -> Affine:
 
 @own_locale()
 def picture_affine(file: str) -> Affine:
-    """Return the affine (4, 4) of a picture from (column, row, 0) to mm, RAS; what it does not say is as in ITK."""
+    """Return the affine (4, 4) of a picture from (column, row, 0) to mm, RAS; missing values are as in ITK."""
     _require_shallow(file)
     reader = _reader(file)
     reader.ReadImageInformation()
@@ -409,8 +442,9 @@ def _stored(file: str, header: Header) -> Array:
             raise ValueError(f"{_named('HighBit')} is not {_named('BitsStored')} less one")
 
         element = plain.get_item("PixelData")
-        if len(element.value) < element.length < _UNDEFINED:
-            raise ValueError("it is cut off")
+        least = max(element.length, header.voxels * header.whole("BitsAllocated") // 8)
+        if len(element.value) < least and element.length < _UNDEFINED:
+            raise ValueError(f"its {_named('PixelData')} is cut off")
 
         plain.PhotometricInterpretation = "MONOCHROME2"
         with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
@@ -434,24 +468,30 @@ def _pixels(file: str) -> Array:
 
 
 def _modality(pixels: Array, header: Header) -> Array:
-    """Return stored pixels as what they stand for: by a table, or times slope plus intercept."""
+    """Return stored pixels as physical values: by a table, or times slope plus intercept."""
     if tables := header.items("ModalityLUTSequence"):
         return _through(pixels, tables[0], header.is_signed)
 
-    scaled: Array = pixels * header.number("RescaleSlope", 1)
+    scaled = pixels * header.number("RescaleSlope", 1)
     return scaled + header.number("RescaleIntercept", 0)
 
 
 def _through(values: Array, table: Header, is_signed: bool) -> Array:
-    """Return values by a lookup table; its first entry below it, its last above it."""
-    count, first, _ = table.numbers("LUTDescriptor") % 2**16  # which may be written with a sign
+    """Map values by a lookup table; values below it get its first entry, values above it its last."""
+    descriptor = table.numbers("LUTDescriptor")
     entries = table.get("LUTData")
+    if len(descriptor) != 3 or entries is None:
+        raise ValueError(f"it has a table without {_named('LUTDescriptor')} or {_named('LUTData')}")
+
+    count, first, bits = descriptor % 2**16  # which may be written with a sign
     if isinstance(entries, bytes):
         entries = np.frombuffer(entries, "<u2" if table[0].original_encoding[1] else ">u2")
 
     entries = np.atleast_1d(entries)
-    if len(entries) < count:  # two entries of 8 bits a word
+    if len(entries) < count and bits == 8:  # two entries a word
         entries = entries.astype("<u2").view(np.uint8)
+    if len(entries) < count:
+        raise ValueError(f"its {_named('LUTData')} has {len(entries)} of {count:g} entries")
 
     if first >= 2**15 and (is_signed or values.min() < 0):
         first -= 2**16
@@ -461,12 +501,12 @@ def _through(values: Array, table: Header, is_signed: bool) -> Array:
 
 
 def _padding(pixels: Array, header: Header) -> Array:
-    """Tell which stored pixels only fill the frame."""
+    """Tell which stored pixels are padding."""
     ends = header.numbers("PixelPaddingValue")
     if not len(ends):
         return np.zeros(pixels.shape, bool)
 
-    # Two bytes, written with a sign or without.
+    # Two bytes, written with a sign or without (C.7.5.1.1.2).
     ends = np.append(ends, header.numbers("PixelPaddingRangeLimit")) % 2**16
     if header.is_signed:
         ends = (ends + 2**15) % 2**16 - 2**15
@@ -496,9 +536,8 @@ def read_picture(file: str) -> Bytes:
         )
 
     if header.is_coloured:
-        _require_shallow(file)
-        colours = _pixels(file)[0]
-        return np.asarray(np.rint(colours / np.iinfo(colours.dtype).max * 255), np.uint8)
+        colours, most = _coloured(file, header)
+        return np.asarray(np.rint(colours / most * 255), np.uint8)
 
     header = frame.header
     pixels = _stored(file, header)[0]
@@ -514,11 +553,27 @@ def read_picture(file: str) -> Bytes:
     return np.asarray(np.rint(np.where(padded, 0, shown) * 255), np.uint8)
 
 
+def _coloured(file: str, header: Header) -> tuple[Array, int]:
+    """Return the colours (H, W, 3) of a picture, and their largest possible value."""
+    _require_shallow(file)
+    if "PALETTE" in header.text("PhotometricInterpretation"):
+        colours = _pixels(file)[0]
+        return colours, np.iinfo(colours.dtype).max
+
+    plain = _dataset(file)
+    if plain.file_meta.get("TransferSyntaxUID") in _JPEG:
+        colours = plain.pixel_array  # by what the JPEG says of its colours; GDCM trusts the tag
+    else:
+        colours = _pixels(file)[0]
+
+    return colours, 2 ** header.whole("BitsStored", 8) - 1
+
+
 def _shown(values: Array, of_image: Array, header: Header) -> Array:
-    """Return values as shades from 0 to 1; `of_image` are those of them that are no padding."""
+    """Return values as shades from 0 to 1; `of_image` are the values that are not padding."""
     if tables := header.items("VOILUTSequence"):
-        bits = tables[0].numbers("LUTDescriptor")[2]
         looked_up = _through(values, tables[0], header.is_signed)
+        bits = tables[0].numbers("LUTDescriptor")[2]
         return looked_up / float(2**bits - 1)
 
     centre = header.number("WindowCenter", 0)
@@ -532,14 +587,14 @@ def _shown(values: Array, of_image: Array, header: Header) -> Array:
     if width > 0 and function == "LINEAR_EXACT":
         low = centre - width / 2
         high = centre + width / 2
-    elif width >= 1:
+    elif width >= 1:  # C.11.2.1.2.1: a window of W values has W - 1 steps
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
     elif header.whole("BitsAllocated") == 8 and low >= 0 and high <= 255:
         low = 0.0
         high = 255.0
 
-    shades: Array = (values - low) / max(high - low, 1e-9)
+    shades = (values - low) / max(high - low, 1e-9)
     return shades.clip(0, 1)
 
 
@@ -564,6 +619,37 @@ def count_voxels(folder: str) -> int:
     return sum(header.voxels for header in _series(folder).values())
 
 
+@contextmanager
+def itk_errors() -> Iterator[None]:
+    """Turn what SimpleITK raises in the block, or MetaIO writes to stderr and goes on from, into a ValueError."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    reason = ""
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        except RuntimeError as error:
+            reason = reason_of(error)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+        caught.seek(0)
+        text = caught.read().decode(errors="replace")
+
+    sys.stderr.write(_METAIO.sub("", text))  # of other threads
+    if first := _METAIO.search(text):
+        reason = first[0].strip()
+    if reason:
+        raise ValueError(reason)
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error of a library says, without the source lines and addresses of ITK's."""
+    return _ITK_SOURCE.sub("", " ".join(str(error).split()))
+
+
 def _reader(file: str) -> Untyped:
     reader = sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
@@ -584,7 +670,7 @@ def is_named_or_begins_so(file: str) -> bool:
 
 
 def is_dicom(file: str) -> bool:
-    """Tell whether a file begins as DICOM files do."""
+    """Tell whether a file begins like a DICOM file."""
     if not os.path.isfile(file):
         return False
     try:

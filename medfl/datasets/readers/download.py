@@ -23,11 +23,11 @@ from medfl.core import terminal
 from medfl.core.errors import InputError, RunError
 from medfl.datasets.base import DataSet, Download, get
 
-ATTEMPTS = 4
+ATTEMPTS = 4  # each after a longer pause
 TIMEOUT = 30.0  # seconds without a byte
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes
 _SPARE = 64 << 20  # bytes left free on the disk
-_NOT_WORTH_RETRYING = range(400, 429)
+_NOT_WORTH_RETRYING = range(400, 429)  # 429 asks for patience, and a server recovers from 500 on
 
 
 def _to_stderr(line: str) -> None:
@@ -244,7 +244,7 @@ class _Transfer:
             raise _Broken(f"{self.received} of {total} bytes arrived")
 
     def resumable(self) -> int:
-        """Return from which byte to go on; 0 if nothing tells whether the server's file is still the same."""
+        """Return the byte from which to resume; 0 if nothing tells whether the server's file is still the same."""
         if self.tag.exists() or self.item.digest is not None:
             return self.received
 
@@ -285,7 +285,7 @@ class _Transfer:
         return response
 
     def start_of(self, response: HTTPResponse) -> int:
-        """Return the first byte that the server sends: what was asked for, or 0 where it sends the whole file."""
+        """Return the first byte that the server sends: the requested one, or 0 if it sends the whole file."""
         if response.status != 206:
             return 0
 

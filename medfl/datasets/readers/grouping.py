@@ -1,4 +1,4 @@
-"""Patients by file names: a regular expression says which part of a name is the patient; one that fits is suggested.
+"""Patients from file names: a regular expression extracts the patient from a name; a suitable one is suggested.
 
 The expression may come with somebody else's bundle, so it is restricted to forms that take little time on any name: no
 repeated groups, no backreferences, no lookaround, and at most three repeats.
@@ -30,6 +30,7 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
             into one patient.
     """
     expression = _compiled(pattern)
+    # without a slash in it the expression is of the file, wherever it lies
     texts = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
     if long := next((text for text in texts if len(text) > _LONGEST), None):
         raise InputError(
@@ -66,7 +67,7 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
         patients: set[str | None] = set()
         try:
             for names in names_of.values():
-                # Of a single name an expression tells nothing.
+                # A single name says nothing about an expression.
                 patients.update(by_names(pattern, names) if len(names) > 1 else ())
         except InputError:
             continue

@@ -1,16 +1,22 @@
-"""Which columns of a table say what an image shows: one class, several findings, or a number; and their cells."""
+"""A table of labels: which columns describe an image (a class, findings, a number), and the row of each image."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import composed, listed
+from medfl.core.names import as_number, composed, listed
+from medfl.datasets.readers import cases, tables
+from medfl.datasets.readers.unlabelled import without_ending
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -36,15 +42,15 @@ _TAKEN = {
     "zeros": "taken as absent",
     "ones": "taken as present",
 }
-NOTHING = {"nan", "none", "na", "n/a", "null"}
-"""What some programs write for a missing value."""
-_SURE = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-_UNSURE = {"-1", "-1.0", "?", "u", "uncertain"}
-_EMPTY = {"", "unknown", *NOTHING}
+_NO = "0 0.0 false no n nein absent negative neg"
+_YES = "1 1.0 true yes y ja present positive pos"
+_SURE = dict.fromkeys(_NO.split(), 0.0) | dict.fromkeys(_YES.split(), 1.0)
+_UNSURE = {"-1", "-1.0", "?", "u", "uncertain", "unklar"}
+_EMPTY = {"", "unknown", "unbekannt", *cases.NOTHING}
 _NO_FINDING = {"no_finding", "no_findings", "nofinding", "normal", "none"}
 _WORDS = """
     age age_approx age_at_diagnosis age_years patient_age sex gender patient_sex patient_gender male
-    female race view view_position laterality hospital institution year number
+    female race view view_position laterality hospital institution year number alter geschlecht
 """
 _OF_CASES = {*_WORDS.split()}
 """What tables call columns about a case, and not about what its image shows."""
@@ -54,13 +60,15 @@ _WORDS = """
 _OF_FILES = {*_WORDS.split()}
 """Words in the names of such columns."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-_COMMA = re.compile(r"[+-]?\d+,\d+")
+_COMMA = re.compile(r"[+-]?(\d{1,3}(\.\d{3})+|\d+),\d+")
 _WITH_UNIT = re.compile(r"[+-]?\d+([.,]\d+)?\s*[^\W\d_%][\w/²³]*|[+-]?\d+([.,]\d+)?\s*%")
 _UNIT = re.compile(
     r"(?:[_ ]|[(\[])(mm|cm|ml|l|kg|g|s|ms|hu|months|weeks|days|years|percent)[)\]]?$", re.I
 )
 _MOST_CLASSES = 20  # different whole numbers, above which a column of such is one of numbers
-_MOSTLY = 0.9
+_LARGEST = float(np.finfo(np.float32).max)
+_A_NUMBER = f"a number with a decimal point, up to {_LARGEST:.2g}, or nothing"
+_MOSTLY = 0.9  # of the cells, from which on the others are taken for mistakes
 
 
 @dataclass(frozen=True)
@@ -174,8 +182,7 @@ class _Table:
         known_heads = {*FILES, *map(head, wanted.roles.values())}.union(*CASES.values())
         self._free = []
         for name in self._columns:
-            spelled = head(name)
-            if name != image_column and spelled not in known_heads:
+            if name != image_column and head(name) not in known_heads:
                 self._free.append(name)
 
         self._about = [name for name in self._free if not _is_about_cases(name)]
@@ -204,9 +211,8 @@ class _Table:
         if columns:
             return self._of_several(columns, are_named=True)
 
-        if requested.task == "regression":
-            marks = []
-        else:
+        marks = []
+        if requested.task != "regression":
             marks = self._marks()
 
         if len(marks) > 1 or (marks and requested.task == "multilabel"):
@@ -221,7 +227,6 @@ class _Table:
         cells = self._cells(column)
         task = requested.task or _task_of(cells)
         if task == "classification":
-            column_name = column if requested.columns else ""
             note: tuple[str, ...] = ()
             if not requested.task and all(map(_NUMBER.fullmatch, filter(None, cells))):
                 note = (
@@ -229,14 +234,17 @@ class _Table:
                 )
 
             return Meaning(
-                task, cells, column=column_name, text=f"classes by column {column!r}", notes=note
+                task,
+                cells,
+                column=column * bool(requested.columns),
+                text=f"classes by column {column!r}",
+                notes=note,
             )
 
         if task == "regression":
             return self._numbers([column])
 
-        parted = any("|" in cell for cell in cells)
-        if not parted and all(cell.lower() in _SURE or _is_unknown(cell) for cell in cells):
+        if all(map(_is_mark, self._lower(column))):
             return self._findings([column])
 
         return self._parted(column, cells)
@@ -246,7 +254,7 @@ class _Table:
         sets: list[set[str] | None] = []
         for cell in cells:
             parts = {" ".join(part.split()) for part in cell.split("|")} - {""}
-            if not parts or cell.lower() in NOTHING:
+            if not parts or cell.lower() in cases.NOTHING:
                 sets.append(None)
             else:
                 sets.append({part for part in parts if head(part) not in _NO_FINDING})
@@ -272,8 +280,13 @@ class _Table:
         for entry in sets:
             values.append(() if entry is None else tuple(float(name in entry) for name in names))
 
-        text = f"{len(names)} findings by column {column!r}, with | between several: {', '.join(names)}"
-        return Meaning("multilabel", values, names, column, text)
+        return Meaning(
+            "multilabel",
+            values,
+            names,
+            column,
+            f"{len(names)} findings by column {column!r}, with | between several: {', '.join(names)}",
+        )
 
     # Several columns
 
@@ -285,13 +298,13 @@ class _Table:
         ):  # fmt: skip
             return self._numbers(columns)
 
+        # classes have no unknown cells, so only columns without any can be of them
         full = [name for name in columns if set(self._lower(name)) <= _SURE.keys()]
-        counts = [
-            sum(_SURE[cell] for cell in cells)
-            for cells in zip(*map(self._lower, full), strict=True)
-        ]
-        has_one = len(full) > 1 and max(counts, default=0) == 1
-        if not requested.task and has_one and min(counts) == 1 and len(full) < len(columns):
+        marks = np.array([[_SURE[cell] for cell in self._lower(name)] for name in full])
+        counts = marks.sum(0)
+        # a class has an image where not each image has one; a finding may have none
+        has_one = len(full) > 1 and counts.max() == 1 and (counts.all() or marks.any(1).all())
+        if not requested.task and has_one and counts.all() and len(full) < len(columns):
             remaining = [name for name in columns if name not in full]
             raise InputError(
                 f"{self._path}: each row has one 1 in the columns {', '.join(full)}; {', '.join(remaining)} have empty "
@@ -311,7 +324,7 @@ class _Table:
 
         return self._findings(findings)
 
-    def _exclusive(self, columns: Sequence[str], counts: Sequence[float]) -> Meaning:
+    def _exclusive(self, columns: Sequence[str], counts: Floats) -> Meaning:
         """Return the classes of columns of which each row has a 1 in that of its own, as in the tables of ISIC."""
         if len(columns) < 2:
             raise self._nothing()
@@ -326,12 +339,12 @@ class _Table:
                     "keep one of them, or take --task multilabel, whose images have several",
                 )
 
-            values.append(names[0] if names else "")
+            values.append("".join(names))
 
         notes: tuple[str, ...] = ()
-        if not all(counts) and not self._wanted.task:
+        if not counts.all() and not self._wanted.task:
             notes = (
-                f"{sum(not count for count in counts)} rows have no 1: of no class; --task multilabel takes them as "
+                f"{(counts == 0).sum()} rows have no 1: of no class; --task multilabel takes them as "
                 "images without any finding",
             )
 
@@ -365,24 +378,24 @@ class _Table:
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise InputError(f"{self._path} has two columns {twice[0]!r}", "one", "rename one")
 
-        nothing = set[int]()
+        nothing = set()
         for name in self._free:
             if head(name) in _NO_FINDING and name not in columns and self._is_marks(name):
                 nothing |= {row for row, cell in enumerate(self._lower(name)) if _SURE.get(cell)}
 
         by_column = []
-        blanks = Counter[str]()
-        unsure = Counter[str]()
-        contradicted = set[int]()
-        for name, column in zip(names, columns, strict=True):
+        blanks = 0
+        unsure = 0
+        contradicted = set()
+        for column in columns:
             numbers = []
             for row, cell in enumerate(self._lower(column)):
                 value = _SURE.get(cell)
                 if value is None and cell in _UNSURE:
-                    unsure[name] += 1
+                    unsure += 1
                     value = UNCERTAIN[requested.uncertain]
                 elif value is None and cell in _EMPTY:
-                    blanks[name] += 1
+                    blanks += bool(column)
                     value = (
                         0.0 if row in nothing else BLANK[requested.blank] if column else math.nan
                     )
@@ -406,16 +419,21 @@ class _Table:
         if absent:
             notes.append(f"the table has no column {listed([*map(repr, absent)])}: unknown here")
 
-        for counts, subject, choice, flag in (
+        for total, subject, choice, flag in (
             (unsure, "uncertain (-1, ?)", requested.uncertain, "--uncertain ignore|zeros|ones"),
             (blanks, "blank", requested.blank, "--blank ignore|zeros"),
         ):
-            total = sum(count for name, count in counts.items() if name not in absent)
             if total:
                 notes.append(f"{total} cells are {subject}: {_TAKEN[choice]} ({flag})")
 
-        taken = f"{len(names)} findings by the columns {', '.join(names)}"
-        return Meaning("multilabel", _rows_of(by_column), names, "", taken, tuple(notes))
+        return Meaning(
+            "multilabel",
+            _rows_of(by_column),
+            names,
+            "",
+            f"{len(names)} findings by the columns {', '.join(names)}",
+            tuple(notes),
+        )
 
     # Numbers
 
@@ -427,15 +445,20 @@ class _Table:
             for row, cell in enumerate(self._lower(column)):
                 if cell in _EMPTY:
                     numbers.append(math.nan)
-                elif _NUMBER.fullmatch(cell) and math.isfinite(float(cell)):
+                elif _NUMBER.fullmatch(cell) and abs(float(cell)) <= _LARGEST:
                     numbers.append(float(cell))
                 else:
-                    raise self._wrong(column, row, "a number with a decimal point, or nothing")
+                    raise self._wrong(column, row, _A_NUMBER)
 
             by_column.append(numbers)
 
-        text = f"numbers by column {listed([*map(repr, names)], 20)}"
-        return Meaning("regression", _rows_of(by_column), names, "", text)
+        return Meaning(
+            "regression",
+            _rows_of(by_column),
+            names,
+            "",
+            f"numbers by column {listed([*map(repr, names)], 20)}",
+        )
 
     def _found(self) -> Meaning:
         """Return what the only column says that can have findings or numbers."""
@@ -446,13 +469,16 @@ class _Table:
 
         numbers = []
         for name in self._about:
-            is_free = not self._is_marks(name) or requested.task == "regression"
-            if is_free and self._is_numbers(name) and len(set(self._cells(name)) - {""}) > 1:
+            is_asked = requested.task == "regression"
+            is_free = is_asked or (
+                not self._is_marks(name) and len(set(self._cells(name)) - {""}) > 1
+            )
+            if is_free and self._is_numbers(name):
                 numbers.append(name)
 
         if requested.task in ("", "regression"):
             if len(numbers) == 1:
-                return self._numbers(numbers)
+                return replace(self._numbers(numbers), notes=tuple(self._also(numbers[0])))
             if numbers:
                 raise InputError(
                     f"{self._path} has several columns of numbers: {listed(numbers, 20)}",
@@ -462,16 +488,25 @@ class _Table:
 
         raise self._nothing()
 
+    def _also(self, column: str) -> Iterator[str]:
+        """Yield notes on what a table has beside the column of numbers that was found, or else could say by it."""
+        if self._wanted.task:
+            return
+        if _task_of(self._cells(column)) == "classification":
+            yield f"column {column!r} is taken as numbers; --label-column {column} takes it as classes"
+        if marks := [name for name in self._about if self._is_marks(name)]:
+            yield f"not taken: columns of 0 and 1, {listed(marks)}; --label-column takes them as findings"
+
     def _nothing(self) -> InputError:
         for name in self._about:
-            odd = [
-                row
-                for row, cell in enumerate(self._cells(name))
-                if _COMMA.fullmatch(cell) or _WITH_UNIT.fullmatch(cell)
-            ]
-            filled = sum(bool(cell) for cell in self._cells(name))
-            if odd and len(odd) >= _MOSTLY * filled:
-                return self._wrong(name, odd[0], "a number with a decimal point, or nothing")
+            cells = [cell for cell in self._lower(name) if cell not in _EMPTY]
+            odd = [*itertools.filterfalse(_NUMBER.fullmatch, cells)]
+            numeric = len(cells) - len(odd)
+            for pattern in (_COMMA, _WITH_UNIT):
+                numeric += len([*filter(pattern.fullmatch, odd)])
+
+            if odd and 2 * numeric >= len(cells):
+                return self._wrong(name, self._lower(name).index(odd[0]), _A_NUMBER)
 
         return InputError(
             f"{self._path} has no column of classes, findings or numbers; it has {listed(self._columns, 20)}",
@@ -496,9 +531,7 @@ class _Table:
 
     def _is_marks(self, column: str) -> bool:
         cells = self._lower(column)
-        return all(cell in _SURE or _is_unknown(cell) for cell in cells) and any(
-            cell in _SURE for cell in cells
-        )
+        return all(map(_is_mark, cells)) and any(cell in _SURE for cell in cells)
 
     def _is_numbers(self, column: str) -> bool:
         cells = [cell for cell in self._lower(column) if cell not in _EMPTY]
@@ -508,7 +541,7 @@ class _Table:
         """Return the columns of 0 and 1.
 
         Raises:
-            InputError: nearly all cells of a column are such, and another is a text.
+            InputError: nearly all cells of a column are such, and another is not.
         """
         marks = []
         for name in self._about:
@@ -517,14 +550,12 @@ class _Table:
                 continue
 
             cells = self._lower(name)
-            odd = [
-                row
-                for row, cell in enumerate(cells)
-                if not (cell in _SURE or _is_unknown(cell) or _NUMBER.fullmatch(cell))
-            ]
+            odd = [row for row, cell in enumerate(cells) if not _is_mark(cell)]
             sure = sum(cell in _SURE for cell in cells)
             if odd and sure >= _MOSTLY * (sure + len(odd)):
-                raise self._wrong(name, odd[0], "0, 1, -1 (uncertain) or nothing")
+                raise self._wrong(
+                    name, odd[0], "0, 1, -1 (uncertain) or nothing; numbers with --task regression"
+                )
 
         return marks
 
@@ -536,8 +567,8 @@ class _Table:
         cell = self._cells(column)[row]
         advice = "correct the cell, or leave it empty where nobody knows"
         if _COMMA.fullmatch(cell):
-            advice = f"write {cell.replace(',', '.')}, with a decimal point"
-        elif allowed.startswith("a number") and _WITH_UNIT.fullmatch(cell):
+            advice = f"write {cell.replace('.', '').replace(',', '.')}, with a decimal point"
+        elif allowed == _A_NUMBER and _WITH_UNIT.fullmatch(cell) and not _NUMBER.fullmatch(cell):
             advice = "write the number alone, and its unit into the column's name, as hc_mm"
 
         return InputError(
@@ -561,8 +592,9 @@ def _is_about_cases(name: str) -> bool:
     return spelled in _OF_CASES or not _OF_FILES.isdisjoint(re.split(r"[\W_]+", spelled))
 
 
-def _is_unknown(cell: str) -> bool:
-    return cell in _UNSURE or cell in _EMPTY
+def _is_mark(cell: str) -> bool:
+    """Tell whether a cell says yes, no, or that nobody knows."""
+    return cell in _SURE or cell in _UNSURE or cell in _EMPTY
 
 
 def _task_of(cells: Sequence[str]) -> str:
@@ -570,10 +602,263 @@ def _task_of(cells: Sequence[str]) -> str:
     if any("|" in cell for cell in cells):
         return "multilabel"
 
-    is_known = {cell for cell in cells if cell.lower() not in _EMPTY}
-    if is_known and all(map(_NUMBER.fullmatch, is_known)):
-        are_whole = all(float(cell).is_integer() for cell in is_known)
-        if not are_whole or len(is_known) > _MOST_CLASSES:
+    filled = {cell for cell in cells if cell.lower() not in _EMPTY}
+    numbers = [*filter(_NUMBER.fullmatch, filled)]
+    if len(numbers) >= _MOSTLY * len(filled):
+        are_whole = all(float(cell).is_integer() for cell in numbers)
+        if not are_whole or len(numbers) > _MOST_CLASSES:
             return "regression"
 
     return "classification"
+
+
+# The rows: that of each image, and what it says.
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a table says of the images of a folder.
+
+    Attributes:
+        task: classification, multilabel or regression.
+        classes: path of an image -> its class.
+        targets: path of an image -> its findings (1, 0) or numbers, NaN where unknown; none of which all are unknown.
+        names: of the findings or numbers.
+        column: the one of all findings, or of the classes where the user named it; "" otherwise.
+        rows: path of an image -> its patient, centre and section, of those that the table has.
+        columns: in words, which columns were taken.
+        notes: images and rows without the other, or without a label.
+    """
+
+    task: str
+    classes: Mapping[str, str]
+    targets: Mapping[str, tuple[float, ...]]
+    names: tuple[str, ...]
+    column: str
+    rows: Mapping[str, Mapping[str, str]]
+    columns: str
+    notes: tuple[str, ...]
+
+
+_NOUNS = {"classification": "class", "multilabel": "known finding", "regression": "number"}
+
+
+def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Labels:
+    """Read a table of the classes, findings or numbers of images.
+
+    The column of the images is the wanted one, or the first of `label_columns.FILES` that names some;
+    `label_columns.understood` finds those of the labels. Of classes that are wanted, a number in another spelling, as
+    1.0, is that of these.
+
+    Args:
+        path: parted by commas, semicolons or tabs, with a header line.
+        images: paths below the folder of all images.
+        wanted: how the user or a bundle has it read.
+
+    Raises:
+        InputError: no such columns, no image in the table, one that several rows fit, or labels that cannot be read.
+    """
+    wanted = wanted or Wanted()
+    rows = tables.read_csv(path, ())
+    columns = [name for name in (rows[0] if rows else ()) if name]
+    heads = {head(name): name for name in columns}
+    roles = {}
+    for role, name in wanted.roles.items():
+        roles[role] = find_column(path, columns, name, f"--{role}-column")
+
+    matches = {}
+    for name in [head(roles["file"])] if "file" in roles else FILES:
+        if name in heads:
+            matches[name] = _matched(path, rows, heads[name], images)
+
+    column = next((column for column, index in matches.items() if index), None)
+    by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
+    column = column or next(by_number, None)
+    if column is None:
+        raise InputError(
+            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
+            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {listed(columns, 20)}",
+            "name the column with --file-column, or check the folder",
+        )
+
+    index = matches[column]
+    numbers = _by_number(path, rows, heads[column], images, index)
+    index |= numbers
+    meaning = understood(path, rows, heads[column], wanted)
+    spelled: list[str] = []
+    classes = {}
+    targets = {}
+    if meaning.task == "classification":
+        class_of, spelled = _one_spelling([str(value) for value in meaning.values], wanted.names)
+        classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
+    else:
+        for image, number in index.items():
+            if meaning.values[number]:
+                targets[image] = tuple(map(float, meaning.values[number]))
+
+    labelled = classes.keys() | targets.keys()
+    case_heads = {}
+    for name, spellings in CASES.items():
+        if spelling := next((text for text in spellings if text in heads), None):
+            case_heads[name] = heads[spelling]
+
+    case_heads |= {role: column for role, column in roles.items() if role != "file"}
+    rows_left = sorted(set(range(len(rows))) - set(index.values()))
+    without_image = [str(rows[number][heads[column]]) for number in rows_left]
+    left_out = {
+        "images of the folder are not in the table": [i for i in images if i not in index],
+        f"images have no {_NOUNS[meaning.task]} in the table": [
+            i for i in index if i not in labelled
+        ],
+        "rows of the table have no image": without_image,
+    }
+    notes = [*spelled, *meaning.notes]
+    if meaning.task == "multilabel":
+        notes += _outcomes(meaning.names, targets.values())
+
+    if numbers:
+        image, number = next(iter(numbers.items()))
+        notes.append(
+            f"{len(numbers)} images are matched by their numbers, whose zeros the table has lost: "
+            f"{rows[number][heads[column]]} is {image}"
+        )
+
+    for reason, entries in left_out.items():
+        if entries:
+            notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
+
+    names = sorted({*classes.values(), *meaning.names})
+    if words := [repr(name) for name in names if name.lower() in cases.NOTHING]:
+        notes.append(
+            f"taken as names of classes: {listed(words)}; only an empty cell says no class"
+        )
+
+    alike = defaultdict(list)
+    for name in names:
+        alike[name.casefold()].append(name)
+
+    if twice := [" and ".join(map(repr, alike[name])) for name in sorted(alike) if alike[name][1:]]:
+        notes.append(
+            f"names that differ in upper and lower case only: {'; '.join(twice)}; they count as different"
+        )
+    for name in dict.fromkeys(classes.values()):
+        if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
+            notes.append(f"class {name!r} may be several findings: | between them makes them such")
+            break
+
+    cases_of = {}
+    for image, number in index.items():
+        row = rows[number]
+        cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
+
+    by = [f"images by column {heads[column]!r}", meaning.text]
+    by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
+    return Labels(
+        meaning.task, classes, targets, meaning.names, meaning.column, cases_of, ", ".join(by), tuple(notes)
+    )  # fmt: skip
+
+
+def _matched(
+    path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]
+) -> dict[str, int]:
+    """Return image -> number of its row, the first of equal ones."""
+    forms = [(form, image) for image in images for form in _forms(image)]
+    times = Counter(form for form, _ in forms)
+    image_of = {form: image for form, image in forms if times[form] == 1}
+    row_numbers: dict[str, int] = {}
+
+    for number, row in enumerate(rows):
+        names = [form for form in _row_forms(row[column] or "") if form in image_of]
+        if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
+            image = image_of[names[0]]
+            raise InputError(
+                f"{path} has two rows for {image}", "a row for each image", "remove one of them"
+            )
+
+    return row_numbers
+
+
+def _by_number(
+    path: Path,
+    rows: Sequence[Mapping[str, str]],
+    column: str,
+    images: Sequence[str],
+    matched: Mapping[str, int],
+) -> dict[str, int]:
+    """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
+    images_of = defaultdict(list)
+    for image in images:
+        if image not in matched and (shown := as_number(_forms(image)[-1])):
+            images_of[shown].append(image)
+
+    row_numbers: dict[str, int] = {}
+    for number in sorted(set(range(len(rows))) - set(matched.values())):
+        text = (rows[number][column] or "").strip()
+        fits = [image for image in images_of[as_number(text)] if _forms(image)[-1] != text]
+        if not fits:
+            continue
+        if len(fits) > 1 or rows[row_numbers.setdefault(fits[0], number)] != rows[number]:
+            raise InputError(
+                f"{path}: {text!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
+                "a row for each image, by the name of its file",
+                "write the column as text",
+            )
+
+    return row_numbers
+
+
+def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the class of each row with numbers in one spelling, and notes where the table has several of one."""
+    spelling: dict[str, str] = {}
+    for name in known:
+        spelling.setdefault(as_number(name), name)
+
+    written = defaultdict(set)
+    for name in class_of:
+        written[as_number(name)].add(name)
+
+    notes = []
+    for number, names in sorted(written.items()):
+        if number and len(names) > 1:
+            name = spelling.setdefault(number, number)
+            notes.append(
+                f"one class by its number, {name!r}: {' and '.join(map(repr, sorted(names)))}"
+            )
+
+    spelling.pop("", None)
+    return [
+        name if name in known else spelling.get(as_number(name), name) for name in class_of
+    ], notes
+
+
+def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> list[str]:
+    """Return notes on findings that no image has, none is known to lack, or of which nothing is known."""
+    missing = defaultdict(list)
+    for name, values in zip(names, zip(*targets, strict=True), strict=bool(targets)):
+        is_known = set(values) & {0.0, 1.0}
+        if not is_known:
+            missing["nothing is known of"].append(repr(name))
+        elif is_known == {0.0}:
+            missing["no image has"].append(repr(name))
+        elif is_known == {1.0}:
+            missing["no image is known to lack"].append(repr(name))
+
+    return [f"{text} {listed(entries, 20)}" for text, entries in missing.items()]
+
+
+def _row_forms(name: str) -> list[str]:
+    """Return what a row may mean: the forms of its path, and of each shorter one from a folder within it on."""
+    parts = cases.key(name).split("/")
+    forms = []
+    for start in range(len(parts)):
+        path = "/".join(parts[start:])
+        forms += [path, without_ending(path)]
+
+    return forms
+
+
+def _forms(name: str) -> list[str]:
+    """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
+    path = cases.key(name)
+    bare = path.rpartition("/")[2]
+    return list(dict.fromkeys([path, without_ending(path), bare, without_ending(bare)]))

@@ -14,9 +14,9 @@ Values = Array
 """Values of pixels or voxels, or indices, of any whole or real type."""
 Classes = int | Sequence[int]
 """How many classes masks have, by the values 0, 1, ...; or the values of the classes, ascending."""
-ANY = 2**16
+ANY = 2**16  # what uint16 can tell apart
 """Classes of masks whose values are not known yet: each is its own index."""
-_MOST_NAMED = 20
+_MOST_NAMED = 20  # values that an error lists
 _ROUNDING = 1e-3  # 255 stored with the slope 1/255 is not quite 1
 
 

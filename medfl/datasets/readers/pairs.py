@@ -17,7 +17,14 @@ from medfl.core.arrays import Bytes
 from medfl.core.errors import InputError
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.mask_values import Classes, class_indices
-from medfl.datasets.readers.reading import JOINED, Files, Pixels, read_pixels, resize
+from medfl.datasets.readers.reading import (
+    JOINED,
+    Files,
+    Pixels,
+    palette_of,
+    read_pixels,
+    resize,
+)
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.tables import (
     Table,
@@ -240,6 +247,20 @@ def mask_plane(uri: str, image: str) -> Pixels:
         )
 
     return plane
+
+
+def check_palettes(masks: Iterable[str]) -> None:
+    """Raise an InputError if an index stands for two colours in masks with palettes: indices are the classes."""
+    first_with: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for uri in (part for mask in masks for part in mask.split(JOINED)):
+        for index, colour in palette_of(uri).items():
+            first_uri, first_colour = first_with.setdefault(index, (uri, colour))
+            if colour != first_colour:
+                raise InputError(
+                    f"index {index} is the colour {first_colour} in mask {first_uri}, {colour} in {uri}",
+                    "an index, which is the class, has one colour in all masks",
+                    "save the masks as grey pictures of class indices",
+                )
 
 
 def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:

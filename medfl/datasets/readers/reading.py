@@ -25,11 +25,11 @@ import numpy as np
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
+from PIL.TiffImagePlugin import OPEN_INFO, ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
 from medfl.core.arrays import Array
-from medfl.core.errors import InputError, refuse_folder, refusing
+from medfl.core.errors import InputError, beginning, refuse_folder, refusing
 from medfl.core.names import composed
 from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, stacks
@@ -37,6 +37,11 @@ from medfl.datasets.readers.stacks import check_unpacked
 
 # a page of PostScript, whatever its file is called, starts no program to draw it
 EpsImagePlugin.gs_binary = False
+
+# of grey TIFFs in which 0 is white Pillow knows some kinds alone: `white_is_high` turns the others too
+for (_order, _photometric, _kind, _fill, _bits, _extra), _mode in [*OPEN_INFO.items()]:
+    if _photometric == 1 and len(_bits) == 1:
+        OPEN_INFO.setdefault((_order, 0, _kind, _fill, _bits, _extra), _mode)
 
 Pixels = Array
 Files = list[tuple[str, str]]
@@ -49,15 +54,15 @@ READABLE = (
 )
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
-_SUBFILE_TYPE = 254  # a TIFF's tag
+_SUBFILE_TYPE, _DEPTH = 254, 32997  # tags of TIFF
 _NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
+_FEW_BITS = re.compile(r"'L;([24])")  # a grey picture whose shades Pillow spreads over 0 to 255
 _HDF5 = b"\x89HDF"
 _OTHER_FILE = re.compile(
-    rb"^\s*data ?file:"  # NRRD
+    rb"(?im)^\s*data ?file:"  # NRRD
     rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
     rb"|ExternalFileName\s*=\s*(\"[^\"]|'[^'])"  # GIFTI
-    rb"|^\s*ImageFile\s*=",  # Hamamatsu's index of a slide
-    re.MULTILINE | re.IGNORECASE,
+    rb"|^\s*ImageFile\s*="  # Hamamatsu's index of a slide
 )
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
@@ -84,7 +89,10 @@ def is_odd(path: str) -> bool:
 
 def names_other_file(head: bytes) -> bool:
     """Tell by its first bytes whether a file's header names another file as its pixels, or may: HDF5 has links."""
-    return head.startswith(_HDF5) or _OTHER_FILE.search(head) is not None
+    # every match says `file`; nearly no image does, and the search takes milliseconds
+    return head.startswith(_HDF5) or (
+        b"file" in head.lower() and _OTHER_FILE.search(head) is not None
+    )
 
 
 def require_file(path: str) -> None:
@@ -311,7 +319,7 @@ def read_pixels(
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
     A picture is upright as its EXIF orientation says, white is its highest value, and a DICOM file is as a viewer shows
-    it (`dicom.read_picture`). A mask with a palette of colours is its indices.
+    it (`dicom.read_picture`). A mask with a palette of colours is its indices, one of 2 or 4 bits its values as stored.
 
     Raises:
         InputError: unreadable or truncated image, one of several pages, or another number of channels that is not
@@ -357,7 +365,7 @@ def read_pixels(
                 else:
                     pixels = _decode(image, size, channels if convert else None, is_mask)
 
-                pixels = white_is_high(image, pixels)
+                pixels = white_is_high(image, pixels, is_mask)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
@@ -381,11 +389,28 @@ def read_pixels(
     return resize(pixels, size)
 
 
+def palette_of(uri: str) -> dict[int, tuple[int, ...]]:
+    """Return index -> colour (3,) of the pixels of a picture file with a palette of colours, {} of any other."""
+    path, part = split_uri(uri)
+    if part and not path.endswith(".zip"):
+        return {}
+    with (
+        refusing(f"image {uri} cannot be read", READABLE, "copy the file again"),
+        io.BytesIO(read_member(path, part)) if part else open(path, "rb") as source,
+        _opened(source) as image,
+    ):
+        if image.mode != "P" or _is_grey(image.convert("RGB")):
+            return {}
+        palette = image.getpalette("RGB") or []
+        indices = np.unique(np.asarray(image)).tolist()
+        return {index: tuple(palette[3 * index : 3 * index + 3]) for index in indices}
+
+
 def _opened(source: IO[bytes]) -> ImageFile:
     try:
         return Image.open(source)
     except UnidentifiedImageError as error:
-        reason = "no picture that is known"
+        reason = f"no picture that is known; {beginning(source)}"
         with suppress(Exception):  # of another kind, or damaged
             reason = f"a TIFF with {tags_of(source)}"
 
@@ -419,6 +444,7 @@ def orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or "exif" not in image.info:  # Pillow turns a TIFF itself
         return 1
     try:
+        # 1 upright, 2 to 4 mirrored or turned round, 5 to 8 on its side
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF says nothing of the pixels
         return 1
@@ -446,24 +472,30 @@ def _pages(image: Image.Image) -> int:
         for page in range(_MOST_PAGES):
             image.seek(page)
             kind = image.tag_v2.get(_SUBFILE_TYPE, 0)
-            pages += not (isinstance(kind, int) and kind & _NO_PAGE)
+            if not (isinstance(kind, int) and kind & _NO_PAGE):
+                pages += int(image.tag_v2.get(_DEPTH, 1))
 
     image.seek(0)
     return max(1, pages)
 
 
 def _decode(
-    image: Image.Image, size: tuple[int, int] | None, channels: int | None, is_mask: bool
+    source: ImageFile, size: tuple[int, int] | None, channels: int | None, is_mask: bool
 ) -> Pixels:
     """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
+    image: Image.Image = source
+    step = 1
+    if is_mask and (match := _FEW_BITS.search(str(source.tile))):
+        step = 255 // (2 ** int(match[1]) - 1)
+
     turned = orientation(image)
     if size is not None and image.format == "JPEG":
-        if channels is None or image.mode == "CMYK":
-            mode = None
-        else:
-            mode = {1: "L", 3: "RGB"}.get(channels)
+        modes = {1: "L", 3: "RGB"}
+        if image.mode == "CMYK":
+            modes = {}
 
-        image.draft(mode, size if turned >= 5 else (size[1], size[0]))
+        # a draft has about the size, and the antialiasing below the rest
+        image.draft(modes.get(channels or 0), size if turned >= 5 else (size[1], size[0]))
 
     if turned != 1:
         image = ImageOps.exif_transpose(image)
@@ -478,7 +510,9 @@ def _decode(
     if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
-    decoded = np.array(image)
+    decoded: Pixels = np.array(image)
+    if step > 1:
+        return decoded // step
     # Pillow opens grey pictures of 16 bits as 32-bit integers.
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
@@ -495,16 +529,12 @@ def _is_grey(image: Image.Image) -> bool:
 def _convert(pixels: Pixels, channels: int) -> Pixels:
     """Convert between grey and RGB, dropping an alpha channel (ITU-R 601 luma, as PIL)."""
     colour = pixels[..., :-1] if pixels.shape[-1] in (2, 4) else pixels
-    if channels == 3:
-        if colour.shape[-1] == 1:
-            return np.repeat(colour, 3, axis=-1)
-
-        return colour
-
-    if channels != 1:
+    if channels not in (1, 3):
         raise ValueError(f"cannot convert to {channels} channels")
-    if colour.shape[-1] == 1:
+    if colour.shape[-1] == channels:
         return colour
+    if channels == 3:
+        return np.repeat(colour, 3, axis=-1)
 
     grey = colour.astype(np.float64) @ np.array([[0.299], [0.587], [0.114]])
     converted: Pixels = (grey if colour.dtype.kind == "f" else np.rint(grey)).astype(colour.dtype)
@@ -523,6 +553,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
 
     import torch
 
+    # pixel centres stay where they are (align_corners), as Pillow has it above
     batch = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
     scaled = torch.nn.functional.interpolate(
         batch, size=size, mode="bilinear", antialias=True, align_corners=False
@@ -538,7 +569,7 @@ _BITS, _PACKING, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SIZES, _PLANES, _FORMAT =
     258, 259, 262, 273, 274, 279, 284, 339,
 )  # fmt: skip
 """Tags of TIFF."""
-_APART = 2
+_APART = 2  # PlanarConfiguration: the channels lie one after the other
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
 
 
@@ -577,12 +608,10 @@ def read_many_bits(image: ImageFile, content: bytes) -> Array:
     with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
         path = Path(folder, "picture")
         path.write_bytes(content)
-        try:
+        with dicom.itk_errors():
             pixels: Array = sitk.GetArrayFromImage(
                 sitk.ReadImage(str(path), imageIO=f"{image.format}ImageIO")
             )
-        except RuntimeError as error:
-            raise ValueError(" ".join(str(error).split())[-200:]) from error
 
     if 8 * pixels.itemsize != bits:
         raise ValueError(f"it has {bits} bits a channel: save it with 8 or 16")
@@ -619,19 +648,21 @@ def tags_of(file: IO[bytes]) -> str:
     return ", ".join(f"{TAGS_V2[tag].name} {tags[tag]}" for tag in sorted(present))
 
 
-def white_is_high(image: ImageFile, pixels: Array) -> Array:
+def white_is_high(image: ImageFile, pixels: Array, is_mask: bool = False) -> Array:
     """Return the pixels of a TIFF in which 0 is white with white as the highest value; Pillow does so up to 8 bits.
 
     Raises:
-        ValueError: they are no whole numbers, and so have no highest value.
+        ValueError: they are no whole numbers, and so have no highest value; or a mask of more than a bit, which ImageJ
+            writes without turning its values.
     """
     if not isinstance(image, TiffImageFile) or image.tag_v2.get(_PHOTOMETRIC) != 0:
         return pixels
 
     bits, kind = _stored(image)
-    if kind == _FLOAT:
+    if kind == _FLOAT or (is_mask and bits > 1):
         raise ValueError(
-            "0 is white in it by PhotometricInterpretation, and no value black: save it with black as 0"
+            "0 is white in it by PhotometricInterpretation, which is unclear in a mask and in real numbers: "
+            "save it with black as 0"
         )
     if bits <= 8 and kind == _UNSIGNED:
         return pixels

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 
 LEFT_OUT = ""
 USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test
-_MOST_FOLDS = 100
+_OF_FOLD = (0.875, 0.125)  # of what a fold does not test, for train and validate
+_MOST_FOLDS = 100  # each is a run
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
 
     def rule(records: Sequence[Record]) -> list[str]:
         sizes = Counter(record.group for record in records)
-        strata: dict[tuple[int, str], list[str]] = defaultdict(list)
+        strata = defaultdict(list)
         # Reversed, so that a group's first record says its class and centre.
         for group, record in {record.group: record for record in reversed(records)}.items():
             strata[record.label, record.centre if at_centres else ""].append(group)
 
+        # where the sections begin, as shares of a stratum's images
         bounds = list(itertools.accumulate(shares[:-1]))
         section = {}
         for groups in strata.values():
@@ -77,45 +80,44 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
     return rule
 
 
-def by_findings(salt: str) -> Rule:
-    """Return the rule that gives each section its share of the images with each finding, and keeps groups together.
+def by_findings(salt: str, shares: Sequence[float] = USUAL) -> Rule:
+    """Return the rule that gives each section its share of the images with each finding, and keeps groups together."""
+
+    def rule(records: Sequence[Record]) -> list[str]:
+        places = _by_findings(records, salt, shares)
+        return [SECTIONS[places[record.group]] for record in records]
+
+    return rule
+
+
+def _by_findings(records: Sequence[Record], salt: str, shares: Sequence[float]) -> dict[str, int]:
+    """Return for each group the place of the share that it goes to.
 
     The findings are taken in turn, the rarest of the groups that are left first; each of its groups, in the order of a
     hash of `salt` and their name, goes where most of its images are still wanted (Sechidis, Tsoumakas, Vlahavas: On
     the stratification of multi-label data, 2011).
     """
+    counts: dict[str, Floats] = defaultdict(lambda: np.zeros(1 + len(records[0].target)))
+    for record in records:
+        counts[record.group] += [*(value == 1 for value in record.target), 1]
 
-    def rule(records: Sequence[Record]) -> list[str]:
-        sizes = Counter(record.group for record in records)
-        counts: dict[str, Counter[int]] = {group: Counter() for group in sizes}
-        for record in records:
-            counts[record.group].update(k for k, value in enumerate(record.target) if value == 1)
+    # the last column, how many images there are, is of all groups: those without any finding
+    demand = np.outer(shares, sum(counts.values()))
+    places: dict[str, int] = {}
+    left = sorted(counts, key=lambda group: hash_order(salt, group))
+    while left:
+        groups_with = np.sum([counts[group] > 0 for group in left], 0)
+        present = np.flatnonzero(groups_with[:-1])
+        rarest = int(present[groups_with[present].argmin()]) if len(present) else -1
+        for group in left:
+            if counts[group][rarest]:
+                need = [*zip(demand[:, rarest], demand[:, -1], strict=True)]
+                places[group] = need.index(max(need))
+                demand[places[group]] -= counts[group]
 
-        totals = sum(counts.values(), Counter[int]())
-        room = {}
-        requested = {}
-        for name, share in zip(SECTIONS, USUAL, strict=True):
-            room[name] = share * len(records)
-            requested[name] = {k: share * total for k, total in totals.items()}
+        left = [group for group in left if group not in places]
 
-        section: dict[str, str] = {}
-        left = sorted(sizes, key=lambda group: hash_order(salt, group))
-        while left:
-            groups_with = Counter(k for group in left for k in counts[group])
-            rarest = min(groups_with, key=lambda k: (groups_with[k], k), default=-1)
-            chosen = [group for group in left if rarest < 0 or rarest in counts[group]]
-            for group in chosen:
-                place = max(SECTIONS, key=lambda name: (requested[name].get(rarest, 0), room[name]))
-                section[group] = place
-                room[place] -= sizes[group]
-                for k, count in counts[group].items():
-                    requested[place][k] -= count
-
-            left = [group for group in left if group not in section]
-
-        return [section[record.group] for record in records]
-
-    return rule
+    return places
 
 
 def are_findings(records: Sequence[Record]) -> bool:
@@ -124,39 +126,21 @@ def are_findings(records: Sequence[Record]) -> bool:
     return bool(values) and all(value in (0, 1) or value != value for value in values)
 
 
-def stratified(records: Sequence[Record], least: int = 5) -> list[Record]:
-    """Return records of findings or numbers with a stratum as label, for rules that divide each class.
+def stratified(records: Sequence[Record]) -> Sequence[Record]:
+    """Return records of numbers with a fifth of the numbers (the first of several) as label, others as they are.
 
-    All of a group are in one. Of findings a stratum is the groups that have one, the rarest first, where they are
-    `least` at least; of a number, or the first of several, strata are its fifths.
+    All of a group are in one. Of fewer than 25 groups there is one stratum.
     """
-    has: dict[str, set[int]] = defaultdict(set)
-    numbers: dict[str, list[float]] = defaultdict(list)
+    if are_findings(records) or not any(record.target for record in records):
+        return records
+
+    numbers = defaultdict(list)
     for record in records:
-        has[record.group] |= {k for k, value in enumerate(record.target) if value == 1}
         numbers[record.group].append(record.target[0])
 
-    groups = sorted(has)
-    stratum = dict.fromkeys(groups, 0)
-    if are_findings(records):
-        left = set(groups)
-        while counts := Counter(k for group in left for k in has[group]):
-            order = sorted(counts, key=lambda k: (counts[k], k))
-            rarest = next((k for k in order if counts[k] >= least), None)
-            if rarest is None:
-                break
-
-            chosen = {group for group in left if rarest in has[group]}
-            stratum |= dict.fromkeys(chosen, rarest + 1)
-            left -= chosen
-
-        if len(left) < least:
-            common = max(stratum.values())
-            stratum |= dict.fromkeys(left, common)
-    elif len(groups) >= least * least:
-        ordered = sorted(groups, key=lambda group: (np.nan_to_num(np.mean(numbers[group])), group))
-        stratum = {group: least * place // len(groups) for place, group in enumerate(ordered)}
-
+    fifths = 5 if len(numbers) >= 25 else 1
+    ordered = sorted(numbers, key=lambda group: (np.nan_to_num(np.mean(numbers[group])), group))
+    stratum = {group: fifths * place // len(ordered) for place, group in enumerate(ordered)}
     return [replace(record, label=stratum[record.group]) for record in records]
 
 
@@ -175,9 +159,6 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
         sections = rule(records)
         for empty in needed:
             group = None if empty in sections else _spare(records, sections)
-            if group is None:
-                continue
-
             for position, record in enumerate(records):
                 if record.group == group:
                     sections[position] = empty
@@ -189,16 +170,16 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
 
 def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
     sizes = Counter(record.group for record in records)
-    groups: dict[int, set[str]] = defaultdict(set)
+    groups = defaultdict(set)
     for record, section in zip(records, sections, strict=True):
         if section == "train":
             groups[record.label].add(record.group)
 
-    most = max(sorted(groups), key=lambda label: len(groups[label]), default=None)
-    if most is None or len(groups[most]) < 2:
+    candidates = max((groups[label] for label in sorted(groups)), key=len, default=())
+    if len(candidates) < 2:
         return None
 
-    return min(groups[most], key=lambda group: (sizes[group], hash_order("own", group)))
+    return min(candidates, key=lambda group: (sizes[group], hash_order("own", group)))
 
 
 def check_folds(count: int) -> None:
@@ -230,14 +211,16 @@ def fold_of(split: str, salt: str) -> Rule | None:
 def fold(number: int, count: int, salt: str) -> Rule:
     """Return the rule of one fold of a cross-validation: each group is tested in one of `count` folds.
 
-    Groups are dealt out to the folds in turn, class by class and centre by centre, in the order of a hash; of what a
-    fold does not test, an eighth validates.
+    Groups are dealt out to the folds in turn, class by class (of numbers fifth by fifth) and centre by centre, in the
+    order of a hash; those with findings so that each fold has its share of each. Of what a fold does not test, an
+    eighth validates.
 
     Raises:
         InputError: fewer groups than folds, or a class with one.
     """
 
     def rule(records: Sequence[Record]) -> list[str]:
+        records = stratified(records)
         first = {record.group: record for record in reversed(records)}
         order = sorted(
             first,
@@ -245,11 +228,9 @@ def fold(number: int, count: int, salt: str) -> Rule:
         )
         labels_of_groups = {(record.group, record.label) for record in records}
         per_class = Counter(label for _, label in labels_of_groups)
-        if len(order) < count or min(per_class.values(), default=0) < 2:
-            few = ""
-            if per_class and len(order) >= count:
-                few = f", one class has {min(per_class.values())}"
-
+        fewest = min(per_class.values(), default=0)
+        if len(order) < count or fewest < 2:
+            few = f", one class has {fewest}" * (len(order) >= count)
             raise InputError(
                 f"{count} folds of {len(order)} patients or images of unknown ones{few}",
                 "as many of them as folds, and at least two of each class",
@@ -258,13 +239,16 @@ def fold(number: int, count: int, salt: str) -> Rule:
 
         # Every COUNT-th group, so that each fold has its part of each class and centre.
         tested = set(order[number - 1 :: count])
+        salt_of_fold = f"{salt}-{number}/{count}"
+        divide = by_group(salt_of_fold, _OF_FOLD, at_centres=False)
+        if are_findings(records):
+            places = _by_findings(records, salt, [1 / count] * count)
+            tested = {group for group, place in places.items() if place == number - 1}
+            divide = by_findings(salt_of_fold, _OF_FOLD)
+
         training = [record for record in records if record.group not in tested]
-        divided = filled(
-            by_group(f"{salt}-{number}/{count}", (0.875, 0.125), at_centres=False), ("validate",)
-        )(training)
-        groups = (record.group for record in training)
-        section_of = dict(zip(groups, divided, strict=True))
-        return [section_of.get(record.group, "test") for record in records]
+        sections = iter(filled(divide, ("validate",))(training))
+        return ["test" if record.group in tested else next(sections) for record in records]
 
     return rule
 

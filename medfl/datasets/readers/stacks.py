@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from medfl.core.arrays import Array
+from medfl.core.untrusted import open_plain, read_bytes
 from medfl.storage.pickled_arrays import STAND_INS, latin1
 
 CIFAR10 = "cifar-10-batches-py"
@@ -65,6 +66,9 @@ def load(path: str | Path, name: str) -> Array:
         ValueError: it is damaged, is something else, or has no such array.
     """
     path = Path(path)
+    if path.exists() and not path.is_dir():
+        open_plain(path).close()
+
     try:
         if path.suffix == ".mat":
             return _matlab(path, name)
@@ -129,7 +133,7 @@ def _cifar(path: Path, name: str) -> Array:
 def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
     """Read files of the folder, or members of the archive in one pass: to go back in it is to unpack it anew."""
     if path.is_dir():
-        return [(path / file).read_bytes() for file in files]
+        return [read_bytes(path / file, _UNPACKED) for file in files]
 
     texts = {}
     size = 0

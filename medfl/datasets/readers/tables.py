@@ -76,7 +76,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         raise InputError(
             f"table {path} cannot be read ({error})",
             "a UTF-8 text table with a header",
-            "save it as such a file",
+            "save it as such a file (in Excel: CSV UTF-8)",
         ) from error
 
     if missing := [column for column in columns if column not in names]:
@@ -203,15 +203,15 @@ def medmnist(
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
     def find(folder: Path) -> ArrayUris:
-        sizes = {}
+        sizes = []
         for path in folder.glob(f"{stem}*.npz"):
             if match := name.match(path.name):
-                sizes[path] = int(match[1] or 28)
+                sizes.append((int(match[1] or 28), path))
 
         if not sizes:
             return {}
 
-        file = max(sizes, key=lambda path: (sizes[path], path))
+        _, file = max(sizes)
         return {part: (f"{file}!{part}_images", f"{file}!{part}_labels") for part in SECTION_NAMES}
 
     return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)

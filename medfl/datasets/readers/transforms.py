@@ -63,16 +63,18 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
             "pictures of 8 or 16 bits",
             "save it as one of these",
         )
+    largest = depth
     if pixels.dtype == np.uint8:
-        return pixels.astype(np.float32) / np.float32(255)
-    if (most := int(pixels.max())) > depth:
+        largest = 255
+
+    if (most := int(pixels.max())) > largest:
         raise InputError(
             f"{uri} holds values up to {most}",
             f"pictures of 16 bits with values up to {depth}, as those that the bundle was made for, or of 8 bits",
             f"save it with values from 0 to {depth}, or make a bundle of pictures like it",
         )
 
-    return pixels.astype(np.float32) / np.float32(depth)
+    return pixels.astype(np.float32) / np.float32(largest)
 
 
 class FileReader(MapTransform):
@@ -125,12 +127,12 @@ class ReadPixelsd(FileReader):
         if size is not None:
             height, width = (size, size) if isinstance(size, int) else size
             sides = (int(height), int(width))
-        if sides is not None and min(sides) < 1:
-            raise InputError(
-                f"image size {size}",
-                "a whole number from 1, or (height, width)",
-                "give such a size",
-            )
+            if min(sides) < 1:
+                raise InputError(
+                    f"image size {size}",
+                    "a whole number from 1, or (height, width)",
+                    "give such a size",
+                )
 
         self.channels = channels
         self.convert = convert
@@ -151,6 +153,7 @@ class ReadPixelsd(FileReader):
 
 def _affine(shape: Shape, size: Shape) -> Floats:
     """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
+    # a pixel centre is half a pixel from the edge: i -> scale (i + 1/2) - 1/2
     scale = np.array(shape) / np.array(size)
     affine = np.eye(4)
     affine[(0, 1), (0, 1)] = scale
@@ -387,14 +390,11 @@ class CheckPatchd(MapTransform):
         item = dict(data)
         for key in self.key_iterator(item):
             shape = tuple(item[key].shape[1:])
-            size = self.patch_size
-            if size is None:
-                patch = shape
-            elif isinstance(size, int):
-                patch = (size,) * len(shape)
-            else:
-                patch = tuple(size)
+            size: int | Sequence[int] = shape
+            if self.patch_size is not None:
+                size = self.patch_size
 
+            patch = (size,) * len(shape) if isinstance(size, int) else tuple(size)
             if len(patch) != len(shape):
                 raise InputError(
                     f"patch_size {volumes.times(patch)} for volumes of {len(shape)} axes",

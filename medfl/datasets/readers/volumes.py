@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import io
 import math
 import os
 import re
@@ -15,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,14 +22,13 @@ if TYPE_CHECKING:
     from monai.data import MetaTensor
 
 from medfl.core.arrays import Array, Floats
-from medfl.core.errors import InputError, refusing
+from medfl.core.errors import InputError, beginning, refusing
 from medfl.core.names import composed
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import Classes, class_indices
 from medfl.datasets.readers.reading import (
     JOINED,
     Files,
-    archive,
     files_below,
     names_other_file,
     read_member,
@@ -61,13 +59,20 @@ _MILLIMETRES = {
     "micron": 1e-3,
 }
 """Of each unit of length that a header may name; what it leaves open is millimetres, as is the custom."""
+_GZIP = b"\x1f\x8b"
+_NIFTI_STARTS = {
+    size.to_bytes(4, order): version
+    for version, size in ((1, 348), (2, 540))
+    for order in ("little", "big")
+}
+"""The size of the header, with which a file begins, in either order of bytes: NIfTI's version."""
 _NIFTI_UNITS = {0: "unknown", 1: "meter", 2: "mm", 3: "micron"}
 _UNITS = re.compile(
     rb"^(?:space )?units:[ \t]*(.*?)\r?$"  # NRRD: one in quotes for each axis
     rb"|^DistanceUnits[ \t]*=[ \t]*(.*?)\r?$",  # MetaImage
     re.MULTILINE | re.IGNORECASE,
 )
-_HEAD = 1 << 16
+_HEAD = 1 << 16  # bytes at a file's beginning in which its header ends
 _WORDS = """
     xyzt_units qform_code sform_code quatern_b quatern_c quatern_d qoffset_x qoffset_y qoffset_z
     srow_x srow_y srow_z
@@ -125,13 +130,16 @@ def read_pair(
 
 def _require_channels(name: str, count: int, wanted: int) -> None:
     if count != wanted:
-        allowed = f"a fourth axis, or files, of {wanted}"
-        raise InputError(f"{name} has {count} channels", allowed, "convert it, or remove the case")
+        raise InputError(
+            f"{name} has {count} channels",
+            f"a fourth axis, or files, of {wanted}",
+            "convert it, or remove the case",
+        )
 
 
 def _aligned(name: str, raw: _Raw, base_name: str, base: _Raw) -> _Raw:
     """Return a volume on the grid of another one that lies in the same place, its axes turned where they differ."""
-    orientations: dicom.Untyped = importlib.import_module("nibabel.orientations")
+    orientations = importlib.import_module("nibabel.orientations")
     shape = base.voxels.shape[:3]
     turned = raw
     if not (raw.voxels.shape[:3] == shape and _is_close(raw.affine, base.affine)):
@@ -177,7 +185,7 @@ def count_voxels(uri: str) -> int | None:
     try:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
-        return math.prod(map(int, _header(uri).get_data_shape())) or None
+        return math.prod(map(int, _open(uri).shape)) or None
     except Exception:  # its reader says what is wrong with it
         return None
 
@@ -185,7 +193,7 @@ def count_voxels(uri: str) -> int | None:
 def count_channels(uri: str) -> int:
     """Return the number of channels that a file's header states, 1 where it cannot be read or states none."""
     try:
-        return math.prod(map(int, _header(uri).get_data_shape()[3:]))
+        return math.prod(map(int, _open(uri).shape[3:]))
     except Exception:  # its reader says what is wrong with it
         return 1
 
@@ -264,12 +272,10 @@ def _read(uri: str) -> _Raw:
         if os.path.isdir(uri):
             voxels, affine, changes = dicom.read(uri)
             raw = _Raw(voxels, affine, f"{changes}; " * bool(changes))
+        elif not os.path.exists(path):
+            raise ValueError("no such file or folder")
         elif not kind:
-            reason = "no such file or folder"
-            if os.path.exists(path):
-                reason = "not such a file by its name"
-
-            raise ValueError(reason)
+            raise ValueError("not such a file by its name")
         elif kind in NIFTI:
             raw = _nifti(uri)
         elif part:
@@ -335,11 +341,13 @@ def _itk(path: str, kind: str) -> _Raw:
     reader = sitk.ImageFileReader()
     reader.SetImageIO(_ITK[kind])
     reader.SetFileName(path)
-    reader.ReadImageInformation()
-    values = math.prod(map(int, reader.GetSize())) * reader.GetNumberOfComponents()
-    check_unpacked(8 * values, os.path.getsize(path))
-    image = reader.Execute()
-    voxels: Array = sitk.GetArrayFromImage(image)
+    with dicom.itk_errors():
+        reader.ReadImageInformation()
+        values = math.prod(map(int, reader.GetSize())) * reader.GetNumberOfComponents()
+        check_unpacked(8 * values, os.path.getsize(path))
+        image = reader.Execute()
+
+    voxels = sitk.GetArrayFromImage(image)
     if image.GetNumberOfComponentsPerPixel() > 1:
         voxels = np.moveaxis(voxels, -1, 0)
 
@@ -371,30 +379,27 @@ def _open(uri: str) -> dicom.Untyped:
 
     nib.imageglobals.logger.disabled = True  # what it logs of a header is in its errors
     path, part = split_uri(uri)
-    if not part:
-        return nib.load(path)
+    if part:
+        content = read_member(path, part)
+    else:
+        with open(path, "rb") as file:
+            start = file.read(4)
+            is_packed = start.startswith(_GZIP)
+            if not is_packed and start not in _NIFTI_STARTS:
+                raise ValueError(f"it is no NIfTI file; {beginning(file)}")
 
-    content = read_member(path, part)
-    if part.endswith(".gz"):
+            if is_packed == path.lower().endswith(".gz"):
+                return nib.load(path)
+
+            # packed or unpacked on its way here, under its old name
+            content = start + file.read()
+
+    if content.startswith(_GZIP):
         content = unpacked(content)
 
-    return nib.Nifti1Image.from_bytes(content)
-
-
-def _header(uri: str) -> dicom.Untyped:
-    import nibabel as nib
-
-    path, part = split_uri(uri)
-    if not part:
-        return nib.load(path).header
-
-    with archive(path).open(part) as member:
-        if part.endswith(".gz"):
-            content: Any = gzip.GzipFile(fileobj=member)
-        else:
-            content = member
-
-        return nib.Nifti1Header.from_fileobj(io.BytesIO(content.read(1024)))  # type: ignore[no-untyped-call]
+    version = _NIFTI_STARTS.get(content[:4], 1)
+    kind: dicom.Untyped = getattr(nib, f"Nifti{version}Image")
+    return kind.from_bytes(content)
 
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -451,7 +456,7 @@ def as_nifti(mask: Array, affine: Floats, source: str) -> bytes:
 def _values(uri: str, raw: _Raw) -> Array:
     """Return the voxels of an image as float32 (C, D1, D2, D3)."""
     with np.errstate(over="ignore"):
-        voxels: Array = raw.voxels.astype(np.float32)
+        voxels = raw.voxels.astype(np.float32)
 
     beyond = raw.voxels[np.isinf(voxels) & np.isfinite(raw.voxels)]
     if beyond.size:

@@ -1,4 +1,4 @@
-"""The kinds of task: one module each says what a target is, and what is made of it."""
+"""The kinds of task, one module each: what a target is, and how it is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def check_task(name: str, where: str) -> str:
-    """Return the name of a kind of task; InputError where it is none, with `where` it was given."""
+    """Return the name of a kind of task; InputError for an unknown one, with `where` it was given."""
     if name not in KINDS:
         advice = did_you_mean(name, TASKS, "choose one")
         raise InputError(f"{where} {name!r}", f"tasks are {', '.join(TASKS)}", advice)
@@ -37,11 +37,11 @@ def check_task(name: str, where: str) -> str:
 
 
 def told_by(prediction: Any, target: Any, loss: Any, has_class: bool) -> str:
-    """Return the kind of task that a training step on one item tells, the first that fits.
+    """Return the kind of task that a training step on one item implies: the first that fits.
 
     Args:
         prediction: of the step's batch.
-        target: as the loss takes it.
+        target: as passed to the loss.
         loss: of the bundle.
         has_class: whether the data list has a class index for each item.
     """

@@ -1,4 +1,4 @@
-"""Classification: one class an image."""
+"""Classification: one class per image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.core.arrays import Floats, Integers
+from medfl.core.arrays import Integers
 from medfl.data.prepared import Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws
@@ -36,7 +36,7 @@ from medfl.storage.run_reader import Table
 
 @dataclass(frozen=True)
 class Classification(Kind):
-    """One class an image."""
+    """One class per image."""
 
     name: str = "classification"
     key_metric: str = "balanced_accuracy"
@@ -48,7 +48,7 @@ class Classification(Kind):
     promise: str = "images whose set has the true class"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
-        """Tell whether targets are class indices, or the data list has such."""
+        """Tell whether targets, or the entries of the data list, are class indices."""
         one_index = target.numel() == len(prediction) and not target.is_floating_point()
         return prediction.ndim == 2 and (one_index or has_class)
 
@@ -60,6 +60,7 @@ class Classification(Kind):
     def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
         """Return the class numbers and the probability of each class."""
         probabilities = cases.values["probabilities"][index].tolist()
+        # the first of equals, as argmax has it
         row: Row = {
             "label": int(cases.values["label"][index]),
             "predicted": probabilities.index(max(probabilities)),
@@ -72,7 +73,7 @@ class Classification(Kind):
 
     def read(self, table: Table, names: Sequence[str]) -> Cases:
         """Return cases with "label", "predicted" and, where the table has them of all classes, "probabilities"."""
-        if table.rows and (not names or "predicted" not in table.columns):
+        if table.rows and not (names and {"label", "predicted"} & {*table.columns}):
             return super().read(table, names)
 
         pairs = []
@@ -103,14 +104,11 @@ class Classification(Kind):
         probabilities = finite(cases, "probabilities")
         count = probabilities.shape[1]
         bins = bins_of(class_scores(probabilities, scores))
-        return Scored.of(cases.ids, bins, np.eye(count)[_label(cases)], np.ones(bins.shape))
-
-    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
-        """Tell which sets have all classes or none."""
-        return super().abstains(scored, place) | (scored.bins > place).all(1)
+        true = np.eye(count)[_label(cases)]
+        return Scored.of(cases.ids, bins, true, np.ones(bins.shape), may_be_empty=False)
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
-        """Return the classes in a new case's set."""
+        """Return the classes in the set of a new case."""
         probabilities = finite(cases, "probabilities")[index : index + 1]
         taken = class_scores(probabilities, rule.scores)[0] <= rule.threshold
         row = {"set": listed_set(column_names(names, len(taken)), taken)}
@@ -128,7 +126,7 @@ class Classification(Kind):
         return tuple(np.unique(_label(cases)).tolist()) if cases.is_classification else ()
 
     def least(self, cases: Cases) -> int | None:
-        """Return the cases of the class that has the fewest."""
+        """Return the number of cases of the rarest class."""
         if not cases.is_classification:
             return None
 
@@ -137,19 +135,19 @@ class Classification(Kind):
     def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
         """Return accuracy, balanced accuracy, macro F1 and, with probabilities, each class's AUROC and their mean.
 
-        The metrics are those of `medfl.evaluation.metrics`. Areas are of classes that some but not all cases have.
+        The metrics are those of `medfl.evaluation.metrics`. Areas exist for classes that some but not all cases have.
         """
         if not cases.is_classification:
             return super().redrawn(cases, draws, wanted)
 
         label = _label(cases)
         probabilities = cases.values.get("probabilities")
-        by_name: dict[str, Floats] = {}
+        by_name = {}
         if probabilities is not None and (wanted is None or "auroc" in wanted):
             by_name["auroc"] = bootstrap.areas(label, probabilities.numpy(force=True), draws)
 
         if "predicted" in cases.values:
-            predicted = cases.values["predicted"].numpy(force=True)
+            predicted = cases.array("predicted")
             classes = 1 + int(max(label.max(), predicted.max())) if len(label) else 1
         else:
             assert probabilities is not None
@@ -161,5 +159,4 @@ class Classification(Kind):
 
 
 def _label(cases: Cases) -> Integers:
-    label: Integers = cases.values["label"].numpy(force=True)
-    return label
+    return cases.array("label")

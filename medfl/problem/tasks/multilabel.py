@@ -1,4 +1,4 @@
-"""Multi-label classification: several findings an image, each a yes or no, or unknown."""
+"""Multi-label classification: several findings per image, each present, absent or unknown."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 from monai.losses import FocalLoss
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from medfl.core.arrays import Array
+from medfl.core.message import Tensors
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.conformal import Rule, Scored, bins_of
+from medfl.evaluation.evaluators import LogitEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks.kind import (
     Examined,
     Kind,
-    OwnValues,
     Redrawn,
     Row,
     Wanted,
     are_flags,
     cases_of,
+    check_most,
     column_names,
     exact,
     finite,
-    joined,
     listed_set,
     macro,
     misfit,
@@ -58,14 +59,14 @@ class Multilabel(Kind):
     promise: str = "an image's findings that are in its set, of images with any"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
-        """Tell whether targets have a yes or no for each of several outputs."""
-        if prediction.ndim != 2 or prediction.shape != target.shape or prediction.shape[1] < 2:
-            return False
-
-        return isinstance(loss, _LOSSES) or are_flags(target)
+        """Tell whether targets are 1 or 0 (or unknown) for each output."""
+        has_each = prediction.ndim == 2 and prediction.shape == target.shape
+        return has_each and (
+            isinstance(loss, _LOSSES) or (prediction.shape[1] > 1 and are_flags(target))
+        )
 
     def items(self, items: Sequence[Item]) -> list[Item]:
-        """Return records whose "target" has 1.0, 0.0 or None (unknown) for each finding."""
+        """Return records whose "target" has 1.0, 0.0 or None (unknown) for each finding; InputError for more than 1."""
         records: list[Item] = []
         for item in items:
             record = dict(item)
@@ -74,6 +75,8 @@ class Multilabel(Kind):
                     value if value is not None and value >= 0 else None
                     for value in record["target"]
                 )
+                check_most(record, 1, "1 (present), 0 (absent), NaN or less than 0 (unknown)")
+
             records.append(record)
 
         return records
@@ -88,14 +91,14 @@ class Multilabel(Kind):
         return {name: column.count(1) for name, column in columns}
 
     def scored(self, examined: Examined, scores: str) -> Scored:
-        """Return the cases that are known to have a finding, with 1 - p of each."""
+        """Return the cases known to have a finding, with the score 1 - p of each finding."""
         cases = examined.cases()
         bins = bins_of(1 - finite(cases, "probabilities"))
-        has = cases.values["findings"].numpy(force=True) == 1
+        has = cases.array("findings") == 1
         return Scored.of(cases.ids, bins, has, np.ones(has.shape))
 
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
-        """Return the findings in a new case's set."""
+        """Return the findings in the set of a new case."""
         taken = 1 - finite(cases, "probabilities")[index] <= rule.threshold
         row = {"set": listed_set(column_names(names, len(taken)), taken)}
         return {**row, "abstain": int(taken.all())}
@@ -109,7 +112,7 @@ class Multilabel(Kind):
         return self.decided_by(cases, findings.thresholds(*_arrays(validation)).tolist())
 
     def decided_by(self, cases: Cases, thresholds: Sequence[float]) -> Cases:
-        """Return cases with "decisions" (N, K): a probability of at least the threshold calls a finding present."""
+        """Return cases with "decisions" (N, K): a probability >= the threshold means that a finding is present."""
         per_item = torch.tensor(thresholds, dtype=torch.float64)
         decisions = (cases.values["probabilities"].double() >= per_item).to(torch.int8)
         values = {"decisions": decisions, "thresholds": per_item.expand(len(decisions), -1)}
@@ -118,9 +121,9 @@ class Multilabel(Kind):
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
-        """Return the metrics of each finding, how many known cases have it (`positives`), and its threshold.
+        """Return the metrics of each finding, its number of known positives (`positives`), and its threshold.
 
-        `scored` is 1 for a finding that macro means are over, else 0.
+        `scored` is 1 for a finding included in macro means, else 0.
         """
         probabilities, truth = _arrays(cases)
         scored = findings.scored(truth)
@@ -131,14 +134,14 @@ class Multilabel(Kind):
             metrics = findings.of_one(truth[:, k], probabilities[:, k], decision)
             results[name] = {**metrics, "scored": float(scored[k])}
             if "thresholds" in cases.values:
-                thresholds = np.unique(cases.values["thresholds"][:, k].numpy(force=True))
+                thresholds = np.unique(cases.array("thresholds")[:, k])
                 if len(thresholds) == 1:  # of several models there are several
                     results[name]["threshold"] = float(thresholds[0])
 
         return results
 
     def comparable(self, cases_of: Mapping[str, Cases]) -> Mapping[str, Cases]:
-        """Return the cases with the findings unknown that are not scored at every site, where any is at all."""
+        """Mark as unknown the findings that are not scored at every site, if any finding is."""
         columns = findings.common([_arrays(cases)[1] for cases in cases_of.values() if len(cases)])
         if columns is None:
             return cases_of
@@ -154,10 +157,10 @@ class Multilabel(Kind):
         return compared
 
     def row(self, cases: Cases, index: int, names: Sequence[str], key: str) -> Row:
-        """Return for each finding whether the case has it, is said to have it, and its probability."""
+        """Return for each finding its truth, its decision and its probability."""
         values = cases.values
         titles = column_names(names, values["findings"].shape[1])
-        row: Row = {}
+        row = {}
         for k, title in enumerate(titles):
             truth = int(values["findings"][index, k])
             row[f"label_{title}"] = "" if truth < 0 else truth
@@ -183,7 +186,7 @@ class Multilabel(Kind):
         if not (np.isin(truth, (-1, 0, 1)).all() and np.isin(decisions, (0, 1)).all()):
             raise table.damaged("has a finding that is neither 1 nor 0 nor blank")
 
-        columns: dict[str, NDArray[Any]] = {
+        columns: dict[str, Array] = {
             "probabilities": probabilities_in(table, [f"p_{title}" for title in titles]),
             "findings": truth.astype(np.int8),
             "decisions": decisions.astype(np.int8),
@@ -191,14 +194,14 @@ class Multilabel(Kind):
         return cases_of(table, columns)
 
     def averaged(self, cases: Cases) -> tuple[int, ...]:
-        """Return the findings that enough cases have and lack."""
+        """Return the findings with enough positive and negative cases."""
         if "findings" not in cases.values:
             return ()
 
         return tuple(np.flatnonzero(findings.scored(_arrays(cases)[1])).tolist())
 
     def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
-        """Return the metrics of each finding that is scored, and their means."""
+        """Return the metrics of each scored finding, and their means."""
         if "findings" not in cases.values:
             return super().redrawn(cases, draws, wanted)
 
@@ -206,82 +209,44 @@ class Multilabel(Kind):
         return Redrawn(macro(by_name), by_name)
 
 
-def _decisions(cases: Cases) -> Any:
-    return cases.values["decisions"].numpy(force=True) if "decisions" in cases.values else None
+def _decisions(cases: Cases) -> Array | None:
+    return cases.array("decisions") if "decisions" in cases.values else None
 
 
-def _arrays(cases: Cases) -> tuple[Any, Any]:
+def _arrays(cases: Cases) -> tuple[Array, Array]:
     """Return probabilities and findings (N, K)."""
-    return (
-        cases.values["probabilities"].numpy(force=True),
-        cases.values["findings"].numpy(force=True),
-    )
+    return cases.array("probabilities"), cases.array("findings")
 
 
 @dataclass(frozen=True)
-class FindingEvaluator:
-    """Several findings an image: the probability of each, whether the image has it, and the cross-entropy.
+class FindingEvaluator(LogitEvaluator):
+    """Several findings an image: "probabilities" (N, K), "findings" (N, K) of 1, 0 and -1 (unknown), "loss" (N,).
 
-    Attributes:
-        batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
-        ends_in_sigmoid: the network returns probabilities, not logits.
-        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+    The loss is the mean of the binary cross-entropy over a case's known findings, NaN where none is known.
     """
 
-    batch_size: int = 256
-    ends_in_sigmoid: bool = False
-    metric_inputs: OwnValues | None = None
+    def columns(self, output: Tensor, y: Tensor, shard: Shard, position: int) -> tuple[Tensor, ...]:
+        """Return logits and targets (B, K)."""
+        logits = self.logits(output)
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        network: nn.Module,
-        shard: Shard,
-        device: torch.device,
-        *,
-        surface_metrics: Sequence[str] = (),
-    ) -> Cases:
-        """Return "probabilities" (N, K), "findings" (N, K) of 1, 0 and -1 (unknown), and "loss" (N,).
+        target = y.to(logits.device).float().flatten(1)
+        if target.shape != logits.shape:
+            raise misfit(shard, position, target, logits)
 
-        The loss is the mean of the binary cross-entropy over a case's known findings, NaN where none is known.
+        return logits.cpu(), target.cpu()
 
-        Raises:
-            InputError: the targets are not one for each output; an item is named.
-        """
-        network.eval()
-        outputs: list[Tensor] = []
-        targets: list[Tensor] = []
-        metric_values: list[dict[str, Tensor]] = []
-        for x, y in shard.batches(self.batch_size):
-            output = network(x.to(device)).float()
-            logits = output.flatten(1)
-            if self.ends_in_sigmoid:
-                logits = logits.logit(1e-6)
-
-            target = y.to(device).float().flatten(1)
-            if target.shape != logits.shape:
-                raise misfit(shard, self.batch_size * len(outputs), target, logits)
-
-            outputs.append(logits.cpu())
-            targets.append(target.cpu())
-            if self.metric_inputs is not None:
-                metric_values.append(self.metric_inputs(output, y))
-
-        if not outputs:
-            return Cases((), {})
-
-        logits = torch.cat(outputs)
-        target = torch.cat(targets)
+    def values(self, shard: Shard, *columns: Tensor) -> Tensors:
+        """Return probabilities, findings and losses."""
+        logits, target = columns
         for row, index in enumerate(shard.indices.tolist()):
             if index in shard.shown:  # findings that its site does not annotate are not scored
                 target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]
 
-        is_known = target >= 0  # NaN is not
+        is_known = target >= 0  # False for NaN
         truth = (target >= 0.5).float()
         losses = nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
-        values = {
+        return {
             "probabilities": logits.sigmoid(),
             "findings": torch.where(is_known, truth, -1).to(torch.int8),
             "loss": (losses * is_known).sum(1) / is_known.sum(1),
         }
-        return Cases(tuple(shard.ids), values | joined(metric_values))

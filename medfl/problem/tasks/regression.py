@@ -1,7 +1,8 @@
-"""Regression: one number an image, or several."""
+"""Regression: one or several numbers per image."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
+from medfl.core.message import Tensors
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
 from medfl.evaluation.bootstrap import Draws
-from medfl.evaluation.conformal import EDGES, Rule, Scored, bins_of, half_width
+from medfl.evaluation.conformal import Rule, Scored, bins_of, half_width
+from medfl.evaluation.evaluators import VectorEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.problem.described import Config, tensor_described
 from medfl.problem.tasks.kind import (
     Examined,
     Kind,
-    OwnValues,
     Redrawn,
     Row,
     Wanted,
     are_flags,
     cases_of,
+    check_most,
     column_names,
     exact,
     finite,
-    joined,
     macro,
     misfit,
     stacked,
@@ -55,21 +57,22 @@ class Regression(Kind):
     promise: str = "an image's known numbers that are in their interval"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
-        """Tell whether there is a number for each output, and a loss of numbers or none that is a yes or no."""
+        """Tell whether there is a number for each output, and a loss on numbers or targets beyond 0 and 1."""
         if prediction.ndim > 2 or target.numel() != prediction.numel():
             return False
-        if isinstance(loss, _LOSSES):
-            return True
 
-        return target.is_floating_point() and not has_class and not are_flags(target)
+        is_number = target.is_floating_point() and not has_class and not are_flags(target)
+        return isinstance(loss, _LOSSES) or is_number
 
     def items(self, items: Sequence[Item]) -> list[Item]:
-        """Return records whose "target" has the numbers, also where they are whole."""
+        """Return records whose "target" has the numbers, also where they are whole; InputError for infinite ones."""
         records: list[Item] = []
         for item in items:
             record = dict(item)
             if "label" in record:
                 record["target"] = (float(record.pop("label")),)
+
+            check_most(record, sys.float_info.max, "a finite number, NaN where it is unknown")
             records.append(record)
 
         return records
@@ -78,19 +81,16 @@ class Regression(Kind):
         """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""
         cases = examined.cases()
         prediction = finite(cases, "prediction")
-        target = cases.values["target"].numpy(force=True)
+        target = cases.array("target")
         sd = scale_of(examined.metadata, prediction.shape[1])[1].numpy()
+        # of what is not known any error will do: `is_known` leaves it out
         error = np.abs(prediction - np.nan_to_num(target))
         bins = bins_of(error / (error + sd))
         is_known = ~np.isnan(target)
         return Scored.of(cases.ids, bins, is_known, np.zeros(bins.shape), tuple(sd.tolist()))
 
-    def abstains(self, scored: Scored, place: int) -> NDArray[np.bool_]:
-        """Tell that all intervals are endless, or none."""
-        return np.full(len(scored), EDGES[place] == 1)
-
     def set_row(self, cases: Cases, index: int, names: Sequence[str], rule: Rule) -> Row:
-        """Return the ends of a new case's interval, of several numbers each."""
+        """Return the bounds of a new case's interval, or of each of several numbers."""
         prediction = finite(cases, "prediction")[index]
         row: Row = {}
         for value, sd, name in zip(
@@ -101,14 +101,14 @@ class Regression(Kind):
             row[f"lower{ending}"] = float(value - half)
             row[f"upper{ending}"] = float(value + half)
 
-        return {**row, "abstain": int(rule.threshold == 1)}
+        return {**row, "abstain": int(rule.threshold == 1)}  # the interval is the whole line
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
         """Return the metrics of each number where a case has several, and how many cases have it."""
-        target = cases.values["target"].numpy(force=True)
-        prediction = cases.values["prediction"].numpy(force=True)
+        target = cases.array("target")
+        prediction = cases.array("prediction")
         count = target.shape[1]
         if count == 1:
             return {}
@@ -116,21 +116,22 @@ class Regression(Kind):
         results: dict[str, dict[str, float | None]] = {}
         for d, name in enumerate(column_names(names, count)):
             metrics = numbers.of_one(target[:, d], prediction[:, d])
+            # NaN differs from itself
             results[name] = {**metrics, "cases": float((target[:, d] == target[:, d]).sum())}
 
         return results
 
     def units(self, metadata: Config) -> dict[str, str]:
-        """Return the unit of the errors, where all numbers have the same."""
+        """Return the unit of the errors, if all numbers have the same."""
         units = tensor_described(metadata, "outputs", "pred").get("unit")
         if not isinstance(units, list):
             units = [units]
 
         unit = units[0] if units else None
-        if not isinstance(unit, str) or units.count(unit) < len(units):
+        if not isinstance(unit, str) or units.count(unit) < len(units) or not unit.strip():
             return {}
-        # any bundle's text, on its way to tables and pages
-        if not unit.strip() or not unit.isprintable() or len(unit) > _LONGEST_UNIT:
+        # untrusted text of a bundle, shown in tables and pages
+        if not unit.isprintable() or len(unit) > _LONGEST_UNIT:
             return {}
 
         return {"mae": unit, "rmse": unit}
@@ -159,38 +160,39 @@ class Regression(Kind):
         return cases_of(table, {"target": target, "prediction": prediction})
 
     def has(self, cases: Cases, metric: str) -> NDArray[np.bool_]:
-        """Return which cases have a number that is known."""
+        """Return which cases have a known number."""
         if "target" not in cases.values:
             return super().has(cases, metric)
 
-        is_known: NDArray[np.bool_] = ~np.isnan(cases.values["target"].numpy(force=True)).all(1)
-        return is_known
+        return np.asarray(~np.isnan(cases.array("target")).all(1))
 
     def redrawn(self, cases: Cases, draws: Draws, wanted: Wanted = None) -> Redrawn:
-        """Return the metrics of each number, and of several their means."""
+        """Return the metrics of each number and, for several numbers, their means."""
         if "target" not in cases.values:
             return super().redrawn(cases, draws, wanted)
 
         by_name = numbers.redrawn(
-            cases.values["prediction"].numpy(force=True),
-            cases.values["target"].numpy(force=True),
+            cases.array("prediction"),
+            cases.array("target"),
             draws,
         )
         # a metric that one of the numbers lacks has no mean
-        metrics_of = {
-            name: values for name, values in by_name.items() if not np.isnan(values).all(0).any()
-        }
+        metrics_of = {}
+        for name, values in by_name.items():
+            if not np.isnan(values).all(0).any():
+                metrics_of[name] = values
+
         return Redrawn(macro(metrics_of), by_name)
 
 
 def scale_of(metadata: Config, outputs: int) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (D,) by which a network's outputs are numbers in their unit.
+    """Return mean and standard deviation (D,) that convert a network's outputs to numbers in their unit.
 
-    What metadata.json says of the output `pred`, as `"mean": [127.3], "sd": [41.2]`; 0 and 1 where it says nothing:
+    Read from the output `pred` in metadata.json, as `"mean": [127.3], "sd": [41.2]`; 0 and 1 if not given:
     number = mean + sd * output. The data's targets are standardised in the same way.
 
     Raises:
-        InputError: they are no numbers, or not as many as outputs.
+        InputError: they are not numbers, or not one per output.
     """
     described = tensor_described(metadata, "outputs", "pred")
     values = []
@@ -209,63 +211,37 @@ def scale_of(metadata: Config, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class NumberEvaluator:
-    """Numbers an image: predicted and true ones in their unit, and the loss.
+class NumberEvaluator(VectorEvaluator):
+    """Numbers an image: "prediction" and "target" (N, D) float64 in their unit, NaN where unknown, and "loss" (N,).
 
     Attributes:
-        loss: (output (1, D), target) -> loss.
+        loss: (output (1, D), target) -> loss; NaN of a case without a known number.
         metadata: of the bundle, for `scale_of`.
-        batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
-        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
     metadata: Config
-    batch_size: int = 256
-    metric_inputs: OwnValues | None = None
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        network: nn.Module,
-        shard: Shard,
-        device: torch.device,
-        *,
-        surface_metrics: Sequence[str] = (),
-    ) -> Cases:
-        """Return "prediction" and "target" (N, D) float64, NaN where unknown, and "loss" (N,), NaN without a known one.
+    def columns(self, output: Tensor, y: Tensor, shard: Shard, position: int) -> tuple[Tensor, ...]:
+        """Return output and target (B, D), and losses (B,)."""
+        target = y.to(output.device).float()
+        if target.numel() != output.numel():
+            raise misfit(shard, position, target, output)
 
-        Raises:
-            InputError: the targets are not one for each output; an item is named.
-        """
-        network.eval()
-        predictions: list[Tensor] = []
-        targets: list[Tensor] = []
-        losses: list[Tensor] = []
-        metric_values: list[dict[str, Tensor]] = []
-        for x, y in shard.batches(self.batch_size):
-            output = network(x.to(device)).float()
-            target = y.to(device).float()
-            if target.numel() != output.numel():
-                raise misfit(shard, len(losses), target, output)
+        # case by case: a loss is the mean over its batch
+        losses = []
+        for i in range(len(target)):
+            losses.append(self.loss(output[i : i + 1], target[i : i + 1]).cpu())
 
-            for i in range(len(target)):
-                losses.append(self.loss(output[i : i + 1], target[i : i + 1]).cpu())
+        predictions = output.reshape(len(output), -1).cpu().double()
+        return predictions, target.reshape(len(target), -1).cpu().double(), torch.stack(losses)
 
-            predictions.append(output.reshape(len(output), -1).cpu().double())
-            targets.append(target.reshape(len(target), -1).cpu().double())
-            if self.metric_inputs is not None:
-                metric_values.append(self.metric_inputs(output, y))
-
-        if not predictions:
-            return Cases((), {})
-
-        prediction = torch.cat(predictions)
-        target = torch.cat(targets)
+    def values(self, shard: Shard, *columns: Tensor) -> Tensors:
+        """Return predictions and targets in their unit, and losses."""
+        prediction, target, losses = columns
         mean, sd = scale_of(self.metadata, prediction.shape[1])
-        values = {
+        return {
             "prediction": mean + sd * prediction,
             "target": mean + sd * target,
-            "loss": torch.stack(losses).masked_fill(target.isnan().all(1), torch.nan),
+            "loss": losses.masked_fill(target.isnan().all(1), torch.nan),
         }
-        return Cases(tuple(shard.ids), values | joined(metric_values))

@@ -29,17 +29,17 @@ class Segmentation(Kind):
     promise: str = "a case's true volume that is in its mask, of cases with any"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
-        """Tell whether targets are maps."""
+        """Tell whether targets are masks."""
         return prediction.ndim != 2 and target.ndim >= 4
 
     def by_name(
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
-        """Return the metrics of each structure; `scores` are of as many cases as these."""
+        """Return the metrics of each structure; `scores` cover the same cases."""
         return by_structure(scores, cases.values, names, len(cases))
 
     def scored(self, examined: Examined, scores: str) -> Scored:
-        """Return the cases with a structure; their parts are bins of the background's probability."""
+        """Return the cases with a structure; their parts are bins of the background probability."""
         if not isinstance(examined.evaluator, MaskEvaluator):
             raise no_sets("masks by the bundle's own postprocessing")
 
