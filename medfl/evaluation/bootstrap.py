@@ -1,11 +1,11 @@
-"""Bootstrap intervals of test metrics: the test cases are drawn again with replacement, a thousand times.
+"""Bootstrap intervals of test metrics: test cases are resampled with replacement, a thousand times.
 
-Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Bootstrap (1993), chapter 13. A draw is the
-number of times that it takes each case, so that every metric is computed from counts, for all draws at once. In
-stratified draws each stratum keeps its number of cases, so that no class can be missing.
+Percentile intervals as in B. Efron, R. Tibshirani: An Introduction to the Bootstrap (1993), chapter 13. A draw is
+stored as the number of times it contains each case, so that every metric is computed from counts, for all draws at
+once. Stratified draws keep the number of cases of each stratum, so that no class can be missing.
 
-Cases count as independent: where one patient has several images, the true intervals are wider. Fewer than
-ten cases give no interval: their draws have too few different values to say anything about other cases.
+Cases are treated as independent: if patients have several images, the true intervals are wider. Fewer than ten
+cases give no interval: their draws take too few different values to say anything about other cases.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from medfl.core.arrays import Array, Flags, Floats, Integers
 DRAWS = 1000
 LEVEL = 0.95
 LEAST = 10
-"""Cases; from fewer no interval is made."""
+"""Minimum number of cases for an interval."""
 _DRAWN_AT_ONCE = 1 << 22  # numbers: 32 MiB of int64
-_BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
+_BLOCK = 64  # draws whose areas are computed at once, so that they fit in a cache
 
 Interval = tuple[float, float]
 Draws = NDArray[np.int32]
-"""(draws, N): how often each draw takes each of N cases."""
+"""(draws, N): how often each draw contains each of N cases."""
 
 
 def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
     """Draw cases with replacement, from each stratum (N,) as many as it has.
 
-    The numbers are those that `scipy.stats.bootstrap` draws from `numpy.random.default_rng(seed)`.
+    The draws are those of `scipy.stats.bootstrap` with `numpy.random.default_rng(seed)`.
     """
     generator = np.random.default_rng(seed)
     draws = np.zeros((count, len(strata)), np.int32)
@@ -63,7 +63,7 @@ def interval(values: Floats) -> Interval | None:
 
 def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     """Return the interval of each metric that has one."""
-    ends_of: dict[str, Interval] = {}
+    ends_of = {}
     for name, column in values.items():
         ends = interval(column)
         if ends is not None:
@@ -76,8 +76,8 @@ def classified(
     label: Integers, predicted: Integers, classes: int, draws: Draws
 ) -> dict[str, Floats]:
     """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
-    counts = _confusions(label, predicted, classes, draws)
-    hits = np.diagonal(counts, 0, 1, 2)
+    counts = _confusions(label, predicted, classes, draws)  # (draws, K, K)
+    hits = np.diagonal(counts, 0, 1, 2)  # (draws, K)
     reference = counts.sum(2)
     predictions = counts.sum(1)
 
@@ -95,7 +95,7 @@ def _mean_share(part: Array, total: Array) -> Floats:
 
 
 def mean(values: Floats, draws: Draws) -> Floats:
-    """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
+    """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN if a draw contains none."""
     scored = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         averages: Floats = draws[:, scored] @ values[scored] / draws[:, scored].sum(1)
@@ -105,9 +105,9 @@ def mean(values: Floats, draws: Draws) -> Floats:
 def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     """Return the one-versus-rest area under the ROC curve of each class in each draw, (draws, K).
 
-    Mann-Whitney on weighted cases: the mean, over pairs of a case of the class and one of another, of 1 where the
-    former has the higher probability and 1/2 where they are equal. Of two classes only the second has areas, as in
-    `medfl.evaluation.metrics`; a class without a case, or without any other case, has NaN.
+    Mann-Whitney on weighted cases: the mean, over all pairs of a case of the class and a case of another, of 1 if the
+    former has the higher probability and 1/2 if they are equal. With two classes only the second has areas, as in
+    `medfl.evaluation.metrics`; a class that no case or every case has is NaN.
     """
     by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
     for c in [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1]):
@@ -119,21 +119,23 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
 
 
 def area(positive: Flags, score: Floats, draws: Draws) -> Floats:
-    """Return the area under the ROC curve (draws,) of N cases with a yes or no and a score."""
+    """Return the area under the ROC curve (draws,) of N binary cases and their scores."""
     ranked = _Ranked.of(positive, score)
     starts = range(0, len(draws), _BLOCK)
     return np.concatenate([ranked.areas(draws[i : i + _BLOCK]) for i in starts])
 
 
 def average_precision(positive: Flags, score: Floats, draws: Draws) -> Floats:
-    """Return the average precision (draws,): over the positives, the precision at each one's score."""
+    """Return the average precision (draws,): over the positives, the mean precision at each positive's score."""
     order = np.argsort(-score, kind="stable")
     positives = order[positive[order]]
-    # how many cases have a score of at least that of each positive
+    # number of cases whose score is at least that of each positive
     reach = len(score) - np.searchsorted(np.sort(score), score[positives], "left")
     precision_sums = []
     for start in range(0, len(draws), _BLOCK):
+        # (draws, N), the highest score first
         rows = draws[start : start + _BLOCK].take(order, 1)
+        # how many cases each draw has with a score of at least that of each positive
         called = rows.cumsum(1).take(reach - 1, 1)
         hits = (rows * positive[order]).cumsum(1).take(reach - 1, 1)
         with np.errstate(invalid="ignore"):
@@ -147,13 +149,13 @@ def average_precision(positive: Flags, score: Floats, draws: Draws) -> Floats:
 
 
 class _Ranked(NamedTuple):
-    """The cases of a class and the others in the order of their scores.
+    """The positive and negative cases of a class, ordered by score.
 
     Attributes:
         positives: (P,) indices of the class's cases.
-        negatives: (N - P,) those of the others.
-        below: (P,) for each positive the negatives with a lower score.
-        up_to: (P,) those with a lower or equal score.
+        negatives: (N - P,) indices of the other cases.
+        below: (P,) number of negatives with a lower score than each positive.
+        up_to: (P,) number of negatives with a lower or equal score.
     """
 
     positives: Integers
@@ -166,6 +168,7 @@ class _Ranked(NamedTuple):
         order = np.argsort(score, kind="stable")
         positives = order[positive[order]]
         negatives = order[~positive[order]]
+        # the negatives with a lower score than each positive; then those with its score too
         below = np.searchsorted(score[negatives], score[positives], "left")
         up_to = np.searchsorted(score[negatives], score[positives], "right")
         return cls(positives, negatives, below, up_to)
@@ -174,13 +177,13 @@ class _Ranked(NamedTuple):
         """Return the area in each draw."""
         positives = draws.take(self.positives, 1)
         summed = draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
-        # summed[:, i] is how many negatives are drawn among the i lowest.
+        # summed[:, i]: number of drawn negatives among the i lowest.
         summed = np.pad(summed, ((0, 0), (1, 0)))
         pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
         won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
 
         with np.errstate(invalid="ignore"):
-            # A pair counts twice if it is won and once if it is tied: hence the half.
+            # A pair counts twice if won and once if tied, hence the half.
             share: Floats = won / 2 / (positives.sum(1, dtype=float) * summed[:, -1])
 
         return share
@@ -190,7 +193,7 @@ def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws
     """Return (draws, K, K) counts with the reference in rows."""
     cells = label * classes + predicted
     order = np.argsort(cells, kind="stable")
-    # Cells without a case are left out: `reduceat` cannot sum an empty range.
+    # Omit cells without cases: `reduceat` cannot sum an empty range.
     present, first = np.unique(cells[order], return_index=True)
     counts = np.zeros((len(draws), classes * classes), np.int64)
     counts[:, present] = np.add.reduceat(draws[:, order], first, axis=1, dtype=np.int64)

@@ -1,13 +1,12 @@
 """Calibration of a classifier's probabilities: reliability curve and expected calibration error.
 
-Top-label calibration: of the cases whose most probable class has a probability near 0.8, that class should be right in
-80 %. With cases in M bins of equal width by that probability, the confidence,
+Top-label calibration: among cases whose most probable class has a probability near 0.8, that class should be correct
+in 80 %. With cases in M bins of equal width by that probability, the confidence,
 
     ECE = sum_m |B_m| / N · |acc(B_m) - conf(B_m)|
 
 (M. Naeini, G. Cooper, M. Hauskrecht: Obtaining well calibrated probabilities using Bayesian binning, AAAI 2015;
-C. Guo et al.: On calibration of modern neural networks, ICML 2017, who take M = 15). A bin ends at its upper edge,
-which belongs to it.
+C. Guo et al.: On calibration of modern neural networks, ICML 2017, with M = 15). A bin includes its upper edge.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ BINS = 15
 
 @dataclass(frozen=True, eq=False)
 class Reliability:
-    """The reliability curve, over the B bins that have cases.
+    """The reliability curve over the B non-empty bins.
 
     Attributes:
         confidence: (B,) mean confidence.
-        accuracy: (B,) share of right predictions.
+        accuracy: (B,) share of correct predictions.
         count: (B,) cases.
         member: (N,) index of each case's bin.
         ece: expected calibration error, 0 to 1.
-        bins: all bins, with the empty ones.
+        bins: number of all bins, including empty ones.
     """
 
     confidence: Floats
@@ -46,13 +45,13 @@ class Reliability:
 def reliability(confidence: Floats, correct: Array, bins: int = BINS) -> Reliability:
     """Return the reliability curve of N > 0 cases, in bins of equal width between 0 and 1.
 
-    `confidence` (N,) is the probability of the predicted class, `correct` (N,) whether it is the reference class.
+    `confidence` (N,) is the probability of the predicted class, `correct` (N,) whether that class is the reference.
     """
-    from sklearn.calibration import calibration_curve  # here, because it takes a second to import
+    from sklearn.calibration import calibration_curve  # imported here because it takes a second
 
     right = np.asarray(correct).astype(bool)
     edges = np.linspace(0, 1, bins + 1)
-    # "left", as scikit-learn's curve has it: a confidence on an edge is in the bin that ends there.
+    # "left", as in scikit-learn's curve: a confidence on an edge belongs to the bin that ends there.
     _, member = np.unique(np.searchsorted(edges[1:-1], confidence), return_inverse=True)
     accuracy, mean = calibration_curve(right, confidence, n_bins=bins, strategy="uniform")
     count = np.bincount(member)
@@ -64,13 +63,14 @@ def reliability(confidence: Floats, correct: Array, bins: int = BINS) -> Reliabi
 def redrawn(
     curve: Reliability, confidence: Floats, correct: Array, draws: Draws
 ) -> tuple[Floats, Floats]:
-    """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN where a draw has no case of the bin.
+    """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN if a draw has no case in the bin.
 
-    The curve is that of all cases; `draws` (draws, N) is how often each draw of `evaluation.bootstrap` takes each.
+    The curve is that of all cases; `draws` (draws, N) is how often each draw of `evaluation.bootstrap` contains a case.
     """
+    # (N, B), which cases lie in which bin
     bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]
-    # Times the number of cases of a bin: sum over its cases of (right - confidence), and of right.
+    # Multiplied by the number of cases in a bin: the sum over its cases of (right - confidence), and of right.
     gaps = draws @ (bins * (right - confidence[:, None]))
     hits = draws @ (bins * right)
     cases = draws @ bins

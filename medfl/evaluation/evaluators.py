@@ -1,11 +1,13 @@
-"""One evaluation for all methods: a network and a shard in, per-case outcomes out."""
+"""One evaluation for all methods: takes a network and a shard, returns per-case outcomes."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +15,6 @@ import torch
 from ignite.engine import Engine
 from ignite.exceptions import NotComputableError
 from monai.data import MetaTensor, decollate_batch
-from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
@@ -25,11 +26,13 @@ from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import Cases
 
-_BATCH = 16  # items of a batch of masks at most
-_PIXELS = 16 * 256 * 256  # and their pixels
+_BATCH = 16  # maximum number of items in a batch of masks
+_PIXELS = 16 * 256 * 256  # and of their pixels
 
 Foreign = Any
-"""What code of a bundle takes and returns: mostly tensors, but nothing says so."""
+"""What a bundle's code takes and returns: mostly tensors, but without any declaration."""
+OwnValues = Callable[[Tensor, Tensor], dict[str, Tensor]]
+"""(output, target) of a batch -> values by name, (B, ...)."""
 
 
 class Masks(NamedTuple):
@@ -53,23 +56,21 @@ class Evaluator(Protocol):
     ) -> Cases:
         """Return one outcome per item, in the shard's order; the network, on `device`, is put in evaluation mode.
 
-        `surface_metrics` are the metrics of masks' surfaces to compute too, which are too slow for every round.
+        `surface_metrics` are the mask surface metrics to compute as well; they are too slow for every round.
         """
 
 
-@dataclass(frozen=True)
-class ClassEvaluator:
-    """Classification: class probabilities, label and cross-entropy per case.
-
-    A network with one output is read as the logit of class 1.
+@dataclass(frozen=True, kw_only=True)
+class VectorEvaluator(ABC):
+    """A task with some outputs an image, which are scored batch by batch.
 
     Attributes:
         batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
-        ends_in_sigmoid: the network returns probabilities, not logits.
+        metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
     """
 
     batch_size: int = 256
-    ends_in_sigmoid: bool = False
+    metric_inputs: OwnValues | None = None
 
     @torch.no_grad()
     def __call__(
@@ -80,51 +81,98 @@ class ClassEvaluator:
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
+        """Return what `values` makes of the cases, and the further values of `metric_inputs`.
+
+        Raises:
+            InputError: the targets are not one for each output; an item is named.
+        """
         network.eval()
-        rows: list[Tensor] = []
-        labels: list[Tensor] = []
+        columns = []
+        own_values = []
+        position = 0
         for x, y in shard.batches(self.batch_size):
-            logits = network(x.to(device)).float().flatten(1)
-            if self.ends_in_sigmoid:
-                logits = logits.logit(1e-6)
-            # A single logit z of class 1 is the pair (0, z): its softmax is (1 - sigmoid, sigmoid).
-            if logits.shape[1] == 1:
-                logits = torch.cat([torch.zeros_like(logits), logits], 1)
+            output = network(x.to(device)).float()
+            columns.append(self.columns(output, y, shard, position))
+            position += len(output)
+            if self.metric_inputs is not None:
+                own_values.append(self.metric_inputs(output, y))
 
-            rows.append(logits)
-            one_hot = y.ndim == 2 and y.shape[1] > 1
-            label = y.argmax(1) if one_hot else y.reshape(len(logits))
-            labels.append(label.to(device).long())
+        if not columns:
+            return Cases((), {})
 
-        if rows:
-            logits = torch.cat(rows)
-            label = torch.cat(labels)
-        else:
-            logits = torch.zeros(0, 2, device=device)
-            label = torch.zeros(0, dtype=torch.int64, device=device)
+        values = self.values(shard, *map(torch.cat, zip(*columns, strict=True)))
+        names = own_values[0] if own_values else ()
+        for name in names:
+            values[name] = torch.cat([batch[name] for batch in own_values])
 
-        values = {
+        return Cases(tuple(shard.ids), values)
+
+    @abstractmethod
+    def columns(self, output: Tensor, y: Tensor, shard: Shard, position: int) -> tuple[Tensor, ...]:
+        """Return what is kept of a batch, (B, ...) each; it begins at a position of the shard."""
+
+    @abstractmethod
+    def values(self, shard: Shard, *columns: Tensor) -> Tensors:
+        """Return the values of all cases, by what was kept of the batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitEvaluator(VectorEvaluator):
+    """A task whose network returns a logit for each class or finding.
+
+    Attributes:
+        ends_in_sigmoid: the network returns probabilities, not logits.
+    """
+
+    ends_in_sigmoid: bool = False
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Return the logits (B, K) of an output (B, K, ...); probabilities are kept 1e-6 from 0 and 1."""
+        logits = output.flatten(1)
+        return logits.logit(1e-6) if self.ends_in_sigmoid else logits
+
+
+@dataclass(frozen=True)
+class ClassEvaluator(LogitEvaluator):
+    """Classification: "probabilities" (N, K), "label" (N,) and cross-entropy "loss" (N,).
+
+    A network with one output is read as the logit of class 1.
+    """
+
+    def columns(self, output: Tensor, y: Tensor, shard: Shard, position: int) -> tuple[Tensor, ...]:
+        """Return logits (B, K) and class indices (B,)."""
+        logits = self.logits(output)
+
+        # A single logit z of class 1 is the pair (0, z): its softmax is (1 - sigmoid, sigmoid).
+        if logits.shape[1] == 1:
+            logits = torch.cat([torch.zeros_like(logits), logits], 1)
+
+        one_hot = y.ndim == 2 and y.shape[1] > 1
+        label = y.argmax(1) if one_hot else y.reshape(len(logits))
+        return logits, label.to(logits.device).long()
+
+    def values(self, shard: Shard, *columns: Tensor) -> Tensors:
+        """Return probabilities, labels and losses."""
+        logits, label = columns
+        return {
             "probabilities": logits.softmax(1).cpu(),
             "label": label.cpu(),
             "loss": nn.functional.cross_entropy(logits, label, reduction="none").cpu(),
         }
 
-        return Cases(tuple(shard.ids), values)
-
 
 @dataclass(frozen=True)
 class MaskEvaluator:
-    """Segmentation into K classes: the metrics of `medfl.evaluation.mask_metrics` and the loss, each of a whole case.
+    """Segmentation into K classes: the metrics of `medfl.evaluation.mask_metrics` and the loss, of each whole case.
 
-    The predicted class is that of the largest logit; a network with one output is read as the logit of class 1.
+    The predicted class has the largest logit; a network with one output returns the logit of class 1.
 
     Attributes:
         loss: (logits (1, K, H, W[, D]), target) -> loss.
-        classes: K names, the background's first.
+        classes: K names, background first.
         inferer: (inputs, network) -> logits of whole images, e.g. a sliding window.
         tolerance: of the surface Dice, in the unit of the images' spacing.
-        background_limit: a pixel is background where that is more probable than this; None: where it is most probable.
+        background_limit: a pixel is background if its background probability exceeds this; None: if it is the largest.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -142,11 +190,11 @@ class MaskEvaluator:
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return one (N,) tensor per metric; of surfaces only those asked for.
+        """Return one (N,) tensor per metric; surface metrics only if requested.
 
         Raises:
-            InputError: a reference mask has a value that is no class; the item is named.
-            RunError: inferer or loss fail on a case, or the output is not finite; the item is named.
+            InputError: a reference mask has a value that is not a class; the item is named.
+            RunError: the inferer or the loss fails on a case, or the output is not finite; the item is named.
         """
         rows = []
         for index, (logits, y) in zip(
@@ -155,14 +203,14 @@ class MaskEvaluator:
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
-            # Padding that the transforms added is no part of the case.
+            # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
             prediction = prediction[part]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             annotated = shard.shown.get(index)
-            if annotated is not None:  # structures that its mask does not show are not scored
+            if annotated is not None:  # do not score structures that its mask does not annotate
                 prediction = annotated.renumbered(prediction)
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
@@ -178,6 +226,7 @@ class MaskEvaluator:
                 surface_metrics=surface_metrics,
             )
             with _naming_item(ident):
+                # on the whole grid, with padding: the same loss as in training
                 rows.append({**row, "loss": float(self.loss(logits, y))})
 
         return _cases(shard, rows)
@@ -194,7 +243,7 @@ class MaskEvaluator:
     def backgrounds(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield of each item the background's probability and whether its mask has a structure, both (H, W[, D])."""
+        """Yield for each item the background probability and whether its mask has a structure, both (H, W[, D])."""
         outputs = self._outputs(network, shard, device)
         for index, ident, (logits, y) in zip(
             shard.indices.tolist(), shard.ids, outputs, strict=True
@@ -210,7 +259,7 @@ class MaskEvaluator:
     def _outputs(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (1, K, H, W[, D]) and target (1, ...) of each item."""
+        """Yield for each item logits (1, K, H, W[, D]) and target (1, ...)."""
         network.eval()
         ids = shard.ids
         start = 0
@@ -230,6 +279,7 @@ class MaskEvaluator:
         if not isinstance(prepared, Stacked) or type(self.inferer) is not SimpleInferer:
             return 1
         most = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
+        # a power of two: sums over a batch then round identically on more devices
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
@@ -238,8 +288,9 @@ class MaskEvaluator:
 
         channels = logits.shape[1]
         classes = max(2, channels)
-        # A logit above 0 is a probability of class 1 above one half.
+        # A logit above 0 means that class 1 has a probability above one half.
         winner = logits.argmax(1) if channels > 1 else logits[:, 0] > 0
+        # with a limit a pixel is background only above it, and else the most probable structure
         if self.background_limit is not None:
             is_structure = (_background(logits) <= self.background_limit).to(logits.device)
             winner = is_structure[None].long()
@@ -266,7 +317,7 @@ class MaskEvaluator:
 
 
 def _background(logits: Tensor) -> Tensor:
-    """Return the probability (H, W[, D]) of the background, of logits (1, K, H, W[, D]) on any device."""
+    """Return the background probability (H, W[, D]) from logits (1, K, H, W[, D]) on any device."""
     if logits.shape[1] > 1:
         probability = logits.double().softmax(1)[0, 0]
     else:
@@ -275,19 +326,48 @@ def _background(logits: Tensor) -> Tensor:
     return probability.cpu()
 
 
-class CaseEvaluator:
-    """Any other task, and foreign bundles: the bundle's inferer, postprocessing and key metric, case by case.
+class EpochMetric:
+    """An ignite metric of a list of {"pred", "label", ...}, on an engine of its own, as MONAI's metrics require."""
 
-    A segmentation also has the metrics of `medfl.evaluation.mask_metrics`, NaN unless postprocessing makes "pred" and
-    "label" binary channels of the image's size. The bundle's own "dice" is taken only where they are not.
+    def __init__(self, name: str, metric: Foreign) -> None:
+        self._engine = Engine(lambda engine, batch: None)
+        self._metric = metric
+        metric.attach(self._engine, name)
+
+    def of(self, cases: list[Foreign]) -> float:
+        """Return the metric of these cases, the mean if it has several values; NaN if it is undefined."""
+        # Does what an ignite engine does in an epoch of one iteration.
+        self._engine.state.output = cases  # type: ignore[assignment]
+        self._metric.started(self._engine)
+        try:
+            self._metric.iteration_completed(self._engine)
+            value = self._metric.compute()
+        except NotComputableError:  # nothing to score
+            return math.nan
+
+        metric = getattr(self._metric, "metric_fn", None)
+        details = getattr(metric, "get_buffer", lambda: None)()
+        # MONAI's mean of nothing is 0.
+        if isinstance(details, Tensor) and details.isnan().all():
+            return math.nan
+
+        parts = list(value.values()) if isinstance(value, Mapping) else value
+        return float(torch.as_tensor(parts, dtype=torch.float64).nanmean())
+
+
+class CaseEvaluator:
+    """Any other task, and third-party bundles: the bundle's inferer, postprocessing and key metric, case by case.
+
+    A segmentation also gets the metrics of `medfl.evaluation.mask_metrics`, NaN unless postprocessing turns "pred" and
+    "label" into binary channels of the image's size. Only then is the bundle's own "dice" not used.
 
     Args:
         name: the metric's name in results.
         metric: an ignite metric over a list of {"image", "label", "pred"}, or (prediction, target) -> loss.
         inferer: (inputs, network) -> prediction, e.g. a sliding window.
         postprocessing: dictionary transform over the batch's keys and "pred", or None.
-        tolerance: of the surface Dice, in the unit of the images' spacing; None for other tasks than segmentation.
-        structures: names of the channels, () where they have none.
+        tolerance: of the surface Dice, in the unit of the images' spacing; None unless the task is segmentation.
+        structures: names of the channels, () if they have none.
     """
 
     def __init__(
@@ -299,18 +379,13 @@ class CaseEvaluator:
         tolerance: float | None = None,
         structures: Sequence[str] = (),
     ) -> None:
-        """Attach the metric to an engine of its own, as MONAI's metrics require."""
         self.name = name
         self.inferer = inferer
         self.postprocessing = postprocessing
         self.tolerance = tolerance
         self.structures = structures
-        self._engine = Engine(lambda engine, batch: None)
         self._metric = metric
-        self._is_ignite = hasattr(metric, "attach")
-
-        if self._is_ignite:
-            metric.attach(self._engine, name)
+        self._epoch = EpochMetric(name, metric) if hasattr(metric, "attach") else None
 
     @torch.no_grad()
     def __call__(
@@ -321,10 +396,10 @@ class CaseEvaluator:
         *,
         surface_metrics: Sequence[str] = (),
     ) -> Cases:
-        """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
+        """Return the metric's value per case (N,), NaN where undefined, and the metrics of a segmentation.
 
         Raises:
-            RunError: inferer, postprocessing or metric fail on a case; the item is named.
+            RunError: inferer, postprocessing or metric fails on a case; the item is named.
         """
         rows = []
         outputs = self._outputs(network, shard, device)
@@ -332,22 +407,22 @@ class CaseEvaluator:
             with _naming_item(*shard.prepared.ids([index])):
                 cases = self._processed(x, y, prediction, fields)
                 annotated = shard.shown.get(index)
-                if annotated is not None:  # structures that its mask does not show are not scored
+                names = self.structures
+                if annotated is not None:  # do not score structures that its mask does not annotate
+                    names = annotated.named(names)
                     cases = [_shown(case, annotated) for case in cases]
                     y = annotated.renumbered(y)
                     prediction = annotated.marginal_logits(prediction)
 
-                row: Metrics = {}
+                row = {}
                 if self.tolerance is not None:
-                    if annotated is None:
-                        names = self.structures
-                    else:
-                        names = annotated.named(self.structures)
-
                     row = self._mask_row(x, cases, shard.prepared, index, surface_metrics, names)
 
+                # the bundle's own metric where medfl's is undefined
                 if math.isnan(row.get(self.name, math.nan)):
-                    row[self.name] = self._score(cases, y, prediction)
+                    row[self.name] = float(
+                        self._epoch.of(cases) if self._epoch else self._metric(prediction, y)
+                    )
 
                 rows.append(row)
 
@@ -357,7 +432,7 @@ class CaseEvaluator:
     def masks(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[Masks | None]:
-        """Yield the predicted and the reference mask of each item, None where their channels overlap."""
+        """Yield the predicted and the reference mask of each item, None if their channels overlap."""
         for ident, (x, *output) in zip(
             shard.ids, self._outputs(network, shard, device), strict=True
         ):
@@ -372,7 +447,7 @@ class CaseEvaluator:
     def _outputs(
         self, network: nn.Module, shard: Shard, device: torch.device
     ) -> Iterator[tuple[Foreign, Foreign, Foreign, Mapping[str, Foreign]]]:
-        """Yield input, target, prediction and the further fields of each item, in batches of one."""
+        """Yield the input, target, prediction and further fields of each item, in batches of one."""
         network.eval()
         if not len(shard):
             return
@@ -389,14 +464,14 @@ class CaseEvaluator:
     def _processed(
         self, x: Foreign, y: Foreign, prediction: Foreign, fields: Mapping[str, Foreign]
     ) -> list[Foreign]:
-        # A plain loss is computed from prediction and target: nothing reads processed cases.
-        if not self._is_ignite and self.tolerance is None:
+        # A plain loss needs only prediction and target, not processed cases.
+        if self._epoch is None and self.tolerance is None:
             return []
         cases = decollate_batch({**fields, "image": x, "label": y, "pred": prediction})
         if self.postprocessing is None:
             return list(cases)
 
-        return [self.postprocessing(case) for case in cases]
+        return list(map(self.postprocessing, cases))
 
     def _mask_row(
         self,
@@ -415,29 +490,6 @@ class CaseEvaluator:
             *pair, spacing, self.tolerance, surface_metrics=surface_metrics, names=names
         )
 
-    def _score(self, cases: list[Foreign], y: Foreign, prediction: Foreign) -> float:
-        if not self._is_ignite:
-            return float(self._metric(prediction, y))
-
-        # What an ignite engine does in an epoch of one iteration.
-        self._engine.state.output = cases  # type: ignore[assignment]
-        self._metric.started(self._engine)
-        self._metric.iteration_completed(self._engine)
-        try:
-            value = self._metric.compute()
-        except NotComputableError:  # nothing in this case to score
-            return math.nan
-
-        if isinstance(self._metric, IgniteMetricHandler):
-            metric: Foreign = self._metric.metric_fn
-            details = metric.get_buffer() if metric is not None else None
-            # MONAI calls the mean of nothing 0.
-            if isinstance(details, Tensor) and details.isnan().all():
-                return math.nan
-
-        parts = list(value.values()) if isinstance(value, Mapping) else value
-        return float(torch.as_tensor(parts, dtype=torch.float64).nanmean())
-
 
 @contextmanager
 def _naming_item(ident: str) -> Iterator[None]:
@@ -453,19 +505,16 @@ def _naming_item(ident: str) -> Iterator[None]:
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
-    names: dict[str, None] = {}  # in order; cases of different forms have different metrics
-    for row in rows:
-        names.update(dict.fromkeys(row))
-
-    values: Tensors = {}
-    for name in names:
+    values = {}
+    # in order; cases of different kinds have different metrics
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         values[name] = torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64)
 
     return Cases(tuple(shard.ids), values)
 
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
-    """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
+    """Return the pixel spacing of an item along each axis; 1 if the transforms do not record it."""
     if prepared.geometry and len(prepared.geometry[index].spacing) == dimensions:
         return prepared.geometry[index].spacing
 
@@ -475,7 +524,7 @@ def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ..
 def _in_file(
     prepared: Prepared, index: int, shape: Sequence[int]
 ) -> tuple[EllipsisType | slice, ...]:
-    """Return the index (..., slices) of the part of an item's grid that its file has, without padding."""
+    """Return the index (..., slices) of the part of an item's grid that its file covers, without padding."""
     if not prepared.geometry:
         return (...,)
 
@@ -487,7 +536,7 @@ def _channels(x: Foreign, cases: Sequence[Foreign]) -> tuple[Tensor, Tensor] | N
     if not isinstance(x, Tensor) or len(cases) != 1 or not isinstance(cases[0], Mapping):
         return None
 
-    masks: list[Tensor] = []
+    masks = []
     for key in ("pred", "label"):
         channels = cases[0].get(key)
         if not isinstance(channels, Tensor) or channels.shape[1:] != x.shape[2:]:
@@ -504,10 +553,10 @@ def _channels(x: Foreign, cases: Sequence[Foreign]) -> tuple[Tensor, Tensor] | N
 
 
 def _shown(case: Foreign, annotated: AnnotatedClasses) -> Foreign:
-    """Return a processed case whose binary channels are those that its reference shows."""
+    """Return a processed case with only the binary channels that its reference annotates."""
     if not isinstance(case, Mapping):
         return case
-    shown: Tensors = {}
+    shown = {}
     for key in ("pred", "label"):
         channels = case.get(key)
         if not isinstance(channels, Tensor) or len(channels) != annotated.count:
@@ -518,11 +567,11 @@ def _shown(case: Foreign, annotated: AnnotatedClasses) -> Foreign:
 
 
 def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
-    """Return channels (C, H, W[, D]) as class indices, None where they overlap."""
+    """Return channels (C, H, W[, D]) as class indices, None if they overlap."""
     if len(reference) == 1:
         return Masks(prediction[0], reference[0], 2)
 
-    # Only channels of which each pixel has exactly one are class indices.
+    # Channels are class indices only if each pixel is set in exactly one.
     if (prediction.sum(0) == 1).all() and (reference.sum(0) == 1).all():
         return Masks(prediction.argmax(0), reference.argmax(0), len(reference))
 

@@ -1,7 +1,7 @@
-"""Metrics of several findings an image, each a yes or no, of which some may be unknown.
+"""Metrics of several findings per image, each present or absent, some possibly unknown.
 
-Macro means are over findings that enough cases have and enough do not (`scored`), so that two sites, or two models,
-are compared by the same findings. An unknown finding (-1) of a case counts nowhere.
+Macro means are over findings with enough positive and enough negative cases (`scored`), so that two sites, or two
+models, are compared on the same findings. A case with an unknown finding (-1) is ignored for that finding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws
 
 LEAST = 10
-"""Cases with a finding, and cases without it, from which it is among those of a macro mean."""
+"""Minimum number of cases with a finding, and of cases without it, for it to enter a macro mean."""
 
 
 def scored(findings: Array, least: int = LEAST) -> Flags:
-    """Return which findings (K,) have at least `least` positive and negative ones among (N, K) of 1, 0 and -1."""
+    """Return which findings (K,) have at least `least` positives and negatives among (N, K) of 1, 0 and -1."""
     positive: Flags = (findings == 1).sum(0) >= least
     negative: Flags = (findings == 0).sum(0) >= least
     return positive & negative
@@ -29,31 +29,32 @@ def scored(findings: Array, least: int = LEAST) -> Flags:
 
 def common(sets: Sequence[Array]) -> Flags | None:
     """Return which findings are scored in each of several sets of cases, None where no finding is."""
-    flags = [scored(findings) for findings in sets if len(findings)]
+    flags = list(map(scored, filter(len, sets)))
     if not flags:
         return None
 
-    in_all: Flags = np.logical_and.reduce(flags)
+    in_all = np.logical_and.reduce(flags)
     return in_all if in_all.any() else None
 
 
 def area(truth: Array, score: Array) -> float:
-    """Return the area under the ROC curve of cases (N,) that are 1 or 0, by Mann-Whitney; a tie counts one half."""
+    """Return the area under the ROC curve of cases (N,) that are 1 or 0, by Mann-Whitney; ties count one half."""
     positive = truth == 1
     count = int(positive.sum())
     rank_sum = rankdata(score)[positive].sum()
+    # U = R - n (n + 1) / 2, as the share of all pairs
     return float((rank_sum - count * (count + 1) / 2) / (count * (len(truth) - count)))
 
 
 def of_one(truth: Array, score: Array, decision: Array | None = None) -> Metrics:
-    """Return the metrics of one finding, of its known cases: those that they define.
+    """Return the metrics of one finding over its known cases, as far as they are defined.
 
     Args:
         truth: (N,) 1, 0 or -1.
         score: (N,) probabilities.
         decision: (N,) whether the finding is called present, by a threshold chosen on other images.
     """
-    from sklearn.metrics import average_precision_score  # here: it imports for a second
+    from sklearn.metrics import average_precision_score  # imported here because it takes a second
 
     is_known = truth >= 0
     truth = truth[is_known]
@@ -83,38 +84,34 @@ def summary(
     probabilities: Array,
     findings: Array,
     decisions: Array | None = None,
-    columns: Flags | None = None,
 ) -> Metrics:
-    """Return macro means over findings, {} where there is none to average over.
+    """Return macro means over findings, {} if no finding can be averaged.
 
-    Of validation images (without `decisions`) only the AUROC, over all findings that have both outcomes; of test
-    images also average precision, F1, sensitivity and specificity, over the findings of `scored`.
+    For validation images (without `decisions`) only the AUROC, over all findings with both outcomes; for test images
+    also average precision, F1, sensitivity and specificity, over the findings of `scored`.
 
     Args:
         probabilities: (N, K).
         findings: (N, K) 1, 0 or -1.
         decisions: (N, K) 1 where a finding is called present.
-        columns: the findings (K,) to be averaged over; a set of cases that lacks an outcome of one has no macro mean.
     """
-    if columns is None:
-        columns = scored(findings, 1 if decisions is None else LEAST)
-    elif not scored(findings[:, columns], 1).all():
-        return {}
-
-    if not columns.any():
-        return {}
-
     rows = []
-    for k in np.flatnonzero(columns):
+    # with few test images per finding, a mean over findings would be mostly chance
+    for k in np.flatnonzero(scored(findings, 1 if decisions is None else LEAST)):
         if decisions is None:
             is_known = findings[:, k] >= 0
             rows.append({"auroc": area(findings[is_known, k], probabilities[is_known, k])})
         else:
             rows.append(of_one(findings[:, k], probabilities[:, k], decisions[:, k]))
 
-    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-    means.pop("positives", None)
-    means.pop("cases", None)
+    if not rows:
+        return {}
+
+    means = {}
+    for name in rows[0]:
+        if name not in ("positives", "cases"):
+            means[name] = float(np.mean([row[name] for row in rows]))
+
     return means
 
 
@@ -127,7 +124,7 @@ def redrawn(
 ) -> dict[str, Floats]:
     """Return the metrics of `of_one` in each draw (draws, K), NaN for findings that are not scored.
 
-    `wanted` are the metrics to be computed, None for all; the other arguments are as of `summary`.
+    `wanted` are the metrics to compute, None for all; the other arguments are those of `summary`.
     """
     values: dict[str, Floats] = {}
 
@@ -136,7 +133,7 @@ def redrawn(
 
     for k in np.flatnonzero(scored(findings)).tolist():
         is_known = findings[:, k] >= 0
-        times = draws[:, is_known]
+        times = draws[:, is_known]  # (draws, known cases)
         positive = findings[is_known, k] == 1
         score = probabilities[is_known, k].astype(np.float64)
         if wanted is None or "auroc" in wanted:
@@ -161,7 +158,7 @@ def redrawn(
 def thresholds(probabilities: Array, findings: Array) -> Floats:
     """Return for each finding the threshold (K,) with the largest Youden index on these cases, (N, K) as above.
 
-    0.5 for a finding of which an outcome is missing. A probability of at least the threshold calls a finding present.
+    0.5 for a finding without positives or without negatives. A probability >= the threshold means that it is present.
     W. J. Youden: Index for rating diagnostic tests (1950).
     """
     chosen = np.full(findings.shape[1], 0.5)
@@ -170,6 +167,7 @@ def thresholds(probabilities: Array, findings: Array) -> Floats:
         positive = findings[is_known, k] == 1
         score = probabilities[is_known, k].astype(np.float64)
         values = np.unique(score)
+        # a score of at least the threshold is called positive
         sensitivity = 1 - np.searchsorted(np.sort(score[positive]), values) / positive.sum()
         specificity = np.searchsorted(np.sort(score[~positive]), values) / (~positive).sum()
         best = int((sensitivity + specificity).argmax())

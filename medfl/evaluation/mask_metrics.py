@@ -1,6 +1,6 @@
 """Metrics of one segmented case. Whole cases are scored, never patches, so that every case counts the same.
 
-Surfaces of all structures are found in one pass over a case; only those that a metric was asked for are measured.
+One pass over a case finds the surfaces of all structures; only those that a metric needs are measured.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from medfl.core.names import slug
 from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
 
 KINDS = ("dice", *SURFACE_METRICS)
-"""The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
+"""The metrics that are computed per structure: `<kind>_<slug of its name>`."""
 
 _Surfaces = tuple[float, float]
-"""HD95, in the unit of the spacing, and surface Dice of one class: in the order of `SURFACE_METRICS`."""
+"""HD95, in the unit of the spacing, and surface Dice of one class, in the order of `SURFACE_METRICS`."""
 
 
 def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
+    """Return the surface metrics that `--metrics` names, in its order; Dice is always computed.
 
     Args:
-        text: names joined by commas: all, dice, hd95, surface_dice, or one of the last two with a structure's name
+        text: comma-separated names: all, dice, hd95, surface_dice, or one of the last two with a structure's name
             (`hd95_left_kidney`), for that structure alone.
-        structures: names of a mask's values or channels, None for other tasks than segmentation.
+        structures: names of a mask's values or channels, None unless the task is segmentation.
 
     Raises:
         InputError: a name is none of these.
     """
-    structure_slugs = [slug(name) for name in structures or () if slug(name) != "background"]
     allowed = [ALL]
     if structures is not None:
         allowed += ["dice", *SURFACE_METRICS]
 
-    for structure in structure_slugs:
-        allowed += [f"{kind}_{structure}" for kind in SURFACE_METRICS]
+    for structure in map(slug, structures or ()):
+        if structure != "background":
+            allowed += [f"{kind}_{structure}" for kind in SURFACE_METRICS]
 
     names = metrics(text)
 
@@ -57,7 +57,7 @@ def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str
                 did_you_mean(name, allowed, "leave it out"),
             )
 
-    chosen: dict[str, None] = {}  # in order, each once
+    chosen = {}  # in order, without repeats
     for name in names:
         chosen.update(dict.fromkeys(SURFACE_METRICS if name == ALL else (name,)))
 
@@ -76,30 +76,30 @@ def scores(
 ) -> Metrics:
     """Return the metrics of one case.
 
-    Means over the foreground classes 1 to K-1 are `dice`, 2|A∩B| / (|A|+|B|); `hd95`, the 95th percentile of the
+    The means over the foreground classes 1 to K-1 are `dice`, 2|A∩B| / (|A|+|B|); `hd95`, the 95th percentile of the
     distances between the surfaces, the larger of the two directions; and `surface_dice`, the share of both surfaces
-    that is within the tolerance of the other. `pixel_accuracy` is the share of all pixels, background among them, that
-    have the right class. `dice_<name>`, and `hd95_<name>` and `surface_dice_<name>` where these are asked for, are each
-    class's own, NaN in a case whose reference lacks it.
+    that lies within the tolerance of the other. `pixel_accuracy` is the share of all pixels, background included, with
+    the correct class. `dice_<name>`, and `hd95_<name>` and `surface_dice_<name>` if requested, are per class, NaN for a
+    case whose reference lacks the class.
 
-    In the means a class that neither mask has: Dice 1, surface Dice 1, HD95 0. A class that one of them has: Dice 0,
-    surface Dice 0, and for HD95 the diagonal of the image, the largest distance between two of its pixels.
+    In the means, a class in neither mask has Dice 1, surface Dice 1 and HD95 0. A class in only one mask has Dice 0,
+    surface Dice 0 and, as HD95, the diagonal of the image, the largest distance between two of its pixels.
 
     Args:
         prediction: (H, W[, D]) class indices.
         reference: (H, W[, D]) class indices.
-        classes: K names, the background's first.
-        spacing: distance between neighbours along each axis, in mm, or in pixels where these are not known.
+        classes: K names, background first.
+        spacing: distance between neighbours along each axis, in mm, or in pixels if unknown.
         tolerance: of the surface Dice, in the same unit.
-        surface_metrics: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
+        surface_metrics: surface metrics to compute as well, from `surface_metrics_of`.
     """
     predicted = prediction.detach().cpu().numpy()
     true = reference.detach().cpu().numpy()
     count = len(classes)
     shape = predicted.shape
-    # Counts and surfaces are sought in the box around both masks alone; the rest is background.
+    # Count pixels and find surfaces only in the box around both masks; the rest is background.
     boxes = ndimage.find_objects(((predicted > 0) | (true > 0)).astype(np.uint8))
-    box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty where both masks are
+    box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty if both masks are
     predicted = predicted[box].astype(np.int64)
     true = true[box].astype(np.int64)
     # (K, K) pixels, the reference in rows
@@ -109,10 +109,10 @@ def scores(
     both = np.diag(counts)[1:]
     sizes = (counts.sum(0) + counts.sum(1))[1:]
     present = counts.sum(1)[1:] > 0
-    # 2|A∩B| / (|A|+|B|), and 1 where both are empty
+    # 2|A∩B| / (|A|+|B|), and 1 if both are empty
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
-    # NaN in a class's own Dice where the reference lacks it: its mean is over the cases that have it.
+    # A class's own Dice is NaN if the reference lacks it: its mean is over the cases that have it.
     for name, value in zip(classes[1:], np.where(present, dice, math.nan), strict=True):
         result[f"dice_{slug(name)}"] = float(value)
 
@@ -144,14 +144,15 @@ def channel_scores(
 ) -> Metrics:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
-    Each channel is a foreground class; where the reference's channels add up to 1 everywhere, the first is the
-    background. A pixel is right if it is so in all channels. `surface_metrics` as in `scores`; `names`: of channels.
+    Each channel is a foreground class; if the reference's channels sum to 1 everywhere, the first is the background.
+    A pixel is correct if it is so in all channels. `surface_metrics` as in `scores`; `names`: of the channels.
     """
+    # channels of which each pixel has one include the background, which is no structure
     first = int(len(reference) > 1 and _exclusive(reference))
     pairs = [*zip(prediction[first:], reference[first:], strict=True)]
     names = foreground(names, len(pairs))
-    result = {"dice": math.nan}  # first in the row, known last
-    dice: list[float] = []
+    result = {"dice": math.nan}  # first in the row, computed last
+    dice = []
     for pair, name in zip(pairs, names, strict=True):
         case = scores(*pair, ("", name), spacing, tolerance)
         dice.append(case["dice"])
@@ -165,8 +166,8 @@ def channel_scores(
         measure_surfaces = partial(
             _surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:]
         )
-        maps: list[list[Integers]] = []
-        if first and _exclusive(prediction):  # one pass over the image, not one a channel
+        maps = []
+        if first and _exclusive(prediction):  # one pass over the image instead of one per channel
             for mask in (prediction, reference):
                 maps.append(_surface_points(mask.argmax(0).numpy(), len(mask)))
 
@@ -189,10 +190,11 @@ def channel_scores(
 def foreground(names: Sequence[str], count: int) -> list[str]:
     """Return names for this many structures: these, without the background's, or class 1, class 2, ...
 
-    They are numbered where there are not as many names, or the names of metrics could not tell them apart.
+    They are numbered if their count differs, or if the names of metrics could not tell them apart.
     """
-    if 0 <= len(names) - count <= 1:  # with the background's name or without it
+    if 0 <= len(names) - count <= 1:  # with or without the background's name
         structures = [*names[-count:]]
+        # names that would share a column, or have none, are not used
         if len(set(map(slug, structures)) - {""}) == count:
             return structures
 
@@ -202,7 +204,7 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 def by_structure(
     summary: Mapping[str, float], measured: Collection[str], names: Sequence[str], cases: int
 ) -> dict[str, dict[str, float | None]]:
-    """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
+    """Return structure -> its metrics over the cases whose reference has it (None without any), and their number."""
     structures = [name for name in names if f"dice_{slug(name)}" in measured]
     if not structures:
         numbered = _numbered(len(measured) - 1)
@@ -216,7 +218,7 @@ def by_structure(
             if column in measured:
                 results[name][kind] = summary.get(column)
 
-        # A summary counts the cases of a metric only where some are NaN.
+        # A summary counts the cases of a metric only if some are NaN.
         dice = f"dice_{slug(name)}"
         scored = summary.get(f"{dice}_cases", cases) if dice in summary else 0
         results[name]["cases"] = int(scored)
@@ -242,7 +244,7 @@ def _of_surfaces(
     measured: Callable[[int], _Surfaces],
     mean: Callable[[list[_Surfaces]], Iterable[float]],
 ) -> Metrics:
-    """Return the chosen surface metrics: means over the foreground classes, and those of single classes.
+    """Return the requested surface metrics: means over the foreground classes, and those of single classes.
 
     A metric is NaN for a structure that is not a class of the case, or that the reference lacks.
     """
@@ -251,12 +253,12 @@ def _of_surfaces(
     for kind in of_all:
         metric_names.update(dict.fromkeys(f"{kind}_{slug(name)}" for name in names))
 
-    values: dict[int, _Surfaces] = {}
+    values = {}
     for c, name in enumerate(names):
         if any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS):
             values[c] = measured(c)
 
-    results: Metrics = {}
+    results = {}
     for c, pair in values.items():
         for kind, value in zip(SURFACE_METRICS, pair, strict=True):
             if present[c]:
@@ -271,7 +273,7 @@ def _of_surfaces(
 def _surface_points(labels: Array, count: int) -> list[Integers]:
     """Return each foreground class's surface (N, dimensions): its pixels with a face neighbour of another class.
 
-    Outside the image there is none of any class.
+    Pixels outside the image belong to no class.
     """
     edges = np.zeros(labels.shape, bool)
     for axis in range(labels.ndim):
@@ -280,13 +282,13 @@ def _surface_points(labels: Array, count: int) -> list[Integers]:
         differs = along[1:] != along[:-1]
         edge[1:] |= differs
         edge[:-1] |= differs
-        # The outermost pixels have nothing beyond them.
+        # The outermost pixels have no neighbour beyond them.
         edge[:1] = edge[-1:] = True
 
     points = np.argwhere(edges & (labels > 0))
     classes = labels[tuple(points.T)]
     order = np.argsort(classes, kind="stable")
-    # One pass for all classes: points in the order of their class, cut where it changes.
+    # One pass for all classes: points sorted by class, split where it changes.
     return np.split(points[order], np.searchsorted(classes[order], np.arange(2, count)))
 
 
@@ -297,23 +299,24 @@ def _surfaces(
     tolerance: float,
     shape: Sequence[int],
 ) -> _Surfaces:
-    """Return HD95 and surface Dice of one class in an image of this shape, from its surface points."""
+    """Return HD95 and surface Dice of one class from its surface points in an image of this shape."""
     if not len(predicted) and not len(true):
         return 0.0, 1.0
     if not len(predicted) or not len(true):
-        # Half a pixel from each end: between the centres of opposite corners.
+        # Half a pixel from each end: between the centres of opposite corner pixels.
         sides = ((side - 1) * step for side, step in zip(shape, spacing, strict=True))
         return math.hypot(*sides), 0.0
 
-    # From the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
+    # From the corner of a box one pixel wider, in single precision, to match MONAI to the bit
     corner = np.minimum(predicted.min(0), true.min(0)) - 1
     here = (predicted - corner) * np.asarray(spacing, float)
     there = (true - corner) * np.asarray(spacing, float)
-    distances: list[Tensor] = []
+    distances = []
     for starts, ends in ((here, there), (there, here)):
         nearest, _ = KDTree(ends, leafsize=32).query(starts)
         distances.append(torch.from_numpy(nearest).float())
 
+    # the larger of the two directions, as in MONAI's get_surface_distance for HD95
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
     near = (torch.cat(distances) <= tolerance).sum()
 

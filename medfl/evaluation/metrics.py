@@ -1,7 +1,7 @@
 """Metrics of one model on one set of cases, and their spread over sites.
 
 Every number that a run stores or prints comes from `summarise`. Classification metrics equal scikit-learn's (the tests
-compare them), but are computed from one confusion matrix and one ranking: every round needs them for every site.
+compare them) but are computed from one confusion matrix and one ranking, since every round needs them for every site.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from scipy.stats import rankdata
 from medfl.core.arrays import Array, Integers
 from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import map_values, without
 from medfl.core.message import Tensors, Weights
+from medfl.core.names import not_among
 from medfl.evaluation import findings, numbers
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's title in reports, its definition in one line, its direction, and whether it may be below 0."""
+    """A metric's title in reports, its one-line definition, its direction, and whether it can be negative."""
 
     title: str
     definition: str
@@ -35,12 +37,12 @@ class Metric:
 
     @property
     def is_share(self) -> bool:
-        """Whether it lies between 0 and 1."""
+        """Whether the metric lies between 0 and 1."""
         return self.higher_is_better and not self.signed
 
 
 IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
-"""What Dice and surface Dice are where a structure is missing."""
+"""Value of Dice and surface Dice if a structure is missing."""
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "accuracy": Metric(
@@ -103,12 +105,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 
 OF_CASES = (
-    "probabilities", "label", "predicted", "findings", "decisions", "thresholds", "prediction", "target", "own_pred",
+    "probabilities",
+    "label",
+    "predicted",
+    "findings",
+    "decisions",
+    "thresholds",
+    "prediction",
+    "target",
+    "own_pred",
     "own_label",
-)  # fmt: skip
-"""What is no metric of a case."""
+)
+"""Values that are not metrics of a case."""
 WHOLE = "whole:"
-"""Before the name of a metric that is no mean over cases: each case has its value for all of them."""
+"""Prefix of a metric that is not a mean over cases: each case holds the value of the whole set."""
 OVER_CLASSES = frozenset(
     {
         "balanced_accuracy",
@@ -120,7 +130,7 @@ OVER_CLASSES = frozenset(
         "specificity",
     }
 )
-"""Means over classes or findings, which two sets of cases share only where they have the same ones."""
+"""Means over classes or findings, comparable between two sets of cases only if both have the same ones."""
 _REFERENCES = ("label", "findings", "target")
 _LOWER_IS_BETTER = frozenset(
     {"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"}
@@ -130,7 +140,7 @@ _LOWER_IS_BETTER = frozenset(
 def higher_is_better(name: str) -> bool:
     """Return whether larger values of the metric are better.
 
-    A metric that is not in `METRICS` is better when higher, as MONAI's key metrics are, unless a word of its name says
+    A metric outside `METRICS` is better when higher, as MONAI's key metrics are, unless a word of its name says
     otherwise (loss, error, mae, mse, rmse, nll, ece, hd95, hausdorff, distance).
     """
     if name in METRICS:
@@ -138,13 +148,18 @@ def higher_is_better(name: str) -> bool:
     return _LOWER_IS_BETTER.isdisjoint(name.lower().replace("-", "_").split("_"))
 
 
+def direction(name: str) -> int:
+    """Return the factor that makes larger values of a metric better: 1 or -1."""
+    return 1 if higher_is_better(name) else -1
+
+
 def is_share(name: str) -> bool:
-    """Return whether the metric lies between 0 and 1; a bundle's own is taken so where more of it is better."""
+    """Return whether the metric lies between 0 and 1; assumed for a bundle's own metric if higher is better."""
     return METRICS[name].is_share if name in METRICS else higher_is_better(name)
 
 
 def title(name: str) -> str:
-    """Return the metric's title; `dice_<name>` is the Dice of one structure, as are its surface Dice and HD95."""
+    """Return the metric's title; `dice_<name>` is the Dice of one structure, likewise surface Dice and HD95."""
     if name in METRICS:
         return METRICS[name].title
     for kind in ("dice", "hd95", "surface_dice"):
@@ -156,7 +171,7 @@ def title(name: str) -> str:
 
 
 def is_distance(name: str) -> bool:
-    """Tell whether a metric has the unit of the images' spacing; the number of its cases has none."""
+    """Tell whether a metric has the unit of the images' spacing; the number of its cases has no unit."""
     return name.startswith("hd95") and not name.endswith("_cases")
 
 
@@ -170,7 +185,7 @@ class Cases:
             int64, "loss" (N,) float32; read from a table also "predicted" (N,) int64. Findings: "probabilities" (N, K),
             "findings" (N, K) int8 of 1, 0 and -1 (unknown), of test images "decisions" (N, K) int8 by "thresholds"
             (N, K). Numbers: "prediction" and "target" (N, D) float64. Other
-            tasks, and metrics of a user's own: one (N,) float tensor per metric, NaN where a case has none.
+            tasks, and a user's own metrics: one (N,) float tensor per metric, NaN if a case has none.
 
     Raises:
         ValueError: a tensor's first dimension is not the number of ids.
@@ -191,13 +206,22 @@ class Cases:
 
     @property
     def is_classification(self) -> bool:
-        """Whether the cases carry class probabilities, of which one class is right."""
+        """Whether the cases carry class probabilities with exactly one correct class."""
         return "label" in self.values
 
     @property
     def reference(self) -> torch.Tensor | None:
-        """What is true of the cases, None where a value is a score already."""
+        """The ground truth of the cases, None if their values are already scores."""
         return next((self.values[name] for name in _REFERENCES if name in self.values), None)
+
+    def array(self, name: str) -> Array:
+        """Return a value as a NumPy array, which shares the memory of a tensor on the CPU."""
+        return self.values[name].numpy(force=True)
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """All values as NumPy arrays; a dict of its own."""
+        return {name: self.array(name) for name in self.values}
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -216,7 +240,7 @@ class Cases:
         """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
-        values: Tensors = {}
+        values = {}
         for name, tensor in self.values.items():
             values[name] = tensor.index_select(0, index.to(tensor.device))
 
@@ -229,19 +253,20 @@ class Cases:
         Raises:
             ValueError: two sets of a classification carry different values.
         """
-        filled = [part for part in parts if len(part)]
+        filled = list(filter(len, parts))
         if not filled:
             return next(iter(parts), Cases((), {}))
 
-        examples: Tensors = {}  # the first tensor of each name, in order of appearance
+        # the first tensor of each name, in order of appearance, which is the order of columns in predictions.csv
+        examples: Tensors = {}
         for part in filled:
             for name, tensor in part.values.items():
                 examples.setdefault(name, tensor)
 
         for part in filled:
-            lacking = [name for name in examples if name not in part.values]
+            lacking = not_among(examples, part.values)
             for name in lacking:
-                # Only a float a case can be NaN.
+                # Only a per-case float can be NaN.
                 if examples[name].ndim > 1 or not examples[name].is_floating_point():
                     raise ValueError(f"cannot join cases with and without {lacking}")
 
@@ -256,22 +281,22 @@ class Cases:
 
                 columns[name].append(column)
 
-        return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
+        return Cases(tuple(ids), map_values(torch.cat, columns))
 
 
 CasesByName = dict[str, Cases]
-"""Outcomes of sites, or of sections."""
+"""Outcomes by site or section."""
 
 
 def summarise(cases: Cases) -> Metrics:
     """Return the metrics of a set of cases as plain floats; the empty set has none.
 
-    Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, as `METRICS` defines them. The mean of `auroc`
-    is over the classes that some but not all cases have; where there is none, `auroc` is left out. Findings: as of
-    `medfl.evaluation.findings.summary`. Numbers: as of `medfl.evaluation.numbers.summary`.
+    Classification: `accuracy`, `balanced_accuracy`, `f1_macro`, `auroc`, as defined in `METRICS`. `auroc` is the mean
+    over the classes that some but not all cases have; without such classes it is left out. Findings: as in
+    `medfl.evaluation.findings.summary`. Numbers: as in `medfl.evaluation.numbers.summary`.
 
-    Of all tasks: the mean of each other value over the cases, whatever their size. Cases whose value is NaN are
-    ignored; if there are any, `<name>_cases` counts the others, and if all are, the metric is left out.
+    All tasks: the mean of each other value over the cases, whatever their size. Cases whose value is NaN are ignored;
+    if there are any, `<name>_cases` counts the others, and if all are NaN, the metric is left out.
 
     Raises:
         InputError: a label is outside the classes.
@@ -281,7 +306,7 @@ def summarise(cases: Cases) -> Metrics:
         return {}
 
     result: Metrics = {}
-    arrays = {name: values.numpy(force=True) for name, values in cases.values.items()}
+    arrays = cases.arrays
     for name in ("probabilities", "prediction"):
         if name in arrays:
             _check_finite(cases.ids, name, arrays[name])
@@ -301,8 +326,7 @@ def summarise(cases: Cases) -> Metrics:
     if "target" in arrays:
         result |= numbers.summary(arrays["prediction"], arrays["target"])
 
-    further = {name: values for name, values in arrays.items() if name not in OF_CASES}
-    return {**result, **_case_means(further)}
+    return {**result, **_case_means(without(arrays, OF_CASES))}
 
 
 def confusion(label: Array, predicted: Array, classes: int) -> Integers:
@@ -322,7 +346,7 @@ def from_confusion(counts: Integers) -> Metrics:
     return {
         "accuracy": float(hits.sum() / counts.sum()),
         "balanced_accuracy": float((hits[present] / reference[present]).mean()),
-        # F1 = 2 TP / (2 TP + FP + FN), whose denominator is the row's sum and the column's.
+        # F1 = 2 TP / (2 TP + FP + FN), whose denominator is the sum of row and column.
         "f1_macro": float((2 * hits[occurs] / (reference + predicted)[occurs]).mean()),
     }
 
@@ -344,8 +368,8 @@ def spread(
 ) -> Spread:
     """Return mean, standard deviation and worst site (the first of equals) over the sites that have the metric.
 
-    A site without the metric has no entry, None or NaN. No site at all gives an empty result. The worst is one of
-    `ranked`, None for all; without any there is none.
+    A site without the metric has no entry, None or NaN. Without any site the result is empty. The worst site is one of
+    `ranked` (None: of all sites); if `ranked` is empty there is none.
     """
     by_site: Metrics = {}
     for site, value in values.items():
@@ -355,6 +379,7 @@ def spread(
     if not by_site:
         return {}
 
+    # all sites have equal weight, whatever their size: a hospital is a hospital
     numbers = np.array(list(by_site.values()))
     result: Spread = {"mean": float(numbers.mean()), "sd": float(numbers.std())}
     candidates = [site for site in by_site if ranked is None or site in ranked]
@@ -368,10 +393,11 @@ def spread(
 
 
 def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return the metrics but for those of a structure that say in each row what the mean over structures says."""
+    """Drop the metrics of a structure that equal the mean over structures in each row."""
     rows = [*rows]
     distinct = []
     for name in names:
+        # "dice_liver" is the liver's own part of "dice"
         means = [mean for mean in names if name.startswith(f"{mean}_")]
         if not any(all(row.get(name) == row.get(mean) for row in rows) for mean in means):
             distinct.append(name)
@@ -380,12 +406,12 @@ def without_repeats(names: Sequence[str], rows: Iterable[Mapping[str, object]]) 
 
 
 def fewer_classes(averaged: Mapping[str, Collection[int]]) -> Document:
-    """Return how many classes each site's mean over classes is of, and of how many: {} where that is all at each.
+    """Return how many classes each site's mean over classes covers, and out of how many: {} if all sites cover all.
 
-    `averaged` are the classes or findings of each site; "of_classes" is how many there are at any.
+    `averaged` are the classes or findings of each site; "of_classes" is the number present at any site.
     """
-    everywhere = set[int]().union(*averaged.values())
-    counts = {site: len(classes) for site, classes in averaged.items()}
+    everywhere = set().union(*averaged.values())
+    counts = map_values(len, averaged)
     if all(count == len(everywhere) for count in counts.values()):
         return {}
 
@@ -429,6 +455,7 @@ def _check_finite(ids: tuple[str, ...], name: str, outputs: Array) -> None:
 def _auroc(label: Array, probabilities: Array) -> float | None:
     """Return the macro one-versus-rest area by Mann-Whitney: (rank sum of n positives - n(n+1)/2) / (n · negatives)."""
     cases, classes = probabilities.shape
+    # of two classes both areas are equal
     columns = np.array([1]) if classes == 2 else np.arange(classes)
     positive = label[:, None] == columns
     n = positive.sum(0)

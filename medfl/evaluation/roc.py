@@ -1,4 +1,4 @@
-"""Receiver operating characteristic curves of a classifier: one a class, against the others, and their mean."""
+"""Receiver operating characteristic curves of a classifier: one per class, against the rest, and their mean."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from medfl.core.arrays import Flags, Floats, Integers
 
-_POINTS = 201  # of a curve at most, which is more than a chart shows
+_POINTS = 201  # maximum per curve, more than a chart can show
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The curve of one class against the others.
+    """The curve of one class against the rest.
 
     Attributes:
         index: of the class.
-        fpr, tpr: (P,) rates of false and true positives, rising.
+        fpr, tpr: (P,) false and true positive rates, increasing.
         area: under the whole curve.
-        positives: cases of the class.
-        cases: all.
+        positives: number of cases of the class.
+        cases: number of all cases.
     """
 
     index: int
@@ -32,9 +32,9 @@ class Curve:
 
 
 def curves(label: Integers, probabilities: Floats) -> list[Curve]:
-    """Return the curve of each class that some but not all cases have; of two classes only the second's.
+    """Return the curve of each class that some but not all cases have; with two classes only the second's.
 
-    Of N cases, the class indices (N,) and the probabilities (N, K).
+    Takes the class indices (N,) and the probabilities (N, K) of N cases.
     """
     matches = []
     classes = probabilities.shape[1]
@@ -45,8 +45,8 @@ def curves(label: Integers, probabilities: Floats) -> list[Curve]:
 
 
 def curve(index: int, positive: Flags, score: Floats) -> list[Curve]:
-    """Return the curve of one class or finding of cases (N,), [] where all have it or none."""
-    # Here, because it takes a second to import.
+    """Return the curve of one class or finding of cases (N,), [] if all cases have it or none."""
+    # Imported here because it takes a second.
     from sklearn.metrics import roc_auc_score, roc_curve
 
     if not positive.any() or positive.all():
@@ -61,12 +61,12 @@ def curve(index: int, positive: Flags, score: Floats) -> list[Curve]:
 
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
-    """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
+    """Return the mean of the curves at equal false positive rates, (P,) each; it starts at (0, 0)."""
     on_grid = [_at_grid(curve.fpr, curve.tpr) for curve in curves]
     return on_grid[0][0], np.mean([tpr for _, tpr in on_grid], axis=0)
 
 
 def _at_grid(fpr: Floats, tpr: Floats) -> tuple[Floats, Floats]:
-    """Return a curve at equal steps, from (0, 0); of a vertical part its upper end."""
+    """Return a curve at equal steps from (0, 0); a vertical part is represented by its upper end."""
     grid = np.linspace(0, 1, _POINTS)
     return np.concatenate([[0.0], grid]), np.concatenate([[0.0], np.interp(grid, fpr, tpr)])

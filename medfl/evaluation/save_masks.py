@@ -1,4 +1,4 @@
-"""Predicted masks as files on the grid of their image's file: NIfTI for volumes, PNG for pictures."""
+"""Predicted masks as files on the grid of their image file: NIfTI for volumes, PNG for pictures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from medfl.storage.files import write_atomic
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> Bytes:
-    """Return a mask of class indices (H, W[, D]) on the grid of the image's file instead of the network's.
+    """Return a mask of class indices (H, W[, D]) on the grid of the image file instead of the network's.
 
-    Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
-    the grids differ only by flips, axis order, cropping and padding, nothing is lost.
+    Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. If the
+    grids differ only by flips, axis order, cropping and padding, nothing is lost.
     """
-    # File's pixel -> millimetres -> mask's pixel
+    # pixel of the file -> millimetres -> pixel of the mask
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
     mask: Bytes = ndimage.affine_transform(
@@ -35,7 +35,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> Bytes:
         from_file[:axes, -1],
         geometry.original_shape,
         order=0,
-        mode="grid-constant",  # unlike "constant", takes a corner's pixel up to its edge
+        mode="grid-constant",  # unlike "constant", extends a corner pixel up to its edge
     )
 
     return mask
@@ -44,7 +44,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> Bytes:
 def save(
     labels: Tensor, classes: int, geometry: Geometry, path: Path, values: Sequence[int] = ()
 ) -> Path:
-    """Bring a mask (H, W[, D]) of class indices onto the grid of its image's file, and write it there as `write`."""
+    """Resample a mask (H, W[, D]) of class indices to the grid of its image file, and `write` it there."""
     return write(to_original(labels, geometry), classes, geometry, path, values)
 
 
@@ -55,15 +55,15 @@ def write(
     path: Path,
     values: Sequence[int] = (),
 ) -> Path:
-    """Write a mask that is on the grid of its image's file, as `to_original` brings it there, and return the path.
+    """Write a mask on the grid of its image file, as returned by `to_original`, and return the path.
 
-    A volume becomes `<path>.nii.gz` in the place of its image's file (`as_nifti`), a picture of a DICOM file a volume
-    of one slice there; other pictures `<path>.png`. Without values a picture of two classes has 0 and 255, others class
+    A volume becomes `<path>.nii.gz` in the space of its image file (`as_nifti`), a DICOM picture a volume of one slice
+    there; other pictures become `<path>.png`. Without values, a picture of two classes has 0 and 255, others class
     indices.
 
     Args:
         mask: class indices.
-        classes: number of classes, the background among them.
+        classes: number of classes, including background.
         geometry: of the prepared image.
         path: without its suffix.
         values: of the classes.
@@ -97,5 +97,5 @@ def _is_dicom(file: str) -> bool:
 
 
 def is_picture(geometry: Geometry) -> bool:
-    """Tell whether an image is a picture, rows first, not a volume or a slice of one."""
+    """Tell whether an image is a picture (rows first) rather than a volume or a slice of one."""
     return len(geometry.original_shape) == 2 and not is_volume(geometry.file)

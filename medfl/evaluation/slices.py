@@ -1,7 +1,7 @@
 """The planes in which a case is shown: a picture as it is, a volume cut through the middle of its structures.
 
 Volumes are shown in radiological convention: the patient's right on the left, anterior and superior at the top, and in
-sagittal planes anterior on the left. Sides are named only where the header gives the orientation.
+sagittal planes anterior on the left. Sides are labelled only if the header gives the orientation.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from medfl.core.arrays import Array
 from medfl.data.prepared import Geometry
 from medfl.evaluation.save_masks import is_picture
 
-_WINDOW = 0.5, 99.5  # percentiles of an image that become black and white
-_ROUNDING = 1e-3  # beyond 0..1 that colours may be, from interpolation
+_WINDOW = 0.5, 99.5  # percentiles of an image that map to black and white
+_ROUNDING = 1e-3  # by how much interpolation may take colours outside 0..1
 _CUTS = (("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))
-"""Name, axis of the cut (of R, A, S), and the side on the left."""
+"""Name, axis of the cut (of R, A, S), and the side shown on the left."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """One plane of a case, its first row at the top.
+    """One plane of a case, first row at the top.
 
     Attributes:
         name: of the plane, "" for a picture.
         image: (H, W) or (H, W, 3) in 0 to 1.
         reference, prediction: (H, W) class indices.
         size: height and width in the unit of the image's spacing.
-        left: letter of the side of the patient on the left, "" if unknown.
+        left: letter of the patient's side shown on the left, "" if unknown.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Plane:
 def planes(
     image: Array, reference: Array, prediction: Array, geometry: Geometry | None
 ) -> list[Plane]:
-    """Return the one plane of a picture, or the axial, the coronal and the sagittal one of a volume.
+    """Return the single plane of a picture, or the axial, coronal and sagittal planes of a volume.
 
-    A volume is cut at the medians of the reference's foreground voxels, of the prediction's where the reference is
-    empty, and in the middle where both are.
+    A volume is cut at the medians of the reference's foreground voxels, or of the prediction's if the reference is
+    empty, or in the middle if both are.
 
     Args:
         image: (C, H, W[, D]); three channels of a picture are colours, else the first is shown. Colours in 0 to 1 are
             shown as they are, other values windowed, all channels alike.
         reference: (H, W[, D]) class indices.
         prediction: (H, W[, D]) class indices.
-        geometry: None where unknown; a picture is then taken as (W, H), as MONAI reads it.
+        geometry: None if unknown; a picture is then taken as (W, H), as MONAI reads it.
     """
     spacing = geometry.spacing if geometry else (1.0,) * reference.ndim
     if reference.ndim == 2:
@@ -68,7 +68,7 @@ def planes(
             shown = _windowed(image if coloured else image[:1])
 
         picture = np.moveaxis(shown, 0, 2)  # channels last
-        if geometry is None or not is_picture(geometry):  # columns come first: turn
+        if geometry is None or not is_picture(geometry):  # columns come first: transpose
             picture = picture.swapaxes(0, 1)
             reference = reference.swapaxes(0, 1)
             prediction = prediction.swapaxes(0, 1)
@@ -82,25 +82,26 @@ def planes(
         return [Plane("", picture, reference, prediction, (height, width))]
 
     volumes = [_windowed(image[:1])[0], reference, prediction]
-    affine: Array = geometry.affine if geometry else np.full((4, 4), np.nan)
+    affine = geometry.affine if geometry else np.full((4, 4), np.nan)
     oriented = bool(np.isfinite(affine).all())
     if oriented:
-        order: Array = nib.orientations.io_orientation(affine)  # type: ignore[no-untyped-call]
+        order = nib.orientations.io_orientation(affine)  # type: ignore[no-untyped-call]
         volumes = [nib.orientations.apply_orientation(volume, order) for volume in volumes]  # type: ignore[no-untyped-call]
         # Axes are now right, anterior, superior; the spacing follows them.
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
 
     at = _middle(*volumes[1:])
-    return [
-        _cut(volumes, axis, at, spacing, name, left if oriented else "")
-        for name, axis, left in _CUTS
-    ]
+    cuts = []
+    for name, axis, left in _CUTS:
+        cuts.append(_cut(volumes, axis, at, spacing, name, left if oriented else ""))
+
+    return cuts
 
 
 def true_colours(image: Array, steps: Sequence[Any]) -> Array:
-    """Return a colour picture (3, H, W) in 0 to 1, from what these steps that shift and scale channels made of it.
+    """Undo the given intensity steps (shift and scale per channel): return the colour picture (3, H, W) in 0 to 1.
 
-    Other images, and pictures whose channels were each scaled by their own range, come back as they are.
+    Other images, and pictures whose channels were each scaled by their own range, are returned unchanged.
     """
     if image.ndim != 3 or len(image) != 3:
         return image
@@ -131,7 +132,7 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
 
 
 def unit(geometry: Geometry | None) -> str:
-    """Return the unit of an image's spacing: "mm", or "pixels" where no header gives their size."""
+    """Return the unit of an image's spacing: "mm", or "pixels" if no header gives it."""
     if geometry is None or is_picture(geometry):
         return "pixels"
 
@@ -147,7 +148,7 @@ def _cut(
     left: str,
 ) -> Plane:
     across, up = sorted({0, 1, 2} - {axis})
-    # R, A and S grow with the index: flipped, the patient's right is left and superior is up.
+    # R, A and S grow with the index: after flipping, the patient's right is on the left and superior is up.
     image, reference, prediction = (np.flip(volume.take(at[axis], axis)).T for volume in volumes)
     height, width = reference.shape
     return Plane(

@@ -1,4 +1,4 @@
-"""What is said where a metric has no value: on which images, how often, and why."""
+"""Messages about a metric without a value: on which images, how often, and why."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from medfl.evaluation.findings import LEAST
 from medfl.evaluation.metrics import Cases
 
-_NAMED = 6  # rounds, sites, seeds or folds of a line
+_NAMED = 6  # maximum of rounds, sites, seeds or folds in a line
 
 
 def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None) -> str:
-    """Return why a metric is not among those of these cases, "" where it is."""
+    """Return why a metric is missing for these cases, "" if it is not."""
     if cases is None or not len(cases):
         return "there are none"
 
@@ -23,8 +23,13 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
     if "findings" in cases.values:
         least = LEAST if "decisions" in cases.values else 1
         return f"no finding is known to be there in {least} of them and absent in {least}"
-    if "target" in cases.values and cases.values["target"].isnan().all():
-        return "the number of none is known"
+    if "target" in cases.values:
+        unknown = cases.values["target"].isnan().all(0)
+        if unknown.all():
+            return "the number of none is known"
+        if unknown.any():
+            return f"{int(unknown.sum())} of the {len(unknown)} numbers are known of none"
+
     if name not in cases.values:
         names = metrics.keys() - {"round", "classes"}
         return f"it is none of {', '.join(sorted(names))}"
@@ -37,8 +42,12 @@ def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None)
 
 
 def of_rounds(name: str, reasons: Mapping[int, str]) -> list[str]:
-    """Return what is said of a validation metric; `reasons` are why the scored rounds lack it, "" where they do not."""
-    lacking = [str(number) for number, why in reasons.items() if why]
+    """Return notes on a validation metric; `reasons` say why scored rounds lack it, "" if they do not."""
+    lacking = []
+    for number, why in reasons.items():
+        if why:
+            lacking.append(str(number))
+
     if not lacking:
         return []
 
@@ -55,13 +64,13 @@ def of_rounds(name: str, reasons: Mapping[int, str]) -> list[str]:
 def of_tests(
     name: str, metrics: Mapping[str, object] | None, cases: Cases | None, sites: Mapping[str, str]
 ) -> list[str]:
-    """Return what is said of a metric that test images do not have: all of them, some, or those of some sites.
+    """Return notes on a metric that test images lack: all of them, some, or those of some sites.
 
     Args:
         name: of the metric.
         metrics: of all test images.
         cases: their outcomes.
-        sites: site -> the reason why its images lack the metric, "" where they have it.
+        sites: site -> why its images lack the metric, "" if they have it.
     """
     if why := reason(name, metrics, cases):
         return [f"{name} is undefined on the test images: {why}"]
@@ -87,7 +96,7 @@ def of_tests(
 
 
 def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Return each line once, with those who say it; `said` has pairs of who and what lines."""
+    """Return each line once, with those who say it; `said` has pairs of speaker and lines."""
     names: dict[str, list[str]] = {}
     for name, lines in said:
         for line in lines:
@@ -97,7 +106,7 @@ def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Return the first names of many, and how many more there are."""
+    """Return the first of many names, and how many more there are."""
     more = len(names) - _NAMED
     if more > 0:
         return f"{between.join(names[:_NAMED])} and {more} more"

@@ -1,4 +1,4 @@
-"""The methods: a file or a package each, found by its name. `load` also takes the dotted path of your own."""
+"""The methods: one file or package each, found by name. `load` also takes the dotted path of your own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from medfl.core.declared import Declared, read_options
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import map_values, within, without
 from medfl.core.names import check_method_name, method_names as names
 from medfl.methods._parts.extras import (
     Bodies,
@@ -27,11 +28,33 @@ from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 
 __all__ = [
-    "Bodies", "Group", "MakesImages", "Method", "PublicData", "SiteModels", "SiteNetworks", "TextEmbeddings",
-    "WholeCohort", "WithoutLabels", "extra", "has_fedavg_server", "has_option", "has_site_models", "keeps_network",
-    "load", "method_class", "names", "option", "options_of", "prototype_options", "sample_shares", "settled",
-    "site_networks", "values_of", "weighted_mean",
-]  # fmt: skip
+    "Bodies",
+    "Group",
+    "MakesImages",
+    "Method",
+    "PublicData",
+    "SiteModels",
+    "SiteNetworks",
+    "TextEmbeddings",
+    "WholeCohort",
+    "WithoutLabels",
+    "extra",
+    "has_fedavg_server",
+    "has_option",
+    "has_site_models",
+    "keeps_network",
+    "load",
+    "method_class",
+    "names",
+    "option",
+    "options_of",
+    "prototype_options",
+    "sample_shares",
+    "settled",
+    "site_networks",
+    "values_of",
+    "weighted_mean",
+]
 
 
 Extra = TypeVar("Extra")
@@ -51,7 +74,7 @@ def method_class(name: str) -> type[Method]:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not (path + ".").startswith(error.name + "."):
-            raise  # the module exists and misses something itself: show that
+            raise  # the module exists but lacks one of its own imports: show that
         raise InputError(
             f"method {name!r}",
             "a dotted path names an importable module",
@@ -75,15 +98,14 @@ def method_class(name: str) -> type[Method]:
         )
 
     _refuse_odd_hooks(name, method_type)
-    loose = [
-        key for key, value in vars(method_type).items() if isinstance(value, dataclasses.Field)
-    ]
-    if loose and "__dataclass_fields__" not in vars(method_type):
-        raise InputError(
-            f"class {method_type.__name__} of method {name!r} has the option {loose[0]!r} but is no dataclass",
-            "a method with options is a frozen dataclass",
-            _DECORATE,
-        )
+    # the decorator turns fields into options: a field left over was never declared as one
+    for key, value in vars(method_type).items():
+        if isinstance(value, dataclasses.Field):
+            raise InputError(
+                f"class {method_type.__name__} of method {name!r} has the option {key!r} but is no dataclass",
+                "a method with options is a frozen dataclass",
+                _DECORATE,
+            )
 
     return method_type
 
@@ -107,16 +129,17 @@ def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
             f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}"
         )
 
-    # An option of the method hides one of prototype sharing with the same name.
+    # A method's option hides a prototype-sharing option with the same name.
     fields = {**shared_fields, **own_fields}
-    declared = {key: Declared.of(field) for key, field in fields.items()}
+    declared = map_values(Declared.of, fields)
     values = read_options(name, declared, {**(options or {}), **more})
-    method = cls(**{key: value for key, value in values.items() if key in own_fields})
-    sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
+    method = cls(**within(values, own_fields))
+    sharing = Sharing(**without(values, own_fields))
 
     if sharing.prototypes:
         return WithPrototypes(method, sharing)
 
+    # an option without effect would mislead whoever set it
     for key, field in shared_fields.items():
         if getattr(sharing, key) != field.default:
             raise InputError(
@@ -129,7 +152,7 @@ def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
 
 
 def extra(method: Method, kind: type[Extra]) -> Extra | None:
-    """Return a method as one with what only some have, such as `SiteNetworks`; None where it has it not."""
+    """Return a method as one with an optional extension, such as `SiteNetworks`; None if it does not have it."""
     inner = method.inner if isinstance(method, WithPrototypes) else method
     return inner if isinstance(inner, kind) else None
 
@@ -144,10 +167,10 @@ def settled(method: Method, sizes: Mapping[str, int]) -> Method:
 
 
 def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Config]:
-    """Return the ids of the bundle's configuration that each participant's network is built with, mostly none.
+    """Return the configuration ids with which each participant's network is built, usually none.
 
     Raises:
-        InputError: what the method's options say does not fit these participants.
+        InputError: the method's options do not fit these participants.
     """
     by_site = extra(method, SiteNetworks)
     if by_site is not None:
@@ -163,13 +186,13 @@ def keeps_network(method: Method, config: Config) -> bool:
 
 
 def has_site_models(method: Method) -> bool:
-    """Tell whether `predictor` gives a model of the site's own, by which it is scored at the end of a run."""
+    """Tell whether `predictor` returns a model of the site's own, on which it is scored at the end of a run."""
     beside = extra(method, SiteModels)
     return method.judged == "personal" or (beside is not None and beside.has_site_models())
 
 
 def has_fedavg_server(method: Method | type[Method]) -> bool:
-    """Tell whether a host that averages weights by sample counts does all that this method's server half does."""
+    """Tell whether a host that averages weights by sample counts does everything that this server half does."""
     cls = method if isinstance(method, type) else type(method)
     return (
         not cls.pools_data
@@ -179,14 +202,14 @@ def has_fedavg_server(method: Method | type[Method]) -> bool:
 
 
 def values_of(method: Method) -> Document:
-    """Return a method's options with their values, flat, as `load` takes them."""
+    """Return a method's options with their values, flat, as accepted by `load`."""
     if isinstance(method, WithPrototypes):
         return {**dataclasses.asdict(method.inner), **dataclasses.asdict(method.sharing)}
     return dataclasses.asdict(method)
 
 
 def options_of(cls: type[Method] | type[Sharing]) -> list[Document]:
-    """Return what is declared of each option of a method: its own first, then those that it shares with others."""
+    """Return the declaration of each option of a method: its own first, then shared ones."""
     order: list[str] = []
     for base in cls.__mro__:
         order += inspect.get_annotations(base)
@@ -201,7 +224,7 @@ def has_option(name: str, option_name: str) -> bool:
 
 
 def prototype_options(cls: type[Method]) -> list[Document]:
-    """Return what `options_of` does, of the options of prototype sharing; [] where it is not taken."""
+    """Return the declarations of the prototype-sharing options, like `options_of`; [] if the method has none."""
     return options_of(Sharing) if cls.takes_prototypes else []
 
 
@@ -215,6 +238,7 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
             "write it",
         )
 
+    # a hook that nobody asks for would leave the run at FedAvg without a word
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
     owners = {}
     for kind in kinds:

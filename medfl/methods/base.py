@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.declared import declared
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import pick, without
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
+from medfl.training.site import Collated as Collated
 
-Collated = Any
-"""Inputs or targets of a batch: mostly a tensor, but a bundle's data set may collate anything."""
 _BLOCK = 32768
 """Numbers summed at a time on a CPU: their float64 sum and the buffer beside it fit in its cache."""
 
@@ -36,7 +37,7 @@ def option(
 
 
 def same_option(owner: type, name: str) -> Any:
-    """Declare an option as another dataclass does, so that what several methods take is written once."""
+    """Declare an option like another dataclass does, so that options of several methods are written once."""
     option_field = {member.name: member for member in fields(owner)}[name]
     return field(default=option_field.default, metadata=option_field.metadata)
 
@@ -83,7 +84,7 @@ class Method:
     judged: ClassVar[str] = "global"
     takes_prototypes: ClassVar[bool] = False
     pools_data: ClassVar[bool] = False
-    shown: ClassVar[Mapping[str, Any]] = {}
+    shown: ClassVar[Config] = {}
 
     # The network
 
@@ -109,7 +110,7 @@ class Method:
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Return the server's first State, made from the initial weights and the sites' introductions."""
         personal = self.personal_names(host.model(weights))
-        return {"weights": _without(weights, personal)}
+        return {"weights": without(weights, personal)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Return what the server sends to one site."""
@@ -150,6 +151,7 @@ class Method:
         if not personal:
             return {}
 
+        # clones: the pool's initial tensors are lent to every site
         return {"weights": {name: site.initial_weights[name].clone() for name in sorted(personal)}}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -164,13 +166,13 @@ class Method:
             )
 
         trained = snapshot(model)
-        # What the State has under "weights" are the personal tensors, and no others.
+        # Only personal tensors are in the State under "weights".
         personal = state.get("weights", {})
-        reply = Message({"weights": _without(trained, personal)}, {"samples": site.num_samples})
+        reply = site.reply(without(trained, personal))
         if not personal:
             return state, reply
 
-        return {**state, "weights": {name: trained[name] for name in personal}}, reply
+        return {**state, "weights": pick(trained, personal)}, reply
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train `model` in place. Override this alone if the paper changes only the loss or the gradient."""
@@ -185,10 +187,6 @@ def _complete(state: State, down: Message) -> Weights:
     """Return the received weights with the site's personal tensors."""
     received = down.tensors.get("weights", {})  # an empty group is not sent
     return merged(received, state.get("weights", {}))
-
-
-def _without(weights: Weights, names: Collection[str]) -> Tensors:
-    return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 # Means over a group of replies. Sites are added in sorted order, never in order of arrival, so that the sums have the
@@ -229,6 +227,11 @@ def mean_shares(weighting: str, replies: Messages) -> dict[str, float]:
     return sample_shares(replies)
 
 
+def sent(replies: Messages, group: str) -> list[Weights]:
+    """Return this group of all replies in the order of the sites' names, on which sums and ties depend."""
+    return [replies[name][group] for name in sorted(replies)]
+
+
 def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) -> Tensors:
     """Average one tensor group with the given shares (they sum to 1).
 
@@ -237,7 +240,7 @@ def weighted_mean(replies: Messages, group: str, shares: Mapping[str, float]) ->
     """
     parts = {name: replies[name][group] for name in sorted(replies)}
     first = next(iter(parts.values()))
-    means: Tensors = {}
+    means = {}
 
     with torch.no_grad():
         for key, like in first.items():
@@ -258,12 +261,14 @@ def _mean_tensor(
     Each block is summed in float64 and rounded once, so that many small shares lose no precision. Replies on disk are
     read a block at a time: they need not fit in memory, and no other large tensor is allocated than the mean.
     """
+    # the first opens the sum, so that a mean of one reply is that reply to the bit
     first, *others = parts
     readers = {name: slices(weights, key) for name, weights in parts.items()}
 
     # A GPU takes the tensor at once: there, blocks would cost launches and save nothing.
     on_cpu = like.device.type == "cpu"
     size = _BLOCK if on_cpu else max(1, like.numel())
+    # one buffer for all blocks
     wide = torch.empty(min(size, like.numel()), dtype=torch.float64, device=like.device)
 
     mean = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -293,8 +298,19 @@ def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
+def difference(first: Weights, second: Weights, names: Iterable[str]) -> Tensors:
+    """Return first - second of the named tensors."""
+    return {name: first[name] - second[name] for name in names}
+
+
+def moved_by(old: Weights, change: Weights, factor: float = 1.0) -> Tensors:
+    """Return old + factor * change, of the tensors of `old`."""
+    return {name: value + factor * change[name] for name, value in old.items()}
+
+
 def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> Tensors:
     """Return (1 - beta) old + beta mean for the named tensors, and the mean for all others."""
+    # the mean to the bit: old + 1 * (mean - old) rounds twice
     if beta == 1:
         return dict(mean)
 

@@ -1,15 +1,15 @@
 """CCVR: "No Fear of Heterogeneity: Classifier Calibration for Federated Learning ..." (Luo et al., NeurIPS 2021).
 
 FedAvg; then the sites send count, mean and unbiased covariance of each class's features under the final model, the
-server pools them exactly, draws virtual features from one Gaussian a class and retrains the head, and only the head,
-on them by cross-entropy.
+server pools them exactly, draws virtual features from one Gaussian per class and retrains only the head on them by
+cross-entropy.
 
-Departures. The paper calibrates once, after training. Nobody knows here which round is the last, so in every
+Departures. The paper calibrates once, after training. Here nobody knows in advance which round is the last, so in every
 `calibrate_every`-th round a site sends, beside its trained weights, the statistics under the model that it received,
-before training. The judged model is thus the newest received model that has statistics, w^(t-1) in round t, with its
-head calibrated: one round of training less than FedAvg's, and exactly the paper's procedure on it. Training goes on
-from the uncalibrated w^t. With `calibrate_every` = the number of rounds the statistics travel once, as in the paper.
-They come from that round's participants only. Optimiser and length of the head's retraining are ours.
+before training. The judged model is thus the newest received model with statistics, w^(t-1) in round t, with its
+head calibrated: one round of training less than FedAvg's, and exactly the paper's procedure on it. Training continues
+from the uncalibrated w^t. With `calibrate_every` = the number of rounds the statistics are sent once, as in the paper.
+They come from that round's participants only. Optimiser and duration of the head's retraining are ours.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class CCVR(Method):
         return (Group("statistics", down=False),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class."""
+        """Return the bundle's network, whose head has one output per class."""
         return with_class_head(network, task)
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Describe the features under the received model where it is time to, then train as FedAvg does."""
+        """If due, compute the features' statistics under the received model; then train as FedAvg does."""
         groups = {}
         if site.round % self.calibrate_every == 0:
             groups["statistics"] = self._statistics(site, down)
-        # The statistics are of the model as received: training, which comes next, changes it.
+        # The statistics are of the received model: the training that follows changes it.
         state, reply = super().local_update(site, state, down)
         return state, Message({**reply.tensors, **groups}, reply.scalars)
 
@@ -104,7 +104,10 @@ class CCVR(Method):
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
             optimizer = torch.optim.SGD(
-                layer.parameters(), self.calibration_lr, self.calibration_momentum
+                # a new one each time: momentum of the last calibration belongs to another model
+                layer.parameters(),
+                self.calibration_lr,
+                self.calibration_momentum,
             )
             fit_head(
                 layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator
@@ -120,7 +123,7 @@ class CCVR(Method):
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""
-        return host.model(server["calibrated"] if "calibrated" in server else server["weights"])
+        return host.model(server.get("calibrated") or server["weights"])
 
 
 METHOD = CCVR

@@ -1,7 +1,7 @@
-"""Central: the data of all sites pooled at one place. Breaks privacy; the upper reference only.
+"""Central: the data of all sites pooled in one place. Breaks privacy; only an upper reference.
 
-One participant named "central" trains on the union for the same number of epochs. Its optimiser, and with it the
-momentum, lives over the whole run (`keep_optimizer`), or is rebuilt every round for step parity with the federated
+One participant named "central" trains on the union for the same number of epochs. Its optimiser, including the
+momentum, persists over the whole run (`keep_optimizer`), or is rebuilt every round for step parity with the federated
 methods.
 """
 
@@ -29,14 +29,14 @@ class Central(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the pooled data, continuing the optimiser."""
         model = site.model(down["weights"])
-        after: State = {}
+        after = {}
         if self.keep_optimizer:
             report = fit(model, site, optimizer_state=state.get("optimizer", {}))
             after = {"optimizer": report.optimizer_state}
         else:
             fit(model, site)
 
-        return after, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+        return after, site.reply(snapshot(model))
 
 
 METHOD = Central

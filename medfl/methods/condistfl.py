@@ -10,15 +10,14 @@ Site:    minimise L + lam_r C over the received weights; L is the loss over what
 Server:  FedAvg's.
 
 Written from the paper's abstract and the authors' published code. Departures: the bundle's loss, made marginal, and its
-optimiser stand in for Dice with cross-entropy and SGD with momentum 0.99; gradients are not clipped to norm 1. In the
+optimiser replace Dice with cross-entropy and SGD with momentum 0.99; gradients are not clipped to norm 1. In the
 code an organ and its tumour are one group of B, here every structure is its own. The code divides by 1 - sum_F p + 1e-5
-after a softmax over all channels; q is the same without the 1e-5. A site that annotates everything trains as FedAvg.
+after a softmax over all channels; q is the same without the 1e-5. A site that annotates everything trains as in FedAvg.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class ConDistFL(Method):
     tasks = ("segmentation",)
 
     def check(self, site: Site) -> None:
-        """Refuse masks whose channels overlap: a condition on the others needs classes that exclude each other."""
+        """Refuse masks whose channels overlap: conditioning on the other classes requires exclusive classes."""
         if site.known is not None and not site.known.exclusive:
             raise InputError(
                 f"method condistfl at site {site.name!r}, whose network says yes or no in each channel",
@@ -58,7 +57,7 @@ class ConDistFL(Method):
             )
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
-        """Train with the distillation of what the site does not annotate."""
+        """Train with distillation of the structures that the site does not annotate."""
         annotated = site.known
         weight = self._weight(site.round)
         if annotated is None or weight == 0:
@@ -77,6 +76,7 @@ class ConDistFL(Method):
         return fit(model, site, objective=objective)
 
     def _weight(self, round_: int) -> float:
+        # linear in the rounds, from the first weight to the last
         done = min(1.0, (round_ - 1) / max(1, self.rounds - 1))
         return self.lam_first + (self.lam_last - self.lam_first) * done
 
@@ -84,7 +84,7 @@ class ConDistFL(Method):
 def conditional(
     student: Tensor, teacher: Tensor, target: Tensor, known: AnnotatedClasses, tau: float
 ) -> Tensor:
-    """Return C: one minus the Dice of two networks' beliefs about what is not annotated, where nothing annotated is.
+    """Return C: one minus the Dice of two networks' beliefs about unannotated classes, where no annotated one is.
 
     Args:
         student: logits (B, K, H, W[, D]).
@@ -95,6 +95,7 @@ def conditional(
     """
     annotated = known.renumbered(target)
 
+    # class indices in one channel, or one-hot channels of which the first is the background
     if annotated.ndim != student.ndim:
         annotated = annotated[:, None]
 
@@ -105,10 +106,11 @@ def conditional(
 
     predicted = teacher.argmax(1, keepdim=True)
     for channel in known.classes:
-        # Nor where the teacher sees an annotated structure: the site's own mask says better there.
+        # Nor where the teacher predicts an annotated structure: there the site's own mask is better.
         annotated = annotated | (predicted == channel)
 
     # The probabilities of the unannotated classes, given that it is none of the annotated ones.
+    # (B, unannotated classes, ...)
     q, p = (_given_the_rest(z, known, tau) * ~annotated for z in (student, teacher.detach()))
     space = [0, *range(2, q.ndim)]
     return 1 - (2 * (q * p).sum(space) / (q.sum(space) + p.sum(space) + 1e-5)).mean()
@@ -119,8 +121,8 @@ def _given_the_rest(z: Tensor, known: AnnotatedClasses, tau: float) -> Tensor:
     return torch.stack([exact[:, channel] for channel in known.unannotated], 1).div(tau).softmax(1)
 
 
-def _whole(output: Any) -> Tensor:
-    """Return the output of full size, of a network with deep supervision the first."""
+def _whole(output: Collated) -> Tensor:
+    """Return the full-size output, which is the first of a network with deep supervision."""
     finest: Tensor = output[0] if isinstance(output, list | tuple) else output
     return finest
 

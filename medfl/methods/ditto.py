@@ -14,7 +14,7 @@ from torch import nn
 from medfl.core.message import Message
 from medfl.methods.base import Method, option
 from medfl.storage.files import State
-from medfl.training import Site, fit, pull, snapshot
+from medfl.training import Site, copied, fit, pull, snapshot
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Ditto(Method):
 
     def init_site(self, site: Site) -> State:
         """Start v_i from the common initial weights."""
-        return {"personal": {name: tensor.clone() for name, tensor in site.initial_weights.items()}}
+        return {"personal": copied(site.initial_weights)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the copy of the global model as FedAvg does, then v_i."""
+        # first the global half: its random draws are then those of FedAvg, whose model it trains
         _, reply = super().local_update(site, {}, down)
         personal = site.model(state["personal"])
         # v_i <- v_i - eta (g_i(v_i) + lambda (v_i - w^t))

@@ -1,6 +1,6 @@
 """FCCL: "Learn from Others and Be Yourself in Heterogeneous Federated Learning" (Huang, Ye, Du, CVPR 2022).
 
-Sites with networks of any kind (option `bodies`) bring their logits of public items into line; no weights travel.
+Sites with networks of any kind (option `bodies`) align their logits of public items; no weights are sent.
 
 First:   a site trains on its own data; that model stays with it, frozen.
 Public:  (1) M = z' z~ / B (K, K), z (B, K) the site's logits of a batch of public items, z~ the mean over the sites,
@@ -9,15 +9,15 @@ Public:  (1) M = z' z~ / B (K, K), z (B, K) the site's logits of a batch of publ
 Private: (3) CE + KL(frozen || model) + KL(previous || model), temperature 1: the frozen model holds on to what the
          site's own data say, its model of the previous round to what was learnt from the others.
 Judged by each site's own model.
-z~ has the site's own model of the previous round among the others', as in the public code. A round is one exchange, as
+z~ includes the site's own model of the previous round, as in the public code. A round is one exchange, as
 in FedMD here: a site learns from the mean logits z~ of the participants of round r - 1 on the public items of r - 1,
-goes through its private phase, and replies its logits of the items of r.
+runs its private phase, and replies with its logits of the items of r.
 
-Departures. The others' logits stand still during a public phase; in the public code all sites go through each batch
-together. They are taken in evaluation mode, as the outputs of both references. The first participation is the training
-of the frozen model, for the run's local epochs (and `initial_epochs`). A column whose standard deviation is below 1e-5
-counts as constant, 0 after standardising, and a last batch of one item joins the one before. Maps of logits are
-averaged over cells to `map_size` a side, and standardised over all items and cells of a batch.
+Departures. The others' logits are fixed during a public phase; in the public code all sites process each batch
+together. They are computed in evaluation mode, like the outputs of both references. The first participation trains
+the frozen model, for the run's local epochs (and `initial_epochs`). A column whose standard deviation is below 1e-5
+counts as constant, 0 after standardising, and a last batch of one item joins the previous one. Maps of logits are
+averaged over cells to `map_size` per side, and standardised over all items and cells of a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import Objective, Site, fit, snapshot
 
-_BATCH = 512  # public items a step, of the public code
+_BATCH = 512  # public items per step, as in the public code
 _LEAST = 1e-5  # standard deviation below which a column counts as constant
 
 
@@ -75,7 +75,7 @@ class FCCL(ScoreExchange):
                 )
 
     def check(self, site: Site) -> None:
-        """Ask for two public items."""
+        """Require two public items."""
         if len(public := public_data(site)) < 2:
             raise InputError(
                 f"{len(public)} public item of {public.name!r}",
@@ -84,10 +84,11 @@ class FCCL(ScoreExchange):
             )
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Learn from the others' logits, then train on; keep the model, reply its logits."""
+        """Learn from the others' logits, then train; keep the model, reply with its logits."""
         model = site.model(state["weights"])
         size = batch_size(site, self.public_batch_size, _BATCH)
         if "frozen" not in state:
+            # nothing to correlate with yet, and the frozen model is made here
             self.first_epochs(model, site)
             fit(model, site)
         else:
@@ -108,6 +109,7 @@ class FCCL(ScoreExchange):
 
         reply = self.scoring(model, site, down, size)
         trained = snapshot(model)
+        # the model after the first private training remains a teacher in all rounds
         return {"weights": trained, "frozen": state.get("frozen", trained)}, reply
 
     def _hold_on(self, site: Site, state: State) -> Objective:
@@ -133,7 +135,7 @@ class FCCL(ScoreExchange):
 
 def collaboration(z: Tensor, z_bar: Tensor, lam: float) -> Tensor:
     """Return L_col (2) of logits (B, K) or maps of them (B, K, h, w[, d]), with z_bar of the same shape constant."""
-    m = cross_correlation(z, z_bar)
+    m = cross_correlation(z, z_bar)  # (K, K)
     diagonal = m.diagonal()
     agree = (diagonal - 1).square().sum()
     oppose = (m + 1).square().sum() - (diagonal + 1).square().sum()

@@ -2,8 +2,8 @@
 
 w = (body theta, head phi). phi is drawn once, common to all, and frozen in federated training; theta is trained by the
 sites and averaged, plainly as in the public code. A personal model is the whole network fine-tuned on the site's data.
-The paper fine-tunes after the last round. Here it is done whenever a site is judged, from the newest global model on a
-copy, so that training does not know of it.
+The paper fine-tunes after the last round. Here it is done whenever a site is judged, on a copy of the newest global
+model, so that training is unaffected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FedBABU(PersonalHead):
     paper = "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose body has something to train."""
+        """Return the bundle's network, whose body has trainable parameters."""
         return self.check_parts(network, "fedbabu", head=False)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:

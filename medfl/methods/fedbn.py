@@ -43,7 +43,7 @@ class FedBN(Method):
         return split_names(network, _KINDS[self.norms])
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average what was shared."""
+        """Average the shared tensors."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
 

@@ -6,7 +6,7 @@ text space, h = normalise(W x + b), with logits F_k = tau h mu_k + tau^2/2 h' Si
 CE(F, y) + tau^2/2 h' Sigma_y h, an upper bound of eq. 3. Body and projection are averaged as in FedAvg; the prompt
 embeddings are sent to a site once.
 
-Departures: tau scales the logits everywhere, as the bound needs (the paper's softmax leaves it out, as does
+Departures: tau scales the logits everywhere, as the bound requires (the paper's softmax omits it, as does
 `classifier=text_printed`); class names are the bundle's, so no site sends its own; embeddings of all-MiniLM-L6-v2,
 which the bundles ship, instead of BiomedCLIP's (`plm=biomedclip`).
 """
@@ -54,7 +54,7 @@ class FedCB(TextClassified):
 
     @property
     def language_model(self) -> str:
-        """That of the option `plm`, where the head is built from text."""
+        """That of the option `plm`, if the head is built from text."""
         return self.plm if self.from_text else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
@@ -70,7 +70,7 @@ class FedCB(TextClassified):
         return server
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average body and projection; whoever replied has the embeddings."""
+        """Average body and projection; sites that replied have the embeddings."""
         after: State = {"weights": self.average_weights(host, server, replies)}
         if self.from_text:
             after["informed"] = sorted({*server["informed"], *replies})

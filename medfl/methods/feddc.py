@@ -7,10 +7,10 @@ Server:  c <- c + (1/m) sum_{k in S_t} (c_k+ - c_k), m = all sites;  w^{t+1} = m
 The paper writes the linear term with the last updates, <w, g_k - g> / (eta K): the same with c = -g / (eta K). The
 means are plain, not by samples. K is the site's own number of steps. Both terms are added to the loss gradient, which
 is then clipped.
-Departures. With momentum FedNova's a_k takes the place of K. D / (K eta) is minus a mean gradient for SGD only; with
-another optimiser the mean of the gradients that it got takes its place (`control="auto"`). A site sends c_k+ - c_k,
-which with SGD the server could work out. Scaling by the site's size and one K for everybody, as in the public code, are
-left out. Corrections act on trainable parameters only; buffers are averaged by samples (that code has none).
+Departures. With momentum FedNova's a_k replaces K. D / (K eta) is minus a mean gradient for SGD only; with
+another optimiser the mean of its gradients is used instead (`control="auto"`). A site sends c_k+ - c_k,
+which with SGD the server could compute. Scaling by the site's size and one K for all sites, as in the public code, are
+omitted. Corrections act on trainable parameters only; buffers are averaged by samples (that code has none).
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from torch import nn
 from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
-from medfl.methods.base import Group, Method, option, uniform_shares, weighted_mean
+from medfl.methods.base import (
+    Group,
+    Method,
+    difference,
+    moved_by,
+    option,
+    uniform_shares,
+    weighted_mean,
+)
 from medfl.storage.files import State
 from medfl.training import (
     GradientHook,
@@ -91,9 +99,11 @@ class FedDC(Method):
         total = zeros_of(model)
         # The gradient of (alpha/2) ||w + h_k - w^t||^2 + <c - c_k, w> is alpha (w - w^t), which `pull`
         # adds, and the constant alpha h_k + (c - c_k), which `push` adds.
-        shift = {name: self.alpha * drift[name] + (common[name] - control[name]) for name in drift}
+        shift = moved_by(difference(common, control, drift), drift, self.alpha)
+        # clipped last, so that the bound is on the gradient of the whole loss
         hooks = [pull(model, received, self.alpha), push(model, shift), clip(self.max_norm)]
         is_sgd = isinstance(site.settings.optimizer(model), torch.optim.SGD)
+        # other optimisers do not step by eta times the gradient, so D / (K eta) is not its mean
         by_gradient = self.control == "gradient" or (self.control == "auto" and not is_sgd)
 
         if by_gradient:
@@ -102,36 +112,33 @@ class FedDC(Method):
         steps = fit(model, site, gradient_hook=in_turn(*hooks)).steps
         trained = snapshot(model)
         # D = w_k - w^t
-        gone = {name: trained[name] - received[name] for name in drift}
+        gone = difference(trained, received, drift)
         if by_gradient:
             mean = {name: value / steps for name, value in total.items()}
         else:
             pace = effective_steps(site, model, steps) * site.learning_rate(model)  # K eta
             mean = {name: -value / pace for name, value in gone.items()}  # -D / (K eta)
 
-        change = {name: mean[name] - common[name] for name in drift}  # c_k+ - c_k
-        state = {
-            "drift": {name: drift[name] + gone[name] for name in drift},  # h_k + D
-            "control": {name: control[name] + change[name] for name in drift},  # c_k+
-        }
+        change = difference(mean, common, drift)  # c_k+ - c_k
+        # h_k + D and c_k+
+        state = {"drift": moved_by(drift, gone), "control": moved_by(control, change)}
 
-        return state, Message(
-            {"weights": trained, "control": change}, {"samples": site.num_samples}
-        )
+        return state, site.reply(trained, control=change)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w, the mean drift and c; absent sites keep h_k and c_k."""
         weights, drift = mean_with_drift(replies, server["weights"], server["drift"], num_sites)
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/m is the sum over m
-        control = {name: value + part * change[name] for name, value in server["control"].items()}
+        control = moved_by(server["control"], change, part)
         return {"weights": weights, "drift": drift, "control": control}
 
 
 def _sum_into(total: Weights) -> GradientHook:
-    """Return a gradient hook that adds up the gradients that the optimiser gets."""
+    """Return a gradient hook that sums the gradients given to the optimiser."""
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
+        # both in the order of the trainable parameters
         for value, parameter in zip(total.values(), parameters, strict=True):
             if parameter.grad is not None:
                 value.add_(parameter.grad)

@@ -7,10 +7,10 @@ Site:    F(x) = A e^(i P), the Fourier transform of each channel over all axes, 
 Server:  FedAvg's; hands on each site's mean A within the block.
 
 Departures. Only the first half of the paper (ELCFS) is here: neither its meta-learning over x and x' nor the contrast
-of boundary features. The paper sends the amplitudes of single images, from which much of an image can be seen; here a
-mean over the training images leaves, of (2 `frequencies` + 1)^d numbers a channel, and nothing of a site with fewer
-than `least` images. It is a mean without noise, not a promise of privacy. The block is in cycles an image rather than
-in a part of its pixels, so that sites may have images of different sizes. In round 1 no site knows another's mean.
+of boundary features. The paper sends the amplitudes of single images, which reveal much of an image; here only a
+mean over the training images leaves, of (2 `frequencies` + 1)^d numbers per channel, and nothing from a site with fewer
+than `least` images. It is a mean without noise, not a privacy guarantee. The block is in cycles per image rather than
+a share of its pixels, so that sites may have images of different sizes. In round 1 no site knows another's mean.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ class FedDG(Method):
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights and the other sites' means, without their names."""
         amplitudes = server["amplitudes"]
-        of_sites = [amplitudes[name] for name in sorted(amplitudes) if name != site_name]
-        means = {str(index): mean for index, mean in enumerate(of_sites)}
+        means: Tensors = {}
+        for name in sorted(amplitudes):
+            if name != site_name:
+                means[str(len(means))] = amplitudes[name]
+
         return Message({"weights": server["weights"], "amplitudes": means})
 
     def init_site(self, site: Site) -> State:
@@ -66,21 +69,21 @@ class FedDG(Method):
         return {"amplitude": {"mean": mean_amplitude(site, self.frequencies)}}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train, and send the site's mean besides."""
+        """Train, and also send the site's mean."""
         _, reply = super().local_update(site, state, down)
         return state, Message({**reply.tensors, **state}, reply.scalars)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train on images that are mixed with the means of others."""
         sent = down.tensors.get("amplitudes", {})
-        # a wire does not keep their order
+        # their order is not preserved in transmission
         means = [sent[key] for key in sorted(sent, key=int)]
         if not means or self.probability == 0:
             return fit(model, site)
 
         def feed(x: Collated, y: Collated) -> tuple[Collated, Collated]:
             images = checked(x, site, self.frequencies)
-            # drawn on the CPU, so that a GPU gets the same
+            # drawn on the CPU, so that a GPU gets the same numbers
             drawn = torch.randint(len(means), (len(images),))
             degree = torch.rand(len(images)) * (torch.rand(len(images)) < self.probability)
             target = torch.stack(means)[drawn].to(images)
@@ -90,7 +93,7 @@ class FedDG(Method):
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the weights, and keep the newest mean of each site."""
-        amplitudes: Tensors = dict(server["amplitudes"])
+        amplitudes = dict(server["amplitudes"])
         for name in sorted(replies):
             if "amplitude" in replies[name]:
                 amplitudes[name] = replies[name]["amplitude"]["mean"]
@@ -102,15 +105,16 @@ def mixed(x: Tensor, target: Tensor, degree: Tensor, frequencies: int) -> Tensor
     """Return x' of images (B, C, H, W[, D]).
 
     Args:
-        x: the images, of any spatial axes.
+        x: the images, with any spatial axes.
         target: B of each, (B, C, 2 f + 1, ...) for f `frequencies`.
         degree: l of each, (B,).
         frequencies: of the block.
     """
     axes = tuple(range(2, x.ndim))
+    # divided by the number of pixels: amplitudes of images of any size compare
     spectrum = fftn(x, dim=axes, norm="forward")
     block = _block(x, frequencies)
-    amplitude = spectrum[block].abs()
+    amplitude = spectrum[block].abs()  # (B, C, 2 f + 1, ...)
     weight = degree.view(-1, *[1] * (x.ndim - 1))
     changed = (1 - weight) * amplitude + weight * target
     spectrum[block] = torch.polar(changed, spectrum[block].angle())
@@ -130,7 +134,7 @@ def mean_amplitude(site: Site, frequencies: int) -> Tensor:
 
 
 def checked(x: Collated, site: Site, frequencies: int) -> Tensor:
-    """Return a batch as images with frequencies to change; InputError if it is none."""
+    """Return a batch as images with frequencies to change; InputError if it is not."""
     if isinstance(x, Tensor) and x.ndim >= 2 and min(x.shape[2:], default=2**31) > 2 * frequencies:
         return x
 
@@ -145,6 +149,7 @@ def checked(x: Collated, site: Site, frequencies: int) -> Tensor:
 def _block(x: Tensor, frequencies: int) -> tuple[slice | Tensor, ...]:
     """Return the index of the frequencies -f to f along each spatial axis."""
     ends = torch.arange(-frequencies, frequencies + 1)
+    # negative frequencies are counted from the end
     axes = [ends % size for size in x.shape[2:]]
     everything = slice(None)
     return (everything, everything, *(torch.meshgrid(*axes, indexing="ij") if axes else ()))

@@ -6,11 +6,11 @@ Server:  a_k <- max(0, a_k + d_t (G_k - mean of G) / max |G - mean of G|), divid
          d_t = step (1 - (t - 1) / T);  w = sum_k a_k w_k
 a_k begins as 1/K; `step` 0 with `weights` "samples" is FedAvg.
 
-Written from the authors' code and a re-implementation, which agree but for the mean (not subtracted in the authors'
+Written from the authors' code and a re-implementation, which agree except for the mean (not subtracted in the authors'
 code, whose step is a third for its three sites). Departures. L_k is over the training items without random transforms,
-where the code takes validation images: sites need none. In the code a_k is clipped to at most 1 too, which matters for
-a single site alone. Without a gap (a site's first round) a_k stays. Absent sites keep their a_k; those of a cohort are
-scaled to the sum 1. Gaps travel as 1 + G_k, as a server refuses a number of 1000 times the middle one.
+while the code uses validation images: sites need none. In the code a_k is also clipped to at most 1, which matters for
+a single site only. Without a gap (a site's first round) a_k is unchanged. Absent sites keep their a_k; those of a
+cohort are scaled to the sum 1. Gaps are sent as 1 + G_k, since a server refuses a number of 1000 times the median.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from statistics import fmean
 import torch
 from torch import nn
 
+from medfl.core.mappings import pick
 from medfl.core.message import Message, Messages, Weights
 from medfl.data.prepared import moved
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
@@ -46,7 +47,7 @@ class FedDGGA(Method):
     )
 
     def introduce(self, site: Site) -> Message:
-        """Tell the number of training items, which shares may begin with."""
+        """Send the number of training items, on which the initial shares may be based."""
         return Message({}, {"samples": site.num_samples})
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
@@ -55,7 +56,7 @@ class FedDGGA(Method):
         return {**super().init_server(host, weights, introductions), "shares": shares}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as FedAvg does, and tell the gap between the received model and the last one trained here."""
+        """Train as FedAvg does, and send the gap between the received model and the last one trained here."""
         if self.step == 0:
             return super().local_update(site, state, down)
 
@@ -74,15 +75,16 @@ class FedDGGA(Method):
             shares = mean_shares(self.weights, replies)
             return {**server, "weights": weighted_mean(replies, "weights", shares)}
 
-        before = {name: server["shares"][name] for name in sorted(replies)}
+        before = pick(server["shares"], sorted(replies))
         gaps = {}
         for name in before:
             if "gap" in replies[name].scalars:
                 gaps[name] = replies[name].scalars["gap"] - 1
 
+        # d (1 - (t - 1) / T)
         decayed = self.step * max(0.0, 1 - (host.round - 1) / self.rounds)
         shares = adjusted(before, gaps, decayed)
-        # what a cohort has of all weight stays with it
+        # the cohort's total weight is unchanged
         total = sum(before.values())
         cohort_shares = {name: total * share for name, share in shares.items()}
         return {
@@ -98,23 +100,23 @@ class FedDGGA(Method):
 def adjusted(
     shares: Mapping[str, float], gaps: Mapping[str, float], step: float
 ) -> dict[str, float]:
-    """Return a_k of a cohort after a step, with the sum 1: equal where every one would be 0.
+    """Return a_k of a cohort after a step, with the sum 1: equal if all would be 0.
 
     Args:
-        shares: a_k before, of any sum.
+        shares: a_k before, with any sum.
         gaps: G_k of the sites that know theirs.
         step: d_t.
     """
     total = sum(shares.values())
     moved = {name: share / total if total else 1 / len(shares) for name, share in shares.items()}
+    mean = 0.0
     if gaps:
         mean = fmean(gaps.values())
-    else:
-        mean = 0.0
 
     largest = max((abs(gap - mean) for gap in gaps.values()), default=0.0)
     if largest > 0:
         for name, gap in gaps.items():
+            # a_k + d (G_k - mean of G) / max |G - mean|, not below 0
             moved[name] = max(0.0, moved[name] + step * (gap - mean) / largest)
 
     total = sum(moved.values())

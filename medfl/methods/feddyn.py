@@ -3,8 +3,8 @@
 Site:    w_k ~ argmin f_k(w) - <g_k, w> + (alpha_k/2) ||w - w^t||^2;  g_k <- g_k - alpha_k (w_k - w^t)
 Server:  h <- h - (alpha/m) sum_{k in S_t} (w_k - w^t), m = all sites;  w^{t+1} = mean_{S_t} w_k - h/alpha
 
-Kept as in the public code by the histories H_k = -g_k/alpha_k and their mean over all m sites, -h/alpha: H_k <- H_k +
-w_k - w^t; w^{t+1} = mean_{S_t} w_k + mean_m H_k. The means are plain, not by samples. The two terms are added to the
+Stored, as in the public code, as the histories H_k = -g_k/alpha_k and their mean over all m sites, -h/alpha: H_k <- H_k
++ w_k - w^t; w^{t+1} = mean_{S_t} w_k + mean_m H_k. The means are plain, not by samples. The two terms are added to the
 loss gradient, which is then clipped.
 Departure: corrections act on trainable parameters only; buffers are averaged by samples as in FedAvg (the public code
 has no networks with buffers).
@@ -18,7 +18,7 @@ from torch import nn
 
 from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, difference, moved_by, option
 from medfl.storage.files import State
 from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
@@ -48,7 +48,7 @@ class FedDyn(Method):
     takes_prototypes = True
 
     def introduce(self, site: Site) -> Message:
-        """Tell the number of training items, where alpha depends on it."""
+        """Send the number of training items, if alpha depends on it."""
         if self.alpha_scaling == "by_size":
             return Message({}, {"samples": site.num_samples})
 
@@ -61,12 +61,13 @@ class FedDyn(Method):
             "history": zeros_of(host.model(weights)),
         }
         if self.alpha_scaling == "by_size":
+            # by name, so that the sum has the same bits on every run
             sizes = [introductions[name].scalars["samples"] for name in sorted(introductions)]
             server["mean_samples"] = sum(sizes) / len(sizes)
         return server
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send w, and the mean number of items where alpha depends on it."""
+        """Send w, and the mean number of items if alpha depends on it."""
         scalars = {}
         if "mean_samples" in server:
             scalars["mean_samples"] = server["mean_samples"]
@@ -78,14 +79,13 @@ class FedDyn(Method):
         return {"history": zeros_of(site.model(site.initial_weights))}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train with the two terms and add the way gone to the history."""
+        """Train with the two terms and add the change of the weights to the history."""
         model = site.model(down["weights"])
         received = down["weights"]
         history = state["history"]
+        scale = 1.0
         if self.alpha_scaling == "by_size":
             scale = down.scalars["mean_samples"] / site.num_samples
-        else:
-            scale = 1.0
 
         alpha = self.alpha * scale
         # The gradient of -<g_k, w> is -g_k = alpha_k H_k, that of the square alpha_k (w - w^t).
@@ -94,12 +94,12 @@ class FedDyn(Method):
         fit(model, site, gradient_hook=in_turn(pull_back, push_back, clip(self.max_norm)))
         trained = snapshot(model)
         # H_k <- H_k + w_k - w^t
-        after = {name: value + (trained[name] - received[name]) for name, value in history.items()}
+        after = moved_by(history, difference(trained, received, history))
 
-        return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
+        return {"history": after}, site.reply(trained)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Move the mean history by the participants' part of all m sites, and w to the mean plus that history."""
+        """Add the participants' share (of all m sites) to the mean history, and set w to the mean plus that history."""
         weights, history = mean_with_drift(replies, server["weights"], server["history"], num_sites)
         return {**server, "weights": weights, "history": history}
 
@@ -107,9 +107,9 @@ class FedDyn(Method):
         """Return w, or the last participants' mean."""
         weights = server["weights"]
         if self.evaluate == "mean" and host.round:
-            # w = mean_S w_k + mean_m H_k, so the mean of the last participants is w less the history.
+            # w = mean_S w_k + mean_m H_k, so the mean of the last participants is w minus the history.
             history = server["history"]
-            weights = {**weights, **{name: weights[name] - history[name] for name in history}}
+            weights = {**weights, **difference(weights, history, history)}
         return host.model(weights)
 
 

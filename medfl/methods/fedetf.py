@@ -1,17 +1,16 @@
 """FedETF: "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning ..." (Li et al., ICCV 2023).
 
 Fixed simplex classifier M = sqrt(K/(K-1)) U (I - 11'/K), (d, K), U with orthonormal columns, the same at every site and
-never sent. Logits tau <p, M_c>, p the feature after a linear projection to d dimensions, of unit length. Loss: balanced
+never sent. Logits tau <p, M_c>, with p the unit-norm feature after a linear projection to d dimensions. Loss: balanced
 softmax, logits + gamma log n with n the site's class counts. Body, projection and tau are averaged by samples.
 The global model is judged. With `finetune_rounds` each site is also scored at the end by a personal one: a copy of the
-newest global model after a local training, then in turn epochs on M and projection with SGD and the bundle's loss.
-Departures: the bundle's loss stands for cross-entropy; no fine-tuning by default (20 turns in the public code).
+newest global model after a local training, then alternating epochs on M and projection with SGD and the bundle's loss.
+Departures: the bundle's loss replaces cross-entropy; no fine-tuning by default (20 turns in the public code).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ class FedETF(SiteModels, Method):
     tasks = ("classification",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Put projection and simplex in the head's place."""
+        """Replace the head by projection and simplex."""
         layer = class_head(network, task)
         dimension = self.dimension or layer.out_features
         if dimension < layer.out_features:
@@ -89,7 +88,7 @@ class FedETF(SiteModels, Method):
         )
 
     def has_site_models(self) -> bool:
-        """Tell whether there is something to fine-tune."""
+        """Tell whether there is fine-tuning."""
         return self.finetune_rounds > 0
 
     def train(
@@ -97,7 +96,8 @@ class FedETF(SiteModels, Method):
     ) -> FitReport:
         """Train body, projection and tau by balanced softmax."""
         # Logits + gamma log n: rare classes must win by more.
-        layer: Any = head(model)  # a SimplexHead
+        layer = head(model)
+        assert isinstance(layer, SimplexHead)
         prior = log_prior(site, layer.etf.shape[1], self.gamma)
         return fit(
             model,
@@ -107,15 +107,17 @@ class FedETF(SiteModels, Method):
         )
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the newest global model, fine-tuned on the site's data together with a simplex of its own."""
+        """Return the newest global model, fine-tuned on the site's data together with its own simplex."""
         if not self.finetune_rounds:
             return super().predictor(site, state, down)
 
-        model = site.network()  # not a leased one: its simplex is changed for good
+        model = site.network()  # not a leased one: its simplex is changed permanently
         model.load_state_dict(down["weights"])
         self.train(model.train(), site, state, down, "finetune")
-        layer: Any = head(model)
+        layer = head(model)
+        assert isinstance(layer, SimplexHead)
         simplex_here = layer.etf.clone()
+        # a buffer of this name would keep a parameter out
         del layer.etf
         layer.etf = nn.Parameter(simplex_here)
         prefix = f"{head_name(model)}.".removeprefix(".")
@@ -135,7 +137,7 @@ class FedETF(SiteModels, Method):
 def simplex(dimension: int, classes: int) -> Tensor:
     """Draw a simplex equiangular tight frame (d, K): unit columns whose cosines are all -1/(K-1)."""
     # U with orthonormal columns, so that the columns of M have equal angles.
-    orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q
+    orthonormal: Tensor = torch.linalg.qr(torch.rand(dimension, classes)).Q  # (d, K)
     centred = torch.eye(classes) - torch.ones(classes, classes) / classes
     # M = sqrt(K / (K - 1)) U (I - 11' / K)
     return orthonormal.mul((classes / (classes - 1)) ** 0.5) @ centred

@@ -7,11 +7,11 @@ Server:  phi <- phi - eta d/dphi CE(phi(r_k,c), c), one sample for each site and
 Judged by theta_k with phi, the newest header.
 
 Departures. The public code steps the sites' optimiser in the server's phase, so that its header is never trained, and
-averages the means of batches under a body in training mode; here, as in the paper, the server has an optimiser of its
-own (plain SGD, samples in random order), and r_k,c is the mean over items, in evaluation mode. Its clipping of the
-sites' gradients at 50 is left out. In segmentation the header is the last convolution, of size 1, and r_k,c the mean of
-the map that enters it over all pixels of class c.
-With `bodies` the sites' bodies differ; features, also those of the server's network, must have one length.
+averages the means of batches under a body in training mode; here, as in the paper, the server has its own optimiser
+(plain SGD, samples in random order), and r_k,c is the mean over items, in evaluation mode. Its clipping of the
+sites' gradients at 50 is omitted. For segmentation the header is the last 1x1 convolution, and r_k,c the mean of
+its input map over all pixels of class c.
+With `bodies` the sites' bodies differ; features, including those of the server's network, must have the same length.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from medfl.core.mappings import without
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.class_heads import fit_head
@@ -85,7 +86,7 @@ class FedGH(PrototypeExchange):
             InputError: features differ in length between the sites, or from the header's.
         """
         network = host.model(host.networks.initial)
-        # A copy, since the network is one that others get too.
+        # A copy, since the network is shared with others.
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
         lengths = {"the server": feature_size(network)}
@@ -93,7 +94,7 @@ class FedGH(PrototypeExchange):
         classes = []
         for name in sorted(replies):
             prototypes = prototypes_in(replies[name])
-            for c in sorted(prototypes, key=int):  # the wire has its own order
+            for c in sorted(prototypes, key=int):  # transmission has its own order
                 lengths[name] = len(prototypes[c])
                 means.append(prototypes[c])
                 classes.append(int(c))
@@ -103,6 +104,7 @@ class FedGH(PrototypeExchange):
         if means:
             samples = torch.stack(means)
             labels = torch.tensor(classes)
+            # in the order of sites and classes, with a separate stream: SGD with one mean per step depends on it
             with stream(host.seed, "header") as generator:
                 layer.requires_grad_(True)
                 optimizer = torch.optim.SGD(layer.parameters(), self.server_lr)
@@ -121,7 +123,7 @@ class FedGH(PrototypeExchange):
         return {"body": body(site.model(site.initial_weights))}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train body and header; keep the body, reply the class means of its features."""
+        """Train body and header; keep the body, reply with the class means of its features."""
         model = self.predictor(site, state, down)
         self.train(model, site, state, down)
         return {"body": body(model)}, Message({"prototypes": by_class(*class_means(model, site))})
@@ -135,8 +137,7 @@ class FedGH(PrototypeExchange):
 
 def body(network: nn.Module) -> Tensors:
     """Copy all tensors of a network but its head's."""
-    names = head_names(network)
-    return {name: tensor for name, tensor in snapshot(network).items() if name not in names}
+    return without(snapshot(network), head_names(network))
 
 
 METHOD = FedGH

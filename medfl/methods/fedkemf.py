@@ -12,11 +12,11 @@ Judged by phi; the server's model is k.
 
 p is a softmax, in maps that of each pixel; a single channel is the logit of a sigmoid. Temperatures are 1.
 Departures. The public code distils on the training set with its labels, by squared differences between the teachers'
-probabilities and softened ones of the student, and between logits at the sites; here it is KL and public images alone.
-It steps the two models one after the other, here they step from the same forward passes, and its cosine decay inside a
-round is left out. The teachers are in evaluation mode. Where the statistics of k's BatchNorm come from is an option:
-from the distillation, so from public images, or from the sites. FedHelp describes another variant, in which whole
-models are sent; this is the original.
+probabilities and softened ones of the student, and between logits at the sites; here it is KL and only public images.
+It steps the two models one after the other; here they step from the same forward passes, and its cosine decay within a
+round is omitted. The teachers are in evaluation mode. An option selects where the statistics of k's BatchNorm come
+from: from the distillation, and so from public images, or from the sites. FedHelp describes another variant, in which
+whole models are sent; this is the original.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from medfl.core.mappings import pick
 from medfl.core.message import Message, Messages, Weights
 from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import Collated, option, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, option, sent, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
 from medfl.storage.files import State
-from medfl.training import Host, LocalSettings, Site, fit, snapshot
+from medfl.training import Host, LocalSettings, Site, fit, snapshot, trainable
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,16 @@ class FedKEMF(PublicMethod, PrivateModels):
         """Distil the participants' ensemble into k."""
         k = host.model(server["weights"])
         if self.server_epochs:
-            teachers = [frozen(host.model(replies[name]["weights"])) for name in sorted(replies)]
+            teachers = [frozen(host.model(weights)) for weights in sent(replies, "weights")]
             with untracked(k, self.public_bn == "no_track"):
                 self._distil(k, teachers, host, public_data(host))
 
         fused = snapshot(k)
         if self.public_bn == "no_track":
             mean = weighted_mean(replies, "weights", uniform_shares(replies))
-            # Distillation left k's buffers as they were; the sites' mean stands in for them.
+            # Distillation left k's buffers unchanged; the sites' mean replaces them.
             buffers = fused.keys() - dict(k.named_parameters()).keys()
-            fused |= {name: mean[name] for name in buffers}
+            fused |= pick(mean, buffers)
 
         return {"weights": fused}
 
@@ -89,11 +90,11 @@ class FedKEMF(PublicMethod, PrivateModels):
         self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public
     ) -> None:
         def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-            trainable = [p for p in network.parameters() if p.requires_grad]
+            parameters = trainable(network).values()
             if self.server_optimizer == "sgd":
-                return torch.optim.SGD(trainable, lr=self.server_lr)
+                return torch.optim.SGD(parameters, lr=self.server_lr)
 
-            return torch.optim.Adam(trainable, lr=self.server_lr)
+            return torch.optim.Adam(parameters, lr=self.server_lr)
 
         def objective(network: nn.Module, x: Collated, y: Collated) -> Tensor:
             with torch.no_grad():
@@ -125,7 +126,7 @@ class FedKEMF(PublicMethod, PrivateModels):
     # Site half
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train phi and the received k together (1); reply k_i."""
+        """Train phi and the received k together (1); reply with k_i."""
         private = site.model(state["private"])
         knowledge = proxy_model(site, down["weights"])
 

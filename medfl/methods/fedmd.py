@@ -1,6 +1,6 @@
 """FedMD: "FedMD: Heterogenous Federated Learning via Model Distillation" (Li, Wang, 2019).
 
-Sites with networks of any kind (option `bodies`) learn from each other's scores of public items; no weights travel.
+Sites with networks of any kind (option `bodies`) learn from each other's scores of public items; no weights are sent.
 
 First:   transfer learning: a site trains on the labelled public items, then on its own.
 Round:   the server draws N_a public items; f_k(x) are site k's scores of x, before any softmax, in evaluation mode.
@@ -10,14 +10,14 @@ Round:   the server draws N_a public items; f_k(x) are site k's scores of x, bef
 Judged by each site's own model.
 
 A round is one exchange here. The broadcast of round r has the items drawn for r and the consensus on those of r - 1; a
-site digests that, revisits, and replies its scores of the new items. So whoever takes part in round r digests what the
-participants of r - 1 agreed on. A site's first participation is its transfer learning, without a digest.
+site digests that, revisits, and replies with its scores of the new items. So a participant of round r digests the
+consensus of the participants of r - 1. A site's first participation is its transfer learning, without a digest.
 
-Departures. Public labels are learned only where they are of the sites' classes, by name and in order; elsewhere, as
-with CIFAR beside skin lesions, and in segmentation, transfer learning begins on the site's own data, and f_k are the
-scores of the private classes. Both trainings are of a fixed length, with the run's optimiser and rate and, on private
+Departures. Public labels are learned only if they have the sites' classes, by name and in order; otherwise, as
+with CIFAR beside skin lesions, and in segmentation, transfer learning starts on the site's own data, and f_k are the
+scores of the private classes. Both trainings have a fixed length, with the run's optimiser and rate and, on private
 data, its batches (public code: Adam 0.001 throughout, batches of 32 and then 5). In segmentation f_k is a map of
-scores, averaged over cells so that at most `map_size` are left a side.
+scores, averaged over cells so that at most `map_size` remain per side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from medfl.methods.base import Collated, option
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
-_BATCH = 256  # of the public code
+_BATCH = 256  # as in the public code
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FedMD(ScoreExchange):
     paper = "FedMD: Heterogenous Federated Learning via Model Distillation (Li, Wang, 2019)"
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Digest the consensus, revisit the site's own data; keep the model, reply its scores."""
+        """Digest the consensus, revisit the site's own data; keep the model, reply with its scores."""
         model = site.model(state["weights"])
         size = batch_size(site, self.digest_batch_size, _BATCH)
         if "started" not in state:
@@ -82,7 +82,7 @@ class FedMD(ScoreExchange):
         return {"weights": snapshot(model), "started": True}, reply
 
     def _transfer(self, model: nn.Module, site: Site, size: int) -> None:
-        """Train on public labels, where they are of the sites' classes, and then on the site's own data."""
+        """Train on public labels, if they have the sites' classes, and then on the site's own data."""
         public = public_data(site)
         task = site.task
         same_classes = task.classes and (task.kind, task.classes) == (
@@ -99,7 +99,7 @@ class FedMD(ScoreExchange):
             )
             self.fit_public(model, everything, objective, "public labels")
 
-        # In either case the site's own data come last: phase two of the transfer.
+        # In both cases the site's own data come last: phase two of the transfer.
         self.first_epochs(model, site)
 
 

@@ -1,4 +1,4 @@
-"""FedMR: features that neither collapse inside a class nor spread into the room of classes that a site lacks.
+"""FedMR: features that neither collapse within a class nor spread into the space of classes that a site lacks.
 
 "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping" (Fan et al., TMLR 2023).
 Site:    l_cls + mu1~ l_intra + mu2 l_inter (eq. 5); then g_k^c, the mean of the features of each own class c.
@@ -6,14 +6,15 @@ Site:    l_cls + mu1~ l_intra + mu2 l_inter (eq. 5); then g_k^c, the mean of the
          l_inter (eq. 4): mean over samples of class c and other classes j of max(||z - g_c|| - ||z - g_j||, 0).
 Server:  FedAvg of the weights; g_c = sum_k N_k^c g_k^c / sum_k N_k^c. There is no g, hence no l_inter, in round 1.
 
-`mu1` is free of the network: mu1~ = mu1 / (d (d - 1)), about mu1 times the mean squared correlation; with another
-`intra_scale` it multiplies that loss itself. `mu1=auto` is the released code's default, `intra_scale=released` with its
-mu of 0.01: mu1 = 0.01 (n - 1)^2 / n where a batch has n images of each class, 0.58 at 60 and 0.06 at 8. Other values of
-mu1 and mu2 are ours: the paper names none. A class counts from 2 samples a batch, as in the released code; with 2 it
+`mu1` does not depend on the network: mu1~ = mu1 / (d (d - 1)), about mu1 times the mean squared correlation; with
+another `intra_scale` it multiplies that loss itself. `mu1=auto` is the released code's default, `intra_scale=released`
+with its mu of 0.01: mu1 = 0.01 (n - 1)^2 / n for a batch with n images of each class, 0.58 at 60 and 0.06 at 8. Other
+values of
+mu1 and mu2 are ours: the paper gives none. A class counts from 2 samples per batch, as in the released code; with 2 it
 has no gradient.
-Departures. Eq. 4 as printed never reads the prototypes of missing classes, for which the text sends them:
-`inter_scope=present` is that. The standard deviation is unbiased as in the released code, without which lemma 1 does
-not hold. Class means are taken in evaluation mode.
+Departures. Eq. 4 as printed never uses the prototypes of missing classes, for which the text sends them:
+`inter_scope=present` is that version. The standard deviation is unbiased as in the released code, otherwise lemma 1
+does not hold. Class means are computed in evaluation mode.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
+from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
@@ -65,18 +67,22 @@ class FedMR(Method):
     tasks = ("classification",)
 
     def __post_init__(self) -> None:
-        """Refuse a part of the sites outside (0, 1], and words but `auto` for mu1."""
+        """Refuse a share of the sites outside (0, 1], and words other than `auto` for mu1."""
         _ = self._sharing
         if isinstance(self.mu1, str) and self.mu1 != "auto":
             raise InputError(f"mu1={self.mu1}", "mu1 is a number >= 0, or auto", "choose one")
 
     @property
     def _sharing(self) -> Sharing:
-        names = [f.name for f in fields(Sharing) if f.name != "prototypes"]
-        return Sharing(prototypes=True, **{name: getattr(self, name) for name in names})
+        values: Document = {"prototypes": True}
+        for field in fields(Sharing):
+            if field.name != "prototypes":
+                values[field.name] = getattr(self, field.name)
+
+        return Sharing(**values)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class."""
+        """Return the bundle's network, whose head has one output per class."""
         return self._sharing.check(network, task)
 
     def groups(self) -> tuple[Group, ...]:
@@ -96,15 +102,16 @@ class FedMR(Method):
         )
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train with both losses; reply the class means besides the weights."""
+        """Train with both losses; reply with the class means beside the weights."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
-        reply = Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+        reply = site.reply(snapshot(model))
         return state, self._sharing.add_class_means(site, down, model, reply)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
-        """Train with l_intra and, where there are prototypes, l_inter in the loss."""
+        """Train with l_intra and, if there are prototypes, l_inter in the loss."""
         scale = self.intra_scale if self.mu1 != "auto" else "released"
+        # the released code's replacement for mu1
         mu1 = 0.01 if isinstance(self.mu1, str) else self.mu1
 
         def intra(features: Tensor, labels: Tensor) -> Tensor:

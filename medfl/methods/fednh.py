@@ -4,10 +4,10 @@ Head:    logits s (f/||f||) W', W (K, d) with unit rows, fixed at the sites; cro
 Site:    after training, r_c = the class mean of f/||f||, normalised.
 Server:  W_c <- normalise(rho W_c + (1 - rho) normalise(sum_k n_kc r_kc / sum_k n_kc)); the rest moves by the server's
          rate times the plain mean of the differences. W starts with orthonormal rows, spread ones if K > d.
-A class that no participant has keeps its row (in the public code its mean is a zero row). Class means are taken in
+A class that no participant has keeps its row (in the public code its mean is a zero row). Class means are computed in
 evaluation mode. The global model is judged; the paper's personal one, the local body with W, is the model after local
 training.
-Departure: W, which a site does not change, travels back with the weights beside r and n: K d numbers too many.
+Departure: W, which a site does not change, is sent back with the weights beside r and n: K d redundant numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, pooled_means
-from medfl.methods.base import Group, Method, option, step_towards, uniform_shares, weighted_mean
+from medfl.methods.base import (
+    Group,
+    Method,
+    option,
+    sent,
+    step_towards,
+    uniform_shares,
+    weighted_mean,
+)
 from medfl.networks.heads import head_name, replace_head
 from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
@@ -65,20 +73,18 @@ class FedNH(Method):
         return (Group("prototypes", down=False, smaller=True),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Put a cosine head in the head's place."""
+        """Replace the head by a cosine head."""
         layer = class_head(network, task)
         cosine = CosineHead(layer.in_features, layer.out_features, self.scale, self.learn_scale)
         return replace_head(network, cosine.to(layer.weight))
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train body and s; reply the directions of the class means besides."""
+        """Train body and s; also reply with the directions of the class means."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
         means, counts = class_means(model, site, normalised=True)
         prototypes = {"means": normalize(means, dim=1), "counts": counts}
-        return state, Message(
-            {"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples}
-        )
+        return state, site.reply(snapshot(model), prototypes=prototypes)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and s, move the prototypes."""
@@ -88,13 +94,13 @@ class FedNH(Method):
         name = f"{head_name(network)}.weight"
         weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))
         # W is not averaged: a site returns it as it came.
-        weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
+        weights[name] = self._moved(old[name], sent(replies, "prototypes"))
 
         return {"weights": weights}
 
-    def _moved(self, old: Tensor, sent: list[Weights]) -> Tensor:
+    def _moved(self, old: Tensor, prototypes: list[Weights]) -> Tensor:
         """Return the next W (K, d)."""
-        means, counts = pooled_means(sent)
+        means, counts = pooled_means(prototypes)
         if self.rho == 1:
             return old.clone()
         # W_c <- normalise(rho W_c + (1 - rho) normalise(mean of the r_kc by n_kc))
@@ -109,8 +115,9 @@ def spread(classes: int, features: int) -> Tensor:
         orthonormal: Tensor = torch.linalg.qr(rows).Q
         return orthonormal[:classes].contiguous()
 
+    # more classes than dimensions have no orthonormal rows, so these are spread as evenly as possible
     for step in range(500):
-        # Each row is pushed by the others, the nearest most, with a step that shrinks.
+        # Each row is pushed by the others, most by the nearest, with a shrinking step.
         push = (10 * (rows @ rows.T)).exp().fill_diagonal_(0) @ rows
         rows = normalize(rows - 0.1 * 0.99**step * normalize(push, dim=1), dim=1)
 

@@ -7,10 +7,10 @@ a_k:     K_k for plain SGD, the sum over the steps of c with c <- rho c + 1 for 
 
 Computed as sum_k p_k w_k + sum_k p_k (tau_eff / a_k - 1) (w_k - w), whose second sum vanishes for equal a_k: FedAvg
 bit for bit.
-Departures. The paper has SGD only; a_k is measured here, as the way in learning rates that the site's optimiser carries
-a parameter with constant gradient 1, so Adam's is K_k, and the proximal term passes through momentum. Weight decay is
-part of the gradient. Buffers are averaged by samples. The server's momentum adds up steps of the weights; the public
-code divides each by its round's learning rate first, the same unless that rate decays.
+Departures. The paper has SGD only; a_k is measured here, as the distance in learning rates over which the site's
+optimiser moves a parameter with constant gradient 1, so Adam's is K_k, and the proximal term passes through momentum.
+Weight decay is part of the gradient. Buffers are averaged by samples. The server's momentum accumulates steps of the
+weights; the public code divides each by its round's learning rate first, which is the same unless that rate decays.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
 
-_LEAST = 1e-3  # one step is 1; a change divided by nearly none would be as large as one likes
+_LEAST = 1e-3  # one step is 1; dividing a change by almost nothing would make it arbitrarily large
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FedNova(Method):
     takes_prototypes = True
 
     def check(self, site: Site) -> None:
-        """Refuse optimisers that go on from round to round: a_k is how far a new one gets."""
+        """Refuse optimisers that persist between rounds: a_k is measured with a new one."""
         if site.optimizer_states is not None:
             raise InputError(
                 "--keep-optimizer with method 'fednova'",
@@ -58,11 +58,10 @@ class FedNova(Method):
         return server
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as FedAvg or FedProx does; reply a_k besides, and K_k with a proximal term."""
+        """Train as FedAvg or FedProx does; also reply with a_k, and with K_k if there is a proximal term."""
         model = site.model(down["weights"])
-        steps = fit(
-            model, site, gradient_hook=pull(model, dict(model.named_parameters()), self.mu)
-        ).steps
+        proximal = pull(model, dict(model.named_parameters()), self.mu)
+        steps = fit(model, site, gradient_hook=proximal).steps
         scalars = {
             "samples": site.num_samples,
             # a_k
@@ -77,22 +76,23 @@ class FedNova(Method):
         shares = sample_shares(replies)
         received = server["weights"]
         weights = weighted_mean(replies, "weights", shares)
-        trainable = trained_names(host.model(received))
+        names = trained_names(host.model(received))
 
-        # The second sum: p_k (tau_eff / a_k - 1) (w_k - w).
+        # The second sum: p_k (tau_eff / a_k - 1) (w_k - w); in the shares' order, sorted by name.
         for site_name, share in shares.items():
             excess = share * _excess(replies, shares, site_name)
+            # equal local work, FedAvg to the bit: adding 0 could turn a -0.0 into 0.0
             if not excess:
                 continue
 
             trained = replies[site_name]["weights"]
-            for name in trainable:
+            for name in names:
                 weights[name].add_(trained[name] - received[name], alpha=excess)
 
         if not self.server_momentum:
             return {"weights": weights}
 
-        velocity: Tensors = {}
+        velocity = {}
         for name, old in server["velocity"].items():
             velocity[name] = self.server_momentum * old + (weights[name] - received[name])
             weights[name] = received[name] + velocity[name]
@@ -109,7 +109,7 @@ def _excess(replies: Messages, shares: Mapping[str, float], site_name: str) -> f
             f"site {site_name!r}: its reply says that its effective steps are {effective:g}, below {_LEAST:g}"
         )
 
-    # tau_eff is the mean of K_k where a reply has them, else of a_k. As the p_k sum to 1, tau_eff - a_k
+    # tau_eff is the mean of K_k if replies have them, else of a_k. As the p_k sum to 1, tau_eff - a_k
     # is the mean of the differences, which is exactly 0 for equal ones.
     differences = []
     for name, share in shares.items():

@@ -7,8 +7,8 @@ others:  m <- b1 m + (1 - b1) D,      w <- w + eta m / (sqrt(v) + tau)
 m = 0 and v = tau^2 before round 1; there is no correction of m and v for that.
 
 Departures. p_k are by samples, as in FedAvg; Alg. 2 has 1/|S|. Only trained parameters are moved: floating buffers
-are averaged and integers take their maximum, for a variance that an optimiser moved might be negative. The paper
-searches eta for each task; 1 of sgd (FedAvg's) and 0.01 of the others are ours where it is not set.
+are averaged and integers take their maximum, since an optimiser could make a variance negative. The paper
+searches eta for each task; the defaults of 1 for sgd (FedAvg's) and 0.01 for the others are ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.message import Messages, Tensors, Weights
+from medfl.core.message import Messages, Weights
 from medfl.methods.base import (
     Method,
     option,
@@ -31,6 +31,7 @@ from medfl.methods.base import (
 from medfl.storage.files import State
 from medfl.training import Host
 
+# v of the server's step, from the last v and the squared change
 _SQUARES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "adagrad": lambda v, d2, _: v + d2,
     "adam": lambda v, d2, b2: b2 * v + (1 - b2) * d2,
@@ -95,12 +96,14 @@ class FedOpt(Method):
         rate = self._rate
         beta1 = self._beta1
 
+        # plain server SGD needs no moments, and with rate 1 is FedAvg to the bit
         if self.optimizer == "sgd" and not beta1:
             return {**server, "weights": step_towards(old, mean, rate, names)}
 
         weights = dict(mean)
-        m: Tensors = {}
-        v: Tensors = {}
+        m = {}
+        v = {}
+        # momentum of SGD adds the whole pseudo-gradient, as in FedAvgM; the others' is a running mean
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
         for name in names:
             d = mean[name] - old[name]  # D, the pseudo-gradient

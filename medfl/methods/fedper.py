@@ -1,9 +1,9 @@
 """FedPer: "Federated Learning with Personalization Layers" (Arivazhagan et al. 2019).
 
 w = (body theta, head psi_k). A site trains the received theta and its own psi_k together; theta is averaged by samples,
-its BatchNorm buffers too, psi_k never leaves. Judged by the newest theta with the site's psi_k; a site that never took
-part has the initial head, which is common to all.
-psi_k is the last layer; of the two-convolution networks it is both linear layers, as pFedPM's counts have it (20 sites
+including its BatchNorm buffers; psi_k never leaves. Judged by the newest theta with the site's psi_k; a site that never
+took part has the initial head, which is common to all.
+psi_k is the last layer; for the two-convolution networks it is both linear layers, as in pFedPM's counts (20 sites
 send 20 (260 + 5,020) numbers).
 """
 
@@ -33,7 +33,7 @@ class FedPer(PersonalHead):
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the head's tensors."""
         if isinstance(network, TwoConv) and not self.head_layers:
-            # What pFedPM's communication counts take for the head.
+            # The head according to pFedPM's communication counts.
             return head_names(network, ("fc1", "fc2"))
         return super().personal_names(network)
 

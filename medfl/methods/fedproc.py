@@ -4,10 +4,10 @@ Site:    minimise alpha_t l_proc + (1 - alpha_t) f_k, l_proc the mean over items
          e^(s(z, g_c) / tau)], c over the classes with a prototype, s the cosine, z the feature, g_c the received
          prototype, constant; an item whose own class has none contributes 0. alpha_t = 1 - t / (T - 1), then 0.
 Server:  FedAvg's; g_c = plain mean over the participants that own c of their class means of z, or by samples.
-Written from re-implementations; the other reading, 1 - t / T, is `rounds` = T + 1. T stays when a run is made longer.
-Departures. While there is no prototype (round 1), alpha_t is 0: it would be 1, and nothing would be learnt. Class means
-are taken after training in evaluation mode. A class whose owners are all absent keeps its prototype. The original's
-projection layers are left out. Rows of absent classes travel as zeros.
+Written from re-implementations; the other reading, 1 - t / T, is `rounds` = T + 1. T stays when a run is extended.
+Departures. While there is no prototype (round 1), alpha_t is 0: it would be 1, and nothing would be learned. Class
+means are computed after training in evaluation mode. A class whose owners are all absent keeps its prototype. The
+original's projection layers are omitted. Rows of absent classes are sent as zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
-from medfl.methods.base import MEANS, Collated, Group, Method, option
+from medfl.methods.base import MEANS, Collated, Group, Method, option, sent
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -51,11 +51,12 @@ class FedProc(Method):
         return (Group("prototypes", smaller=True),)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class."""
+        """Return the bundle's network, whose head has one output per class."""
         return with_class_head(network, task)
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""
+        # the head's weight (K, d) has the form of the prototypes; counts of 0 mean that there are none yet
         means = torch.zeros_like(next(head(host.model(weights)).parameters()).detach())
         prototypes = {
             "means": means,
@@ -68,15 +69,15 @@ class FedProc(Method):
         return Message({"weights": server["weights"], "prototypes": server["prototypes"]})
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train; reply the class means of the trained model's features besides."""
+        """Train; also reply with the class means of the trained model's features."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
         means, counts = class_means(model, site)
         if self.average == "uniform":
-            counts = counts.clamp(max=1)  # who owns a class is all that the server needs
+            counts = counts.clamp(max=1)  # the server only needs to know who owns a class
 
-        groups = {"weights": snapshot(model), "prototypes": {"means": means, "counts": counts}}
-        return state, Message(groups, {"samples": site.num_samples})
+        prototypes = {"means": means, "counts": counts}
+        return state, site.reply(snapshot(model), prototypes=prototypes)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with alpha_t times the prototype loss and 1 - alpha_t times the site's own."""
@@ -100,7 +101,7 @@ class FedProc(Method):
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
-        means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])
+        means, counts = pooled_means(sent(replies, "prototypes"))
         # A class whose owners are all absent keeps its prototype.
         newest_counts = torch.where(counts > 0, counts, old["counts"])
         fresh = {
@@ -122,10 +123,10 @@ def prototype_loss(
         known: (K,) bool, the classes that have a prototype; an item of another one contributes 0.
         tau: temperature.
     """
-    cosine = normalize(z, dim=1) @ normalize(prototypes, dim=1).to(z.dtype).T
+    cosine = normalize(z, dim=1) @ normalize(prototypes, dim=1).to(z.dtype).T  # (B, K)
     # A class without a prototype is not in the sum over c.
     logits = (cosine / tau).masked_fill(~known, -torch.inf)
-    labels = torch.where(known[labels], labels, -100)  # the index that cross_entropy passes over
+    labels = torch.where(known[labels], labels, -100)  # the index that cross_entropy ignores
     return cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / len(labels)
 
 

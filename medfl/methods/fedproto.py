@@ -5,9 +5,9 @@ Site:    minimise f_k + lambda * mean over batch and d of (h - C_y)^2, h the fea
 Server:  C_c = plain mean over the participants that own c, as in the public code. Weights never leave a site.
 Judged by the nearest prototype (mean squared difference) among the site's own classes, or by the site's classifier.
 Departures. The paper prints a sample-weighted mean divided once more by the number of owners, which would shrink every
-prototype; `weights="samples"` is without that division. Class means are taken after training in evaluation mode,
+prototype; `weights="samples"` omits that division. Class means are computed after training in evaluation mode,
 not over the last epoch's batches. A class whose owners are all absent keeps its prototype.
-With `bodies` the sites have networks of their own, which must agree on the length d of a feature and on nothing else.
+With `bodies` the sites have their own networks, which only need to agree on the length d of a feature.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class FedProto(PrototypeExchange):
     paper = "FedProto: Federated Prototype Learning across Heterogeneous Clients (Tan et al., 2022)"
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the class means of features, and the classes' counts where these weigh."""
+        """Declare the class means of features, and the classes' counts if they are used as weights."""
         return prototype_groups(counts=self.weights == "samples")
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train the site's own model near the prototypes; reply its class means."""
+        """Train the site's own model near the prototypes; reply with its class means."""
         model = site.model(state["weights"])
         self.train(model, site, state, down)
         means, counts = class_means(model, site)
@@ -110,7 +110,7 @@ class FedProto(PrototypeExchange):
 
 
 def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:
-    """Let a network classify by the nearest prototype.
+    """Make a network classify by the nearest prototype.
 
     Args:
         network: changed in place: its head gives (B, K) logits, minus the mean squared difference to each prototype.

@@ -1,7 +1,7 @@
 """FedProx: "Federated Optimization in Heterogeneous Networks" (Li et al., MLSys 2020).
 
 A site minimises f_k(w) + (mu/2) ||w - w^t||^2 over the trainable parameters; the server is FedAvg's. The term's
-gradient mu (w - w^t) is added to the loss gradient, so it passes through momentum as a term of the loss does; buffers
+gradient mu (w - w^t) is added to the loss gradient, so it passes through momentum like a term of the loss; buffers
 are not pulled.
 Departure: sites never return inexact solutions (no stragglers).
 """

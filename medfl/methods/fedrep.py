@@ -2,10 +2,10 @@
 
 w = (body theta, head psi_k). A site first trains psi_k for E_h epochs with theta frozen, then theta for E_b epochs with
 psi_k frozen; E_b is the run's local epochs (1 or 5 in the public code). theta is averaged by samples as in that code,
-psi_k never leaves. The code also fits the heads to the final theta after the last round: done here whenever a site is
-judged, on a copy.
-Departures. While the body is frozen BatchNorm's statistics are too; in the public code they keep moving. Each phase has
-an optimiser of its own: no parameter is trained in both, so nothing is lost.
+psi_k never leaves. The code also fits the heads to the final theta after the last round: here this is done whenever a
+site is judged, on a copy.
+Departures. While the body is frozen, so are BatchNorm's statistics; in the public code they keep moving. Each phase has
+its own optimiser: no parameter is trained in both, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FedRep(PersonalHead):
     paper = "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose parts both have something to train."""
+        """Return the bundle's network, both parts of which have trainable parameters."""
         return self.check_parts(network, "fedrep", head=self.head_epochs + self.finetune_epochs > 0)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:

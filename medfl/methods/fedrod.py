@@ -5,9 +5,9 @@ z_g + gamma log n with n the site's class counts; both are averaged by samples. 
 z_g + h(f), with z_g and f held constant, trains h only. Global prediction z_g, personal prediction z_g + h(f).
 h starts as a copy of g (`personal_start=zero`: at 0, so that a site that never took part predicts as g, at the cost of
 slow first rounds).
-Departures. Both losses come from one forward pass and the bundle's optimiser takes both steps; the public code steps h
-by plain SGD. The bundle's loss stands for cross-entropy. The variant that predicts h from the class distribution (a
-hypernetwork) is left out.
+Departures. Both losses use the same forward pass and the bundle's optimiser takes both steps; the public code trains h
+by plain SGD. The bundle's loss replaces cross-entropy. The variant that predicts h from the class distribution (a
+hypernetwork) is omitted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TwoHeads(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        # Run in training mode too: hooks on the last layer of the network, which it is, have to fire.
+        # Run in training mode too: it is the network's last layer, whose hooks must fire.
         personal: Tensor = self.personal(x.detach())
         if self.training:
             return super().forward(x)
@@ -55,9 +55,10 @@ class FedROD(Method):
     """A body with a generic head for everybody and a personal head for the site's own class distribution."""
 
     personal_start: str = option(
-        "generic", "the personal head begins as a copy of the generic one (authors' code), or at 0",
+        "generic",
+        "the personal head begins as a copy of the generic one (authors' code), or at 0",
         choices=("generic", "zero"),
-    )  # fmt: skip
+    )
     gamma: float = option(
         1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0
     )
@@ -67,7 +68,7 @@ class FedROD(Method):
     judged = "personal"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Put two heads in the place of one."""
+        """Replace the head by two."""
         return replace_head(network, TwoHeads(class_head(network, task)))
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
@@ -82,13 +83,14 @@ class FedROD(Method):
         state = super().init_site(site)
         initial = site.initial_weights
         if self.personal_start == "generic":
-            state["weights"] = {
-                name: initial[name.replace("personal.", "")].clone() for name in state["weights"]
-            }
+            # the generic head has the same names without this part
+            for name in state["weights"]:
+                state["weights"][name] = initial[name.replace("personal.", "")].clone()
+
         return state
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
-        """Train body and generic head by balanced softmax, the personal head on top of them."""
+        """Train body and generic head by balanced softmax, and the personal head on top of them."""
         heads = next(module for module in model.modules() if isinstance(module, TwoHeads))
         prior = log_prior(site, heads.out_features, self.gamma)
 

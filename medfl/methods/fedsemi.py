@@ -1,4 +1,4 @@
-"""FedSemi: sites without labels learn from the global model, as a mean teacher that begins as that model.
+"""FedSemi: sites without labels learn from the global model, as a mean teacher that starts as that model.
 
 The setting is that of RSCFed (Liang et al., CVPR 2022), each site with all labels or with none; threshold and strong
 view are FixMatch's (Sohn et al., NeurIPS 2020), the teacher Mean Teacher's (Tarvainen and Valpola, NIPS 2017).
@@ -14,12 +14,12 @@ Server:         w <- sum_k p_k w_k,  p_k ~ n_k at sites with labels, weight r_k 
                 in the first `warmup` rounds 0 there, for a teacher that knows nothing is soon sure of it: such a
                 site then takes one batch, only to tell r_k, by which one sees what the model has learned
 
-Departures. FixMatch has images with labels in each batch; a site of ours has none, and what it is sure of is of few
-classes, so that it would forget the others: where it is not sure it keeps the teacher's probabilities (`unsure=0`
-leaves them out). RSCFed takes the squared distance to sharpened ones and keeps teachers from round to round, and its
-server averages random subsets by their distance; `warmup` stands for its first model, of the sites with labels. r_k is
-ours (`count=all` leaves it out): a site that was sure of nothing has learned nothing. A moves no pixel but by the
-mirror, in classification; in segmentation the part that is cut out is not learned. One output is the logit of class 1.
+Departures. FixMatch has labelled images in each batch; here an unlabelled site has none, and its confident predictions
+cover few classes, so that it would forget the others: where it is not confident it keeps the teacher's probabilities
+(`unsure=0` omits them). RSCFed uses the squared distance to sharpened ones and keeps teachers between rounds, and its
+server averages random subsets by their distance; `warmup` replaces its first model, of the labelled sites. r_k is
+ours (`count=all` omits it): a site without confident predictions has learned nothing. A moves no pixel except by the
+mirroring, in classification; in segmentation the cut-out part is not learned. A single output is the logit of class 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from medfl.methods.base import Collated, Method, option, sample_shares, weighted
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
-_LEAST = 1e-3  # of r_k, which is in a reply: a number a thousand times smaller than others' is refused there
+_LEAST = 1e-3  # for r_k, which is in a reply: a number a thousand times smaller than others' is refused there
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class FedSemi(Method, WithoutLabels):
             feed=self._lessons(model, teacher, site, sure),
         )
         share = max(_LEAST, float(torch.stack(sure).mean())) if sure else _LEAST
-        # The buffers of w: those of s come from strong views, which no real image looks like.
+        # The buffers of w: those of s come from strong views, which no real image resembles.
         weights = snapshot(model)
         for name, _ in model.named_buffers():
             if name in down["weights"]:
@@ -138,13 +138,13 @@ class FedSemi(Method, WithoutLabels):
 
         def feed(x: Collated, y: None) -> tuple[Collated, ...]:
             if sure and self.decay < 1:
-                # The step on the batch before has been taken by now: t <- decay t + (1 - decay) s.
+                # The step on the previous batch has been taken by now: t <- decay t + (1 - decay) s.
                 ema_update(teacher, model, self.decay)
 
             with torch.no_grad(), evaluating(teacher), autocast(site):
-                q = class_logits(teacher, x).float().softmax(1)
+                q = class_logits(teacher, x).float().softmax(1)  # (B, K, ...)
 
-            chance, label = q.max(1, keepdim=True)
+            chance, label = q.max(1, keepdim=True)  # (B, 1, ...)
             certain = chance >= self.threshold
             sure.append(certain.float().mean())
             # y: one-hot where the teacher is sure, its probabilities elsewhere.
@@ -159,25 +159,26 @@ class FedSemi(Method, WithoutLabels):
         return feed
 
 
-# Pseudo-labels. All draws are made on the CPU, one row an image, so that every device sees the same views.
+# Pseudo-labels. All random numbers are drawn on the CPU, one row per image, so that all devices see the same views.
 
 
 def strong_view(
     x: Tensor, strength: float, mirror: bool, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, H, W[, D]) changed, and where nothing was cut out, (B, H, W[, D]) of 0 and 1.
+    """Return changed images (B, C, H, W[, D]), and a map (B, H, W[, D]) that is 0 where something was cut out, else 1.
 
     With m and s the mean and deviation of an image and u_i uniform in -1 to 1, it becomes
     m + (1 + 0.5 u_1)(x - m) + 0.5 s u_2 + 0.25 s |u_3| n, n normal, where 0.5 and 0.25 are times `strength`; then a box
-    with a quarter to half of each side takes the value m.
+    with a quarter to half of each side is set to m.
 
     Args:
         x: the images.
-        strength: of the change of intensities; 0 leaves them.
-        mirror: turn half of the images around their last axis.
-        generator: of all draws.
+        strength: of the change of intensities; 0 leaves them unchanged.
+        mirror: flip half of the images along their last axis.
+        generator: for all random numbers.
     """
     count = len(x)
+    # of each image: three changes of intensity, whether it is mirrored, and a length and a start along each axis
     sides = x.shape[2:]
     u = torch.rand(count, 4 + 2 * len(sides), generator=generator)
     normal = torch.randn(x.shape, generator=generator).to(x)
@@ -219,10 +220,10 @@ def masked_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -
 
 
 def class_logits(model: nn.Module, x: Collated) -> Tensor:
-    """Return logits (B, K, ...), K = 2 of a network with one output: 0 and that one.
+    """Return logits (B, K, ...); for a network with one output K = 2: 0 and that one.
 
     Raises:
-        InputError: its output is no such tensor.
+        InputError: its output is not such a tensor.
     """
     output = model(x)
     if not isinstance(output, Tensor) or output.ndim < 2:
@@ -239,6 +240,7 @@ def class_logits(model: nn.Module, x: Collated) -> Tensor:
 
 def ema_update(teacher: nn.Module, model: nn.Module, decay: float) -> None:
     """Move a teacher's parameters to decay * its own + (1 - decay) * the model's."""
+    # the parameters alone: running statistics stay those of real images
     with torch.no_grad():
         for mean, newest in zip(teacher.parameters(), model.parameters(), strict=True):
             mean.lerp_(newest, 1 - decay)

@@ -8,9 +8,9 @@ Server:  w_g as FedAvg; SoftPull w_p,i <- lambda w_p,i + (1 - lambda) / (N - 1) 
 Result:  the super model: where max softmax(s(x)) > threshold the w_p of that site predicts x, else w_g.
 
 Departures. The super model of all sites is the server's, and judged; at the end of a run a site is also scored by what
-it holds: its own w_p where the selector says so, else w_g. The original's selector is a VGG-11, here it is any of our
-classifiers, small by default. It sees what the segmentation network sees: of volumes the patches, in training as in a
-sliding window. A network of vectors has a linear selector.
+it holds: its own w_p if the selector says so, else w_g. The original's selector is a VGG-11, here it is any of our
+classifiers, small by default. It has the same input as the segmentation network: for volumes the patches, in training
+as in a sliding window. A network on vectors has a linear selector.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch.nn.functional import cross_entropy
 
 from medfl import networks
 from medfl.core.errors import InputError
+from medfl.core.mappings import pick
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
-from medfl.training import Host, Site, fit, one_sample_safe, snapshot
+from medfl.training import Host, Site, fit, one_sample_safe, snapshot, zeros_of
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)
 
@@ -67,24 +68,24 @@ class FedSM(SiteModels, Method):
         with stream(host.seed, "selector"):
             selector = self._selector(host.model(weights), len(names))
 
-        chosen = {name: p for name, p in selector.named_parameters() if p.requires_grad}
         return {
             "weights": dict(weights),
             "personal": {name: dict(weights) for name in names},
             "selector": snapshot(selector),
-            "mean": {name: torch.zeros_like(p) for name, p in chosen.items()},
-            "square": {name: torch.zeros_like(p) for name, p in chosen.items()},
+            "mean": zeros_of(selector),
+            "square": zeros_of(selector),
         }
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w_g, the site's pulled w_p, the selector with its moments, and the site's number."""
+        # a site's number is its index among the sorted names, as in `init_server`
         names = sorted(server["personal"])
-        groups = {group: server[group] for group in ("weights", "selector", "mean", "square")}
+        groups = pick(server, ("weights", "selector", "mean", "square"))
         groups["personal"] = server["personal"][site_name]
         return Message(groups, {"site": names.index(site_name), "sites": len(names)})
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average w_g and the selector, pull the participants' personal models towards each other."""
+        """Average w_g and the selector, and pull the participants' personal models towards each other."""
         shares = sample_shares(replies)
         after = {**server, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
         for group in ("weights", "selector", "mean", "square"):
@@ -117,7 +118,7 @@ class FedSM(SiteModels, Method):
         return state, Message({**groups, **moments}, reply.scalars)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return w_p where the selector takes an image for this site's, else w_g."""
+        """Return w_p for images that the selector assigns to this site, else w_g."""
         expert = {int(down.scalars["site"]): site.model(down["personal"])}
         return self._routed(
             site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"])
@@ -127,6 +128,7 @@ class FedSM(SiteModels, Method):
 
     def _selector(self, network: nn.Module, sites: int) -> nn.Module:
         """Build a selector of what enters this network."""
+        # one output alone would have nothing to tell apart, hence two at least
         kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
         first = next((module for module in network.modules() if isinstance(module, kinds)), None)
         device = next(network.parameters()).device
@@ -154,6 +156,7 @@ class FedSM(SiteModels, Method):
         """Take one Adam step by the mean gradient over the site's images; return the new moments."""
         selector.train()
         with stream(site.seed, "selector") as generator:
+            # gradients add up over the batches: the step uses their mean over all images
             for x, _ in site.train.batches(site.settings.batch_size, generator):
                 number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
                 with one_sample_safe(selector, x):
@@ -162,8 +165,7 @@ class FedSM(SiteModels, Method):
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
 
-        # Adam with the averaged moments of the round before, as if one optimiser went from site to
-        # site.
+        # Adam with the averaged moments of the previous round, as if one optimiser moved from site to site.
         optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
         for name, parameter in selector.named_parameters():
             optimizer.state[parameter] = {
@@ -182,13 +184,13 @@ class FedSM(SiteModels, Method):
 
 
 class SuperModel(nn.Module):
-    """Each image to the expert that the selector is sure of, or to the global model.
+    """Routes each image to the expert that the selector is confident about, or to the global model.
 
     Args:
         w_g: the global model.
         experts: site's number -> its personal model.
         selector: images -> (B, N) logits of the sites.
-        threshold: confidence that an expert needs; from 1 on none is asked.
+        threshold: confidence that an expert needs; from 1 on none is used.
     """
 
     def __init__(
@@ -206,10 +208,12 @@ class SuperModel(nn.Module):
 
     def route(self, x: Tensor) -> Tensor:
         """Return for each image the number of the site whose model predicts it (B,), -1 for the global model."""
-        sure, who = self.selector(x).float().softmax(1).max(1)
+        sure, who = self.selector(x).float().softmax(1).max(1)  # (B,) each
+        # a site has its own expert alone: what the selector takes for another site's goes to w_g
         held = torch.zeros_like(who, dtype=torch.bool)
         for number in self.experts:
             held = held | (who == int(number))
+
         return torch.where(held & (sure > self.threshold), who, -1)
 
     def forward(self, x: Tensor) -> Collated:
@@ -222,7 +226,7 @@ class SuperModel(nn.Module):
         if len(used) == 1:
             return self._model(used[0])(x)
 
-        output: Collated = None
+        output = None
         for number in used:
             rows = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[rows])
@@ -234,7 +238,7 @@ class SuperModel(nn.Module):
         return output
 
     def _blended(self, x: Tensor, routes: Tensor) -> Collated:
-        """Return what `forward` does, by every model on every image: a recorded program has no routes to choose."""
+        """Compute `forward` with every model on every image: a recorded program has no routes to choose."""
         output = self.w_g(x)
         for number, expert in self.experts.items():
             chosen = (routes == int(number)).reshape(-1, *[1] * (output.ndim - 1))
@@ -248,9 +252,11 @@ class SuperModel(nn.Module):
 def soft_pull(replies: Messages, lam: float) -> dict[str, Tensors]:
     """Return lambda w_p,i + (1 - lambda) / (N - 1) sum_(j != i) w_p,j of each of the N participants.
 
-    The rows sum to 1, so the participants' mean stays. A single one keeps its own. Integer counters stay.
+    The rows sum to 1, so the participants' mean is unchanged. A single one keeps its own. Integer counters are
+    unchanged.
     """
     names = sorted(replies)
+    # the mean of no others is none
     if len(names) == 1:
         return {names[0]: dict(replies[names[0]]["personal"])}
 

@@ -16,11 +16,11 @@ Sets:    regularised adaptive prediction sets (Angelopoulos et al. 2021): class 
 Server:  the mean of the proxies by samples, as FedAvg.
 Judged by the large model; the server's is the averaged proxy.
 
-Departures. The public code's L is a ranking loss of the proxy's constant logits, so that nothing comes back to the
-large model; L here is FedHelp's eq. 5 with a set for each sample. It calibrates once a round and so never uses the
-lambda that it adapts; here sets are calibrated before each local epoch, as there on the training items, and the
-accuracy outlives the round. It divides its KL by the number of classes besides, and takes the plain mean over sites.
-Its temperature scaling before calibration is left out. Models start from the run's initial weights.
+Departures. The public code's L is a ranking loss of the proxy's constant logits, so that no gradient reaches the
+large model; L here is FedHelp's eq. 5 with a set for each sample. That code calibrates once per round and so never uses
+the lambda that it adapts; here sets are calibrated before each local epoch, also on the training items, and the
+accuracy persists between rounds. It also divides its KL by the number of classes, and takes the plain mean over sites.
+Its temperature scaling before calibration is omitted. Models start from the run's initial weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from medfl.storage.files import State
 from medfl.training import Objective, Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]
-"""Logits (B, K), random numbers as of `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""
+"""Logits (B, K), random numbers from `uniform` -> (B, K) bool, the classes of each sample's uncertainty set."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class FedType(PrivateModels):
     tasks = ("classification",)
 
     def __post_init__(self) -> None:
-        """Refuse a coverage that only sets of all classes have."""
+        """Refuse a coverage that only sets of all classes reach."""
         if self.coverage >= 1:
             raise InputError(
                 f"coverage={self.coverage:g}", "a part of the labels, 0 to below 1", "take 0.9"
             )
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class."""
+        """Return the bundle's network, whose head has one output per class."""
         return with_class_head(network, task)
 
     def init_site(self, site: Site) -> State:
@@ -91,7 +91,7 @@ class FedType(PrivateModels):
         return {**super().init_site(site), "accuracy": 0.0, "lam": self.lam_proxy}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train the large model and the received proxy in turn; reply the proxy."""
+        """Train the large model and the received proxy alternately; reply with the proxy."""
         large = site.model(state["private"])
         proxy = proxy_model(site, down["weights"])
         accuracy = state["accuracy"]
@@ -108,12 +108,12 @@ class FedType(PrivateModels):
 
         train_in_turns(site, turns)
         after = {"private": snapshot(large), "accuracy": accuracy, "lam": lam}
-        return after, Message({"weights": snapshot(proxy)}, {"samples": site.num_samples})
+        return after, site.reply(snapshot(proxy))
 
     def _large_objective(
         self, site: Site, large: nn.Module, proxy: nn.Module, lam: float, epoch: int, hits: Tensor
     ) -> Document:
-        """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
+        """Return the large model's loss and feed; each step adds the number of correct samples to `hits`."""
 
         def logits_and_loss(network: nn.Module, x: Collated, y: Collated) -> tuple[Tensor, Tensor]:
             z = network(x)
@@ -178,14 +178,15 @@ def uniform(count: int, draws: torch.Generator) -> Tensor:
 
 
 def scores(z: Tensor, u: Tensor, k_reg: int, lam: float) -> Tensor:
-    """Return how unusual each class would be as the label, (B, K) float64, with a random number for each sample.
+    """Return how unusual each class would be as the label, (B, K) float64, using a random number per sample.
 
     Args:
         z: logits (B, K); of equal ones the lower class ranks first.
-        u: the random numbers, as of `uniform`.
+        u: the random numbers, from `uniform`.
         k_reg: k, the ranks without a cost.
         lam: lambda, the cost of each further rank.
     """
+    # (B, K), the most probable class first
     p, order = z.double().softmax(1).sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device)
     # The larger probabilities, a random part of the class's own, and the cost of ranks beyond k.
@@ -208,7 +209,7 @@ def consensus(sets: Tensor, of_large: Tensor) -> Tensor:
 
 
 def grown(lam: float, fall: float) -> float:
-    """Return the proxy's lambda after the large model's training accuracy fell by so much: from lambda_0 towards 1."""
+    """Return the proxy's lambda after a drop of the large model's training accuracy: from lambda_0 towards 1."""
     return lam + max(0.0, 1 - lam) * max(0.0, fall)
 
 

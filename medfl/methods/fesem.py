@@ -1,14 +1,14 @@
-"""FeSEM: "Multi-Center Federated Learning" (Xie et al. 2020): sites with like weights share a centre.
+"""FeSEM: "Multi-Center Federated Learning" (Xie et al. 2020): sites with similar weights share a centre.
 
 The server keeps K centres W_k; each site has one of them, from which it trains. After a round, with the participants'
 weights w_i: E-step r(i) = argmin_k ||w_i - W_k|| over all trainable parameters together, the lowest k of equal ones;
-M-step W_k = the mean of its members' w_i. A centre without members stays as it is, an absent site keeps its centre.
-Both steps lessen sum_i ||w_i - W_r(i)||^2.
+M-step W_k = the mean of its members' w_i. A centre without members is unchanged, an absent site keeps its centre.
+Both steps reduce sum_i ||w_i - W_r(i)||^2.
 
-In round 1 no site has weights yet: all train from the common initial model, and the first centres are K of the weights
-that come back, far from each other (ours). With fewer different ones than K the others are chosen in the next rounds; a
-centre that is not chosen yet has no members. `start=random` is the paper's: K different random models, to which the
-sites are dealt. Those are further apart than training ever moves a site, so that the groups hardly change.
+In round 1 no site has weights yet: all train from the common initial model, and the first centres are K of the returned
+weights, far from each other (ours). With fewer than K different ones, the others are chosen in the next rounds; a
+centre that has not been chosen yet has no members. `start=random` is the paper's: K different random models, to which
+the sites are assigned. Those are further apart than training ever moves a site, so that the groups hardly change.
 `assign=by_class_count` is what a public code base in the lineage of pFedPM's experiments calls SEM: two groups, the
 sites with fewer classes than the mean and the others.
 """
@@ -26,9 +26,9 @@ from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
-from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, option, sent, weighted_mean
 from medfl.storage.files import State
-from medfl.training import Host, Site, snapshot
+from medfl.training import Host, Site, snapshot, trainable
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FeSEM(Method):
     judged = "personal"
 
     def __post_init__(self) -> None:
-        """Refuse another number of centres than two where classes are counted."""
+        """Refuse a number of centres other than two if classes are counted."""
         if self.assign == "by_class_count" and self.clusters != 2:
             raise InputError(
                 f"clusters={self.clusters} with assign=by_class_count",
@@ -76,13 +76,13 @@ class FeSEM(Method):
     # Server half
 
     def introduce(self, site: Site) -> Message:
-        """Tell the number of classes, where the groups go by it."""
+        """Send the number of classes, if the groups depend on it."""
         if self.assign == "distance":
             return Message()
         return Message({}, {"classes": int((class_counts(site.train, 0) > 0).sum())})
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
-        """Make the first centres and give each site one."""
+        """Make the first centres and assign one to each site."""
         names = sorted(introductions)
         drawn = []
         for k in range(1, self.clusters):
@@ -102,6 +102,7 @@ class FeSEM(Method):
                 order = torch.randperm(len(names), generator=generator).tolist()
             assignment = {names[i]: rank % self.clusters for rank, i in enumerate(order)}
 
+        # how many centres are final: the others are chosen among the replies of the first rounds
         chosen = self.clusters if self.start == "random" else 0
         return {
             "weights": dict(weights),
@@ -111,19 +112,18 @@ class FeSEM(Method):
         }
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the site its centre; one that did not introduce itself has the first."""
+        """Send the site its centre; a site without introduction has the first."""
         return Message({"weights": _centres(server)[server["assignment"].get(site_name, 0)]})
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Choose first centres while there are too few, then E-step and M-step."""
+        """Choose initial centres while there are too few, then E-step and M-step."""
         centres = _centres(server)
         assignment = server["assignment"]
         chosen = server["chosen"]
         if self.assign == "distance":
-            trainable = host.model(centres[0]).named_parameters()
-            names = [name for name, parameter in trainable if parameter.requires_grad]
-            sent = [replies[site]["weights"] for site in sorted(replies)]
-            anchors = _spread(sent, centres, chosen, names)
+            # buffers and frozen weights say nothing about a site's own data
+            names = [*trainable(host.model(centres[0]))]
+            anchors = _spread(sent(replies, "weights"), centres, chosen, names)
             centres = [*anchors, *centres[len(anchors) :]]
             chosen = len(anchors)
             assignment = dict(assignment)
@@ -167,7 +167,7 @@ class FeSEM(Method):
         return {}, reply
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the site's centre, or its model of its last training."""
+        """Return the site's centre, or its model after its last training."""
         return site.model(state.get("trained", down["weights"]))
 
 
@@ -178,17 +178,18 @@ def nearest(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) 
 
 
 def _spread(
-    sent: Sequence[Weights], centres: Sequence[Weights], count: int, names: Sequence[str]
+    weights_of: Sequence[Weights], centres: Sequence[Weights], count: int, names: Sequence[str]
 ) -> list[Weights]:
     """Return the first `count` centres, then sites' weights up to K in all, each the farthest from those before."""
-    chosen = [*centres[:count]] or [sent[0]]
+    chosen = [*centres[:count]] or [weights_of[0]]
     while len(chosen) < len(centres):
-        squares = [_least_square(weights, chosen, names) for weights in sent]
+        squares = [_least_square(weights, chosen, names) for weights in weights_of]
         farthest = max(squares)
-        if not farthest:  # fewer different weights than centres
+        # fewer different weights than centres: a second one in the same place would get no members
+        if not farthest:
             break
 
-        chosen.append(sent[squares.index(farthest)])
+        chosen.append(weights_of[squares.index(farthest)])
 
     return chosen
 

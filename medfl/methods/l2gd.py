@@ -2,13 +2,13 @@
 
 min (1/n) sum_i f_i(w_i) + (lambda/2n) sum_i ||w_i - m||^2, m the mean of the n sites' w_i. The paper tosses a coin, the
 same for all sites: with probability 1 - p a local step of rate alpha / (n (1 - p)), with p an averaging step
-w_i <- w_i + theta (m - w_i), theta = alpha lambda / (n p). Averaging steps leave m as it is, so only a change from
-local to averaging steps needs communication.
+w_i <- w_i + theta (m - w_i), theta = alpha lambda / (n p). Averaging steps leave m unchanged, so only a change from
+local to averaging steps requires communication.
 
 A round is one communication: the run's local epochs, then one averaging step; the run's learning rate is
 alpha / (n (1 - p)), so lambda = theta p / ((1 - p) x rate). With `coin` = p > 0 the numbers of local iterations, of the
 run's local epochs each, and of averaging steps are those between two such changes of the coin; with one batch and one
-epoch that is the paper's algorithm. A site averages when m arrives, in the next round or when it is judged.
+epoch that is the paper's algorithm. A site averages when it receives m, in the next round or when it is judged.
 Departures. m is the plain mean over the round's participants (the paper has no cohorts). BatchNorm's buffers stay at
 their site.
 """
@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.mappings import pick
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.seeding import stream
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
-from medfl.training import FitReport, Host, Site, fit, snapshot
+from medfl.training import FitReport, Host, Site, copied, fit, snapshot
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class L2GD(Method):
     judged = "personal"
 
     def __post_init__(self) -> None:
-        """Refuse a step beyond the mean, and a coin that never falls on a local step."""
+        """Refuse a step beyond the mean, and a coin that never selects a local step."""
         if self.theta > 1 or self.coin >= 1:
             raise InputError(
                 f"theta={self.theta:g} and coin={self.coin:g} for method 'l2gd'",
@@ -61,17 +62,18 @@ class L2GD(Method):
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the buffers."""
         parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+        # the paper's models have no running statistics, and those of others do not fit personal weights
         if self.mix_buffers:
             return frozenset()
 
         return frozenset(network.state_dict()) - parameters
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
-        """Start from the common initial weights as the mean, of which every averaging step makes the same again."""
+        """Start from the common initial weights as the mean, which averaging steps leave unchanged."""
         return {**super().init_server(host, weights, introductions), "tosses": self.tosses(host)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the mean, and how the coin fell."""
+        """Send the mean, and the result of the coin."""
         return Message({"weights": server["weights"]}, server["tosses"])
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
@@ -82,7 +84,7 @@ class L2GD(Method):
         }
 
     def tosses(self, host: Host) -> dict[str, int]:
-        """Toss the coin, if there is one: averaging steps until it falls on local ones, and these until it turns."""
+        """Toss the coin, if any: count averaging steps until a local one, then local ones until the next change."""
         if not self.coin:
             return {}
 
@@ -92,21 +94,19 @@ class L2GD(Method):
             return {"averagings": averagings, "iterations": iterations}
 
     def global_predictor(self, host: Host, server: State) -> None:
-        """Return None: the mean is no product of this method."""
+        """Return None: the mean is not a result of this method."""
         return
 
     def init_site(self, site: Site) -> State:
         """Start w_i from the common initial weights."""
-        return {"weights": {name: tensor.clone() for name, tensor in site.initial_weights.items()}}
+        return {"weights": copied(site.initial_weights)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Take the averaging steps towards the received mean, train, reply w_i."""
+        """Take the averaging steps towards the received mean, train, reply with w_i."""
         model = site.model(self._averaged(state, down))
         self.train(model, site, state, down)
         trained = snapshot(model)
-        return {"weights": trained}, Message(
-            {"weights": {name: trained[name] for name in down["weights"]}}
-        )
+        return {"weights": trained}, Message({"weights": pick(trained, down["weights"])})
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train for as many iterations as the coin says."""
@@ -119,10 +119,10 @@ class L2GD(Method):
         return site.model(self._averaged(state, down))
 
     def _averaged(self, state: State, down: Message) -> Weights:
-        """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
-        # A step leaves 1 - theta of the distance to m, and m where it is.
+        """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters are unchanged."""
+        # A step leaves 1 - theta of the distance to m, and m unchanged.
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
-        averaged: Tensors = dict(state["weights"])
+        averaged = dict(state["weights"])
         for name, m in down["weights"].items():
             if part and m.is_floating_point():
                 averaged[name] = torch.lerp(averaged[name], m.to(averaged[name].device), part)
@@ -131,7 +131,7 @@ class L2GD(Method):
 
 
 def _run(again: float, generator: torch.Generator) -> int:
-    """Count steps, one at least, while the next toss falls alike, with this probability."""
+    """Count steps, at least one, while the next toss gives the same result, with this probability."""
     count = 1
     while torch.rand((), generator=generator) < again:
         count += 1

@@ -1,7 +1,7 @@
 """Local: no federation.
 
 Each site trains its own model from the common initial weights. Every tensor is personal, so nothing is sent in either
-direction. The optimiser is rebuilt every round, to be step-comparable with the federated methods.
+direction. The optimiser is rebuilt every round, for step parity with the federated methods.
 With a cohort a site trains only in the rounds for which it is drawn: as many steps as in FedAvg with the same settings.
 `everyone` trains all sites in every round instead, rounds x local epochs each.
 """
@@ -31,7 +31,7 @@ class Local(WholeCohort, OwnNetworks):
         return Message()
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train the site's own model on; reply nothing."""
+        """Continue training the site's own model; reply with nothing."""
         # The site's own weights, whatever was broadcast.
         model = site.model(state["weights"])
         self.train(model, site, state, down)

@@ -6,7 +6,7 @@ Site:    minimise f_k + mu times the mean over items of -log[e^(s(z, z_g) / tau)
          in evaluation mode, without gradients.
 Server:  FedAvg's.
 
-A first participation has no z_p and trains as FedAvg (the public code's loss is 0 then). z is what enters the head;
+A first participation has no z_p and trains as FedAvg (the public code's loss is 0 then). z is the head's input;
 `projection=true` puts the original's two layers before a smaller head. In segmentation z is the bottleneck: the
 smallest feature map, averaged over space. Departure: the public code can keep several previous models, here it is one.
 """
@@ -28,7 +28,7 @@ from medfl.networks.heads import features_and_output, frozen, head_name, replace
 from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
-_PROJECTED = 256  # length of a projected feature, of the public code
+_PROJECTED = 256  # length of a projected feature, as in the public code
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MOON(Method):
     takes_prototypes = True
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Put projection and a new head in the head's place, if asked for."""
+        """Replace the head by a projection and a new head, if requested."""
         if not self.projection:
             return network
 
@@ -66,7 +66,7 @@ class MOON(Method):
         return replace_head(network, nn.Sequential(layers).to(layer.weight))
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train and keep the trained model as the previous one of the next time."""
+        """Train and keep the trained model as the previous one for the next time."""
         _, reply = super().local_update(site, state, down)
         return {"previous": reply["weights"]}, reply
 
@@ -76,7 +76,7 @@ class MOON(Method):
             if not self.mu:
                 return fit(model, site)
 
-            # FedAvg's loss as an objective, so that a bundle's trainer which takes its steps by itself is
+            # FedAvg's loss as an objective, so that a bundle's trainer with its own training step is
             # refused now and not in round 2.
             return fit(model, site, objective=lambda net, x, y: site.loss(net(x), y))
 
@@ -84,6 +84,7 @@ class MOON(Method):
             self.feature == "auto" and site.task.kind == "segmentation"
         )
         run = bottleneck_and_output if by_map else features_and_output
+        # separate networks: `model` moves while these two are fixed
         received = frozen(site.model(down["weights"]))
         previous = frozen(site.model(state["previous"]))
 
@@ -110,9 +111,9 @@ def contrastive(z: Tensor, z_g: Tensor, z_p: Tensor, tau: float) -> Tensor:
 def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Collated]:
     """Run a network once and return its smallest feature map (B, C, H, W[, D]) and its output.
 
-    Of several that small it is the last, with which a decoder starts. A map of one position is none: it is the gate of
-    a squeeze-and-excitation block. The head and what holds it do not count, so that a network that keeps its size gives
-    what enters the head.
+    Of several equally small ones the last, where a decoder starts. A map of one position does not count: it is the gate
+    of a squeeze-and-excitation block. The head and its containers do not count, so that a network that keeps its size
+    gives the head's input.
     """
     last = head_name(network)
     size = float("inf")
@@ -120,6 +121,7 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Collat
 
     def look(_: nn.Module, inputs: Collated, output: Collated) -> None:
         nonlocal size, feature_map
+        # a single pixel is no map; of maps of one size the last, which has seen the most
         if (
             isinstance(output, Tensor)
             and output.ndim == x.ndim
@@ -128,10 +130,12 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Collat
             size = output[0, 0].numel()
             feature_map = output
 
-    inner = [
-        m for name, m in network.named_modules() if name and not f"{last}.".startswith(f"{name}.")
-    ]
-    handles = [module.register_forward_hook(look) for module in inner]
+    handles = []
+    for name, module in network.named_modules():
+        # neither the head nor what contains it: their outputs come later
+        if name and not f"{last}.".startswith(f"{name}."):
+            handles.append(module.register_forward_hook(look))
+
     try:
         output = network(x)
     finally:

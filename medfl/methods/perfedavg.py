@@ -11,15 +11,16 @@ Site:    with g(w; D) the gradient on a batch, and three independent batches D, 
 Server:  the participants' plain mean.
 Result:  a site is judged by w after a few steps (1) on batches of its training data.
 
-One step on one batch is a noisy judge: over ten rounds with sites of two classes it moves by 20 points and more from
-one round to the next. `adapted=own` judges the model that the site trained itself, `finetune_steps` takes more batches.
+One step on one batch is a noisy evaluation: over ten rounds with sites of two classes it varies by 20 points and more
+from round to round. `adapted=own` judges the model that the site trained itself, `finetune_steps` uses more batches.
 A public library (PFLlib) has alpha = beta, both the learning rate, pairs D with D' within an epoch, and trains twice:
-on sites of two classes that second pass moves the figures most (the method's page in docs/methods).
+on sites of two classes that second pass has the largest effect (the method's page in docs/methods).
 
 D' are the batches of the local epochs and (4) is the run's optimiser, so that beta is its learning rate (public code:
 0.001) and alpha = 0 is FedAvg. alpha belongs to the objective: it does not decay over the rounds. The passes of (1) and
-those of the brackets leave BatchNorm's buffers alone, also when a site is judged. They are in full precision even in a
-run with mixed precision; the two of the brackets see the same dropout and transforms, else they would differ by noise.
+those of the brackets leave BatchNorm's buffers unchanged, also when a site is judged. They use full precision even in a
+run with mixed precision; the two of the brackets see the same dropout and transforms, otherwise they would differ by
+noise.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Collated, Method, mean_shares, option, weighted_mean
 from medfl.storage.files import State
-from medfl.training import FitReport, Host, Site, fit, one_sample_safe
+from medfl.training import FitReport, Host, Site, fit, one_sample_safe, trainable
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ class PerFedAvg(Method):
         1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9
     )
     adapted: str = option(
-        "global", "what a site adapts: the newest global model (paper), or its own after local training",
+        "global",
+        "what a site adapts: the newest global model (paper), or its own after local training",
         choices=("global", "own"),
-    )  # fmt: skip
+    )
     finetune_steps: int = option(
         1, "steps of rate alpha on a training batch before a site is judged", minimum=0
     )
@@ -73,7 +75,7 @@ class PerFedAvg(Method):
     judged = "personal"
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as `train` does; keep the model where that is what is adapted."""
+        """Train as `train` does; keep the model if that is what is adapted."""
         state, reply = super().local_update(site, state, down)
         if self.adapted == "own":
             return {"own": dict(reply["weights"])}, reply
@@ -109,7 +111,7 @@ class PerFedAvg(Method):
             y_inner: Collated,
             *for_hessian: Collated,
         ) -> Tensor:
-            # `start` is w; the network goes on to w+, where loss and gradient are taken.
+            # `start` is w; the network moves to w+, where loss and gradient are computed.
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
             last[:] = for_hessian
             with randomness():
@@ -123,7 +125,7 @@ class PerFedAvg(Method):
                 torch._foreach_copy_(list(parameters), start)
             if self.order == "hessian_free":
                 v = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-                # The brackets of (3), on the batch D'' that came with this step.
+                # The brackets of (3), on the batch D'' of this step.
                 product = hessian_product(model, site, v, self.delta, (last[0], last[1]), twice)
                 for parameter, bent in zip(parameters, product, strict=True):
                     if parameter.grad is not None:
@@ -162,6 +164,7 @@ def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]
             loss, _trainable(network), allow_unused=True, materialize_grads=True
         )
 
+    # running statistics see each batch once, in the outer pass
     for buffer, value in buffers:
         buffer.copy_(value)
 
@@ -188,7 +191,7 @@ def hessian_product(
     Args:
         network: holds w, also afterwards.
         site: the loss.
-        v: one tensor a trainable parameter.
+        v: one tensor per trainable parameter.
         delta: above 0.
         batch: D''.
         randomness: gives both gradients the same dropout.
@@ -209,7 +212,7 @@ def hessian_product(
 
 
 def _trainable(network: nn.Module) -> list[Tensor]:
-    return [p for p in network.parameters() if p.requires_grad]
+    return [*trainable(network).values()]
 
 
 METHOD = PerFedAvg

@@ -11,11 +11,11 @@ Result:  a site is judged by the mean of its q_i, or by the mean probability of 
          participation by the mean of w.
 
 (1) and (2) are the bound E NLL(D_i) + zeta KL of the paper divided by n_i; with one local epoch the public code's
-sum over the batch and zeta / R are the same bound. q_i starts as the w that the site first receives and stays there.
-Both steps are Adam's as in the public code, at the run's learning rate (there 0.001): a KL gradient is of the order
+sum over the batch and zeta / R are the same bound. q_i starts as the first received w and stays at the site.
+Both steps use Adam as in the public code, at the run's learning rate (there 0.001): a KL gradient is of the order
 1 / sigma^2, too steep for plain descent at usual rates (`optimizer=run`). rho has no weight decay, w_i none at all.
-Weights and biases of all layers are Gaussian but those of normalisation layers, which have values: q_i its own, trained
-with it, w the participants' mean of them, not mixed by beta; running statistics alike.
+Weights and biases of all layers are Gaussian except those of normalisation layers, which have values: q_i its own,
+trained with it, w the participants' mean of them, not mixed by beta; likewise running statistics.
 Departures. mu_0 is the network's own initialisation, not N(0, 0.1^2). eps has the deviation 1 of the paper; the public
 code draws it with 0.001.
 """
@@ -34,6 +34,7 @@ from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
+from medfl.core.mappings import without
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
@@ -49,7 +50,7 @@ from medfl.methods.base import (
     weighted_mean,
 )
 from medfl.storage.files import State
-from medfl.training import NORMS, Host, Site, fit, snapshot, split_names
+from medfl.training import NORMS, Host, Site, fit, snapshot, split_names, trainable
 
 Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
 """mu and sigma of each Gaussian tensor."""
@@ -89,7 +90,7 @@ class PFedBayes(Method):
         return (Group("rho", like_weights=True),)
 
     def check(self, site: Site) -> None:
-        """Refuse draws where there are no probabilities.
+        """Refuse draws if there are no probabilities.
 
         Raises:
             InputError: the task is of another kind.
@@ -110,14 +111,14 @@ class PFedBayes(Method):
         return {"weights": dict(weights), "rho": rho}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send mu, with what is no Gaussian, and rho."""
+        """Send mu, with all that is not Gaussian, and rho."""
         return Message({"weights": server["weights"], "rho": server["rho"]})
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
-        # Normalisation layers are no Gaussians: they take the mean, whatever beta is.
+        # Normalisation layers are not Gaussian: they take the mean, whatever beta is.
         gaussian = set(trained_names(network)) - split_names(network, NORMS)
         mu = weighted_mean(replies, "weights", shares)
         rho = weighted_mean(replies, "rho", shares)
@@ -129,7 +130,7 @@ class PFedBayes(Method):
     # Site half
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train q_i on each batch, let w_i follow it; keep q_i, reply w_i."""
+        """Train q_i on each batch, and let w_i follow it; keep q_i, reply with w_i."""
         # zeta / n_i
         scale = self.zeta / max(1, site.num_samples)
         taken = 0
@@ -144,7 +145,7 @@ class PFedBayes(Method):
             follower = build(w)
 
             for group in follower.param_groups:
-                # `fit` decays the rate of its own optimiser alone.
+                # `fit` decays only the rate of its own optimiser.
                 group |= {"lr": group["lr"] * site.settings.lr_factor, "weight_decay": 0.0}
 
             def follow() -> None:
@@ -154,7 +155,7 @@ class PFedBayes(Method):
 
             def bound(model: nn.Module, x: Collated, y: Collated) -> Tensor:
                 nonlocal taken
-                # q_i has been through K steps on the last batch.
+                # q_i has had K steps on the last batch.
                 if scale and taken and taken % self.inner_steps == 0:
                     follow()
 
@@ -175,9 +176,7 @@ class PFedBayes(Method):
         with torch.no_grad():
             torch._foreach_copy_(q.mu, w.mu)
 
-        return after, Message(
-            {"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples}
-        )
+        return after, site.reply(snapshot(q.network), rho=w.rhos())
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the network of the mean weights, or of some draws."""
@@ -189,16 +188,16 @@ class PFedBayes(Method):
             return Averaged(network, [q.drawn() for _ in range(self.draws)])
 
     def _builder(self, site: Site) -> Callable[[nn.Module], Optimizer]:
-        """Return what builds an optimiser of mu, rho and all that has a value."""
+        """Return a builder of an optimiser for mu, rho and everything with a value."""
 
         def build(model: nn.Module) -> Optimizer:
             assert isinstance(model, Gaussian)
             solver = site.settings.optimizer(model.network)
             if self.optimizer == "adam":
-                chosen = [p for p in model.network.parameters() if p.requires_grad]
+                chosen = trainable(model.network).values()
                 solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
 
-            # rho learns at the rate of mu, without weight decay: decay would pull sigma to log 2.
+            # rho is trained at the rate of mu, without weight decay, which would pull sigma to log 2.
             solver.add_param_group(
                 {**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0}
             )
@@ -211,8 +210,8 @@ class Gaussian(nn.Module):
     """A network whose weights are drawn in every forward pass, W = mu + log(1 + e^rho) eps.
 
     Args:
-        network: its parameters of these names are mu, all others are values.
-        rho: name -> rho, of the Gaussian ones.
+        network: its parameters with these names are mu, all others are values.
+        rho: name -> rho, for the Gaussian ones.
         noise: draws eps.
     """
 
@@ -233,7 +232,10 @@ class Gaussian(nn.Module):
 
     def rhos(self) -> Tensors:
         """Return a copy of rho by name."""
-        return {name: rho.detach().clone() for name, rho in zip(self.names, self.rho, strict=True)}
+        copies = {}
+        for name, rho in zip(self.names, self.rho, strict=True):
+            copies[name] = rho.detach().clone()
+        return copies
 
     def drawn(self) -> Tensors:
         """Draw weights; the noise is drawn on the CPU, so that it is the same on every device."""
@@ -249,18 +251,18 @@ class Gaussian(nn.Module):
 
 
 class Averaged(nn.Module):
-    """The mean probability of some drawn networks, as the logarithm, or of a single output as the logit.
+    """The mean probability of several drawn networks, as the logarithm, or for a single output as the logit.
 
     Args:
         network: gives logits (B, K, ...) of a softmax, or (B, 1, ...) of a sigmoid.
-        draws: weights by name, of each drawn network; all else is the network's.
+        draws: weights by name, for each drawn network; everything else is the network's.
     """
 
     def __init__(self, network: nn.Module, draws: Sequence[Weights]) -> None:
-        """Hold the network, and a copy of it for each draw; weights that are called one by one cannot be recorded."""
+        """Hold the network, and a copy of it for each draw; weights that are substituted on call cannot be recorded."""
         super().__init__()
         self.network = network
-        # A tuple, so that the copies are no part of the state dict.
+        # A tuple, so that the copies are not part of the state dict.
         self.drawn = tuple(deepcopy(network).requires_grad_(False).eval() for _ in draws)
         for drawn_network, draw in zip(self.drawn, draws, strict=True):
             drawn_network.zero_grad()
@@ -286,8 +288,7 @@ class Averaged(nn.Module):
 
 def gaussian_names(network: nn.Module) -> list[str]:
     """Return the names of the parameters that are Gaussian: the trainable ones outside of normalisation layers."""
-    norms = split_names(network, NORMS)
-    return [name for name, p in network.named_parameters() if p.requires_grad and name not in norms]
+    return list(without(trainable(network), split_names(network, NORMS)))
 
 
 def fixed(distribution: Gaussian) -> Moments:

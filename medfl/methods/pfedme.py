@@ -9,13 +9,13 @@ Site:    w_i = theta = w; for each of R batches
 Server:  w <- (1 - beta) w + beta times the participants' plain mean of w_i.
 Result:  a site is judged by the theta_i of its last participation, which never leaves; before the first by w.
 
-(1) is the run's optimiser, so that eta_p is its learning rate (public code: 0.09 to 0.1) and its momentum goes on from
-batch to batch; R is the number of batches in the local epochs (public code: 20). A decay over the rounds is one of eta
-too. Keep eta lambda below 1; at 1 w_i is theta.
+(1) is the run's optimiser, so that eta_p is its learning rate (public code: 0.09 to 0.1) and its momentum continues
+from batch to batch; R is the number of batches in the local epochs (public code: 20). A decay over the rounds also
+applies to eta. Keep eta lambda below 1; at 1 w_i is theta.
 Buffers are theta's, at the server their mean: neither pulled nor mixed by beta.
 In a public library (PFLlib) theta_i shares its tensors with the network, which holds w_i when a round ends, so that
-what is judged there is w_i: `judge=w`. It follows theta_i slowly, and was several points worse in ten rounds here.
-Departures from the public code: no weight decay of its own (0.001), and sites that were not drawn do not train.
+w_i is judged there: `judge=w`. It follows theta_i slowly, and was several points worse in ten rounds here.
+Departures from the public code: no separate weight decay (0.001), and sites that were not drawn do not train.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from medfl.methods.base import (
     weighted_mean,
 )
 from medfl.storage.files import State
-from medfl.training import Host, Site, fit, snapshot
+from medfl.training import Host, Site, fit, snapshot, trainable
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class PFedMe(Method):
         1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0
     )
     judge: str = option(
-        "theta", "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
+        "theta",
+        "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
         choices=("theta", "w"),
-    )  # fmt: skip
+    )
     weights: str = option(
         "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
     )
@@ -67,9 +68,9 @@ class PFedMe(Method):
     judged = "personal"
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train theta on each batch, let w_i follow it; keep theta, reply w_i."""
+        """Train theta on each batch, and let w_i follow it; keep theta, reply with w_i."""
         model = site.model(down["weights"])  # theta
-        theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        theta: list[Tensor] = [*trainable(model).values()]
         local_parameters = [p.detach().clone() for p in theta]  # w_i
         # eta lambda of (2), decayed like the run's learning rate.
         part = self.eta * site.settings.lr_factor * self.lam
@@ -81,7 +82,7 @@ class PFedMe(Method):
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
             nonlocal taken
-            # theta went through K steps on the last batch.
+            # theta has had K steps on the last batch.
             if taken and taken % self.inner_steps == 0:
                 follow()
 
@@ -101,7 +102,7 @@ class PFedMe(Method):
 
         reply = snapshot(model)
         judged = {"personal": personal if self.judge == "theta" else reply}
-        return judged, Message({"weights": reply}, {"samples": site.num_samples})
+        return judged, site.reply(reply)
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""

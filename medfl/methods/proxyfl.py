@@ -8,11 +8,11 @@ Server:  none in the paper; here it relays, and averages nothing. In round r = 0
          site (i + 2^(r mod L)) mod N, L = floor(log2(N - 1)) + 1: the directed exponential graph.
 Judged by phi.
 
-p is the softmax of a network's output, in maps that of each pixel; a single channel is taken for the logit of a
-sigmoid. Departures. DP-SGD for the proxies is left out, so nothing here is differentially private. The paper de-biases
+p is the softmax of a network's output, in maps that of each pixel; a single channel is the logit of a
+sigmoid. Departures. DP-SGD for the proxies is omitted, so nothing here is differentially private. The paper de-biases
 by PushSum; as every site sends its whole proxy and gets one, the weights stay 1 and there is nothing to do. In a round
-with a cohort the graph is that of its sites, and an absent site keeps the proxy that waits for it. Models start from
-the run's initial weights; where phi and theta are the same network they differ from the first exchange on.
+with a cohort the graph is that of its sites, and an absent site keeps the proxy waiting for it. Models start from
+the run's initial weights; if phi and theta are the same network, they differ from the first exchange on.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class ProxyFL(PrivateModels):
         return {"proxies": proxies}
 
     def global_predictor(self, host: Host, server: State) -> None:
-        """Return None: no proxy is everybody's."""
+        """Return None: no proxy is common to all."""
         return
 
     # Site half
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train phi and the arrived proxy together; reply the proxy."""
+        """Train phi and the received proxy together; reply with the proxy."""
         private = site.model(state["private"])
         proxy = proxy_model(site, down["weights"])
 
@@ -89,7 +89,7 @@ class ProxyFL(PrivateModels):
 
 
 def stride(round_: int, sites: int) -> int:
-    """Return how many places on a proxy goes in a round (from 1), of so many sites: 1, 2, 4, ... and again from 1."""
+    """Return by how many positions a proxy moves in a round (from 1) among these sites: 1, 2, 4, ..., repeating."""
     length = (sites - 1).bit_length()  # floor(log2(N - 1)) + 1
     return 1 << (round_ - 1) % length if length else 0
 

@@ -22,14 +22,16 @@ from medfl.methods.base import (
     MEANS,
     Group,
     Method,
+    difference,
     mean_shares,
+    moved_by,
     option,
     step_towards,
     uniform_shares,
     weighted_mean,
 )
 from medfl.storage.files import State
-from medfl.training import Host, Site, fit, snapshot, zeros_of
+from medfl.training import Host, Site, fit, snapshot, trainable, zeros_of
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,14 @@ class Scaffold(Method):
         return {"control": zeros_of(site.model(site.initial_weights))}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train with corrected gradients; reply the trained weights and c_i+ - c_i."""
+        """Train with corrected gradients; reply with the trained weights and c_i+ - c_i."""
         model = site.model(down["weights"])
-        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        parameters = trainable(model)
         site_control = state["control"]  # c_i
         server_control = down["control"]  # c
-        correction = [server_control[name] - site_control[name] for name in trainable]
-        gradient_sums = list(map(torch.zeros_like, trainable.values()))
+        # y_i <- y_i - eta (g_i(y_i) - c_i + c), line 10 of Algorithm 1
+        correction = [server_control[name] - site_control[name] for name in parameters]
+        gradient_sums = list(map(torch.zeros_like, parameters.values()))
         by_gradient = self.control == "gradient" or (
             self.control == "auto" and not _plain_sgd(site, model)
         )
@@ -97,16 +100,16 @@ class Scaffold(Method):
         # c_i+
         if by_gradient:
             means = [value / report.steps for value in gradient_sums]
-            control = dict(zip(trainable, means, strict=True))
+            control = dict(zip(parameters, means, strict=True))
         else:
             scale = 1 / (report.steps * site.learning_rate(model))  # 1 / (R eta)
             control = {}
-            for name in trainable:
+            for name in parameters:
                 step = down["weights"][name] - trained[name]
                 control[name] = site_control[name] - server_control[name] + scale * step
 
-        change = {name: control[name] - site_control[name] for name in trainable}
-        reply = Message({"weights": trained, "control": change}, {"samples": site.num_samples})
+        change = difference(control, site_control, parameters)
+        reply = site.reply(trained, control=change)
         return {"control": control}, reply
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
@@ -115,7 +118,7 @@ class Scaffold(Method):
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N
-        control = {name: value + part * change[name] for name, value in server["control"].items()}
+        control = moved_by(server["control"], change, part)
         return {"weights": weights, "control": control}
 
 

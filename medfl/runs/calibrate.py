@@ -1,37 +1,47 @@
-"""`medfl calibrate`: sets, masks and intervals with a promised coverage, for a finished run, by sums of its sites.
+"""`medfl calibrate`: prediction sets, masks and intervals with guaranteed coverage for a finished run, from site sums.
 
-Each site scores its validation images by the model that it is judged by, and tells a histogram of the scores
-(`medfl.evaluation.conformal.sums_of`), no image's. From these sums each site has a threshold in three ways: of its own
-alone, pooled, and shrunken between both. Each is then examined on the site's test images.
+Each site scores its validation images with the model that it is judged by, and releases a histogram of the scores
+(`medfl.evaluation.conformal.sums_of`), not those of images. From these sums each site gets a threshold in three ways:
+from its own sums, pooled, and shrunken between both. Each is then evaluated on histograms of the site's test images
+(`table_of`). If the sites of a FLARE job keep their images, one answer of theirs contains all of these.
 
-A site without validation images is calibrated on half of its test images, by patients where these are known, and
-examined on the others.
+A site without validation images is calibrated on half of its test images, split by patient if known, and
+evaluated on the others.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from medfl.core import tables, terminal
+from medfl import methods
+from medfl.core import terminal
 from medfl.core.arrays import Floats
 from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.seeding import derive
+from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import map_values
 from medfl.core.setting_values import WAYS, check_coverage
+from medfl.core.tables import markdown_table
+from medfl.core.untrusted import printable
 from medfl.evaluation import conformal
 from medfl.evaluation.conformal import Scored
+from medfl.policy.gate import Gate
+from medfl.policy.policy import EVALUATE, Policy
+from medfl.policy.privacy import Account
 from medfl.policy.suppression import suppress_counts
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.report import coverage, write_report
 from medfl.runs.result import Result
 from medfl.runs.subgroups import MIN_COUNT, group_order, group_values
-from medfl.storage.files import write_atomic, write_json
-from medfl.storage.places import CALIBRATION
+from medfl.storage.files import load_weights, write_atomic, write_json
+from medfl.storage.places import CALIBRATION, CALIBRATION_SUMS
 from medfl.storage.run_documents import ALL_SITES, CoverageRow
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_reader import RunReader
@@ -46,21 +56,22 @@ _PROMISES = (
 )
 _SUPPRESSED = (
     "bins of fewer than {min_count} cases are joined with higher ones: the promise holds, sets grow; sites with "
-    "fewer calibration cases share nothing, and coverages of fewer cases kept or lost are not told"
+    "fewer calibration cases share nothing; of test cases too, so that at least so many are covered, and sizes and "
+    "coverages of fewer cases kept or lost are not told"
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is promised, and how it is shared.
+    """The coverage, and how sums are shared.
 
     Attributes:
         coverage: above 0 and below 1.
-        scores: of `Kind.set_scores`, "" for the default.
-        share: the way of `WAYS` whose thresholds predict.
-        strength: of how many cases those of other sites count together, shrunken.
-        min_count: a site's bins, and counts of test cases, of fewer cases are not told.
-        by: column whose groups are examined too, as of `Result.subgroups`.
+        scores: one of `Kind.set_scores`, "" for the default.
+        share: one of `WAYS`: the thresholds used for predictions.
+        strength: number of cases that all other sites together count as, if shrunken.
+        min_count: bins of a site, and counts of test cases, with fewer cases are suppressed.
+        by: column whose groups are evaluated too, as in `Result.subgroups`.
         which: weights of the "last" or the "best" round.
     """
 
@@ -74,27 +85,62 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class _Site:
-    """What a site has: calibration and test cases, None without any, and from where the first are."""
+class SiteSums:
+    """A site's released sums and, if its images are available, the test cases themselves.
 
-    calibration: Scored | None
-    test: Scored | None
+    Attributes:
+        calibration: histogram (B,) of the calibration cases.
+        test: from `conformal.table_of`, None without test cases.
+        source: origin of the calibration cases.
+        scale: as in `conformal.Rule`.
+        cases: the test cases, None if they are elsewhere.
+    """
+
+    calibration: Floats
+    test: Floats | None
     source: str
+    scale: tuple[float, ...] = ()
+    cases: Scored | None = None
+
+    @classmethod
+    def told(
+        cls,
+        tables: Mapping[str, Mapping[str, Floats]],
+        seed: int,
+        scale: tuple[float, ...] = (),
+        cases: Scored | None = None,
+    ) -> SiteSums:
+        """Convert tables of `conformal.tables_of`."""
+        test = tables.get("test", {})
+        calibration = tables.get("validate", {}).get("sets")
+        source = "validation"
+        if calibration is None:
+            # a site that has neither shares no case
+            calibration = test.get("half", conformal.sums_of(None)[None])
+            source = f"half of test, seed {seed}"
+
+        return cls(calibration[0], test.get("sets"), source, scale, cases)
 
 
 def calibrate(
-    result: Result, options: Options, out: Path | None = None, *, progress: bool = False
+    result: Result,
+    options: Options,
+    out: Path | None = None,
+    *,
+    policy: Policy | None = None,
+    progress: bool = False,
 ) -> Document:
     """Calibrate a finished run and write calibration.json, .csv and .md into `out`, by default its folder.
 
-    There the report is written anew, and `medfl predict` and `medfl export` take the calibration up.
+    In its own folder the report is rewritten, and `medfl predict` and `medfl export` use the calibration. `policy` is
+    that of the sites whose images are here: each releases what it allows.
 
     Raises:
-        InputError: the run is not finished, its outputs make no sets, or its cases are too few for the coverage.
+        InputError: the run is not finished, its outputs allow no sets, or there are too few cases for the coverage.
     """
     check_coverage(options.coverage)
     kind = KINDS[result.task]
-    if (options.scores or "") not in ("", *kind.set_scores) or not kind.set_scores:
+    if options.scores not in ("", *kind.set_scores) or not kind.set_scores:
         raise InputError(
             f"scores {options.scores or 'of sets'} of a {kind.name} task",
             " or ".join(kind.set_scores) or "tasks of classes, findings, numbers or masks",
@@ -107,10 +153,23 @@ def calibrate(
             f"let it finish: medfl run --resume --out {result.path}",
         )
 
-    scores = options.scores or kind.set_scores[0]
-    sites = _sites(result, kind, scores, options.which, progress)
-    table = _Table(kind, sites, options)
-    rows = table.rows()
+    policy = policy or Policy()
+    options = replace(options, min_count=max(options.min_count, policy.outbound.min_count))
+    answers = _told(result)
+    if answers is None:
+        scores = options.scores or kind.set_scores[0]
+        sites = _sites(result, kind, options, scores, policy, progress)
+    else:
+        scores, sites = answers
+        if options.scores not in ("", scores) or options.by or options.min_count:
+            raise InputError(
+                f"--scores, --by, --min-count or --policy: the sites of {result.path} told their sums",
+                f"these, by {scores}, as the policy of each says",
+                "leave it out, or export another job: medfl flare export --evaluate --calibrate SCORES",
+            )
+
+    calibration = Calibration(sites, options)
+    rows = calibration.rows()
     notes = _below(rows, options.coverage)
     for text in _PROMISES:
         notes.append(text.format(strength=options.strength))
@@ -123,13 +182,13 @@ def calibrate(
         "weights_sha256": RunReader(result.path).sha256_of(options.which),
         "task": result.task,
         "data_source": result.run.data.source,
-        "model": result.plan.method.judged,
+        "model": methods.load(result.run.method, result.run.options).judged,
         "site": "",
         "seed": result.run.seed,
         "promise": kind.promise,
-        "scale": table.scale,
+        "scale": calibration.scale,
         "rows": rows,
-        "groups": table.groups(result) if options.by else [],
+        "groups": calibration.groups(result) if options.by else [],
         "notes": notes,
     }
 
@@ -138,8 +197,8 @@ def calibrate(
     write_json(folder / CALIBRATION, document)
     RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
     blocks = [f"Coverage {options.coverage:g} is promised of {kind.promise}."]
-    blocks += [tables.markdown_table(*table) for table in coverage.tables_of(document)]
-    blocks += [f"- {note}" for note in document["notes"]]
+    blocks += [markdown_table(*table) for table in coverage.tables_of(document)]
+    blocks += [f"- {note}" for note in notes]
     write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
     if folder == result.path:
         write_report(folder)
@@ -147,33 +206,76 @@ def calibrate(
     return document
 
 
-def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) -> dict[str, _Site]:
-    judges = result.judges(which)
+def _told(result: Result) -> tuple[str, dict[str, SiteSums]] | None:
+    """Return the kind of scores and the sums released by the sites of a FLARE job; None if images are scored here.
+
+    Raises:
+        InputError: the file is damaged, or not from such a job.
+    """
+    path = result.path / CALIBRATION_SUMS
+    if not path.is_file():
+        return None
+
+    by_site: dict[str, dict[str, dict[str, Floats]]] = defaultdict(lambda: defaultdict(dict))
+    try:
+        tensors = load_weights(path)
+        names = dict(enumerate(KINDS[result.task].set_scores, 1))
+        scores = names[int(tensors.pop(conformal.SCORES))]
+        scale = tensors.pop(conformal.SCALE, torch.empty(0)).flatten().tolist()
+        for key in sorted(tensors):
+            name, section, part = key.split("/")
+            by_site[name][section][part] = conformal.read_table(tensors[key])
+    except (LookupError, ValueError, RuntimeError, RunError) as error:
+        raise InputError(
+            f"{path}: {printable(error, 200)}",
+            "what the sites of a job told, as its server wrote it",
+            "restore the file, or export the job again",
+        ) from error
+
     sites = {}
+    for name in result.run.partition.sites:
+        if name in by_site:
+            sites[name] = SiteSums.told(by_site[name], result.run.seed, tuple(scale))
 
-    def scored(name: str, section: str, ids: Sequence[str]) -> Scored | None:
-        network = judges.get(name, judges.get(""))
-        if network is None or not ids:
-            return None
+    return scores, sites
 
-        examined = result.examined(network, section, ids)
-        with tf32(result.run.tf32):
-            return kind.scored(examined, scores)
 
+def _sites(
+    result: Result, kind: Kind, options: Options, scores: str, policy: Policy, progress: bool
+) -> dict[str, SiteSums]:
+    if policy.jobs and EVALUATE not in policy.jobs:
+        raise InputError(
+            "a calibration, which is a job to evaluate",
+            f"{' and '.join(policy.jobs)}, as the policy says",
+            "ask the sites",
+        )
+
+    judges = result.judges(options.which)
+    sites = {}
     partition = result.run.partition.sites
     for name in terminal.bar(partition, desc="calibrating", unit="site", shown=progress):
-        section = "validate"
-        source = "validation"
-        calibration: Sequence[str] = partition[name].get(section, ())
-        test: Sequence[str] = partition[name].get("test", ())
-        if not calibration:
-            section = "test"
-            source = f"half of test, seed {result.run.seed}"
-            calibration, test = _halves(result, test)
+        # the site's own, else the global one
+        network = judges.get(name, judges.get(""))
+        if network is None:
+            continue
 
-        sites[name] = _Site(scored(name, section, calibration), scored(name, "test", test), source)
+        parts = {}
+        for section in ("validate", "test"):
+            parts[section] = result.examined(network, section, partition[name].get(section, []))
 
-    sites = {name: site for name, site in sites.items() if site.calibration or site.test}
+        with tf32(result.run.tf32):
+            sets = kind.sets(**parts, scores=scores, seed=result.run.seed)
+
+        tables = conformal.tables_of(sets, options.min_count)
+        for section, histograms in tables.items():
+            keys = [f"{section}/{part}" for part in histograms]
+            gate = Gate(policy.outbound, Account(delta=policy.outbound.delta), name)
+            gate.charge_numbers("metrics", keys, from_images=False)
+
+        if sets:
+            scale = next(iter(sets.values())).scale
+            sites[name] = SiteSums.told(tables, result.run.seed, scale, sets.get("test"))
+
     if not sites:
         raise InputError(
             f"the run in {result.path}: no site has images to calibrate on",
@@ -184,41 +286,23 @@ def _sites(result: Result, kind: Kind, scores: str, which: str, progress: bool) 
     return sites
 
 
-def _halves(result: Result, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide test images by patients, in an order that depends on the run's seed alone."""
-    patient_of = {}
-    for item in result.plan.bundle.items("test"):
-        patient_of[str(item["id"])] = str(item.get("group") or item["id"])
-
-    patients = {patient_of[ident] for ident in ids}
-    ordered = sorted(patients, key=lambda patient: derive(result.run.seed, "calibrate", patient))
-    first = set(ordered[: len(ordered) // 2])
-    halves: tuple[list[str], list[str]] = ([], [])
-    for ident in ids:
-        halves[patient_of[ident] not in first].append(ident)
-
-    return halves
-
-
-class _Table:
-    """The thresholds of all sites, and what they reach on test cases.
+class Calibration:
+    """The thresholds of all sites, and their coverage on test cases.
 
     Attributes:
-        places: site -> way -> place of the threshold, None where there are too few cases.
-        scale: as of `conformal.Rule`.
+        places: site -> way -> index of the threshold, None if there are too few cases.
+        scale: as in `conformal.Rule`.
     """
 
-    def __init__(self, kind: Kind, sites: Mapping[str, _Site], options: Options) -> None:
-        """Choose the thresholds; InputError if there are too few cases for the share that is asked for."""
-        self.kind = kind
+    def __init__(self, sites: Mapping[str, SiteSums], options: Options) -> None:
+        """Choose the thresholds; InputError if there are too few cases for the requested way."""
         self.sites = sites
         self.options = options
         self.scale: tuple[float, ...] = ()
         self.sums: dict[str, Floats] = {}
         for name, site in sites.items():
-            self.sums[name] = conformal.sums_of(site.calibration, options.min_count)
-            if site.calibration:
-                self.scale = site.calibration.scale
+            self.sums[name] = site.calibration
+            self.scale = site.scale
 
         self.places: dict[str, dict[str, int | None]] = {}
         for name, ways in conformal.shared(self.sums, options.strength).items():
@@ -233,7 +317,7 @@ class _Table:
                 )
 
     def rows(self) -> list[CoverageRow]:
-        """Return a row for each site and way, then one of all sites that are told for each way."""
+        """Return a row for each site and way, then for each way one over all released sites."""
         rows = []
         shown = []
         for name, site in self.sites.items():
@@ -247,10 +331,11 @@ class _Table:
 
                 rows.append(row)
 
-            # a site that is not told would follow from the others and the total
+            # an unreleased site would follow from the others and the total
             if "test" in rows[-1]:
                 shown.append(name)
 
+        # the second row of a site is of the pooled way, whose threshold all sites share
         pooled = rows[1].get("threshold")
         for way in WAYS:
             rows.append(self._row(ALL_SITES, way, shown))
@@ -260,19 +345,17 @@ class _Table:
         return rows
 
     def groups(self, result: Result) -> list[CoverageRow]:
-        """Return a row for each value of a column, of the sites' test cases; small groups are not told."""
+        """Return a row for each value of a column, over the sites' test cases; small groups are suppressed."""
         by = self.options.by
         cases = result.predictions if by == "site" else result.cases()
         value_of = dict(zip([row["id"] for row in cases], group_values(cases, by), strict=True))
         members: dict[str, set[str]] = {}
         for site in self.sites.values():
-            if site.test is None:
-                continue
-            for ident in site.test.ids:
+            for ident in site.cases.ids if site.cases else ():
                 members.setdefault(str(value_of[ident]), set()).add(ident)
 
         least = self.options.min_count or MIN_COUNT
-        counts, _ = suppress_counts({name: len(ids) for name, ids in members.items()}, least)
+        counts, _ = suppress_counts(map_values(len, members), least)
         rows = []
         for name in sorted(members, key=group_order):
             ids = members[name] if counts[name] is not None else ()
@@ -283,41 +366,59 @@ class _Table:
     def _row(
         self, name: str, way: str, sites: Sequence[str], ids: Collection[str] | None = None
     ) -> CoverageRow:
-        """Return what the thresholds of some sites reach, of all their test cases or of those with these ids."""
-        outcomes = [np.zeros((3, 0))]
+        """Return the coverage by some sites' thresholds, on all their test cases or on those with these ids."""
+        least = self.options.min_count
+        cases = 0
+        at_least = at_most = 0.0
+        sums = np.zeros(2)
+        is_whole = True
         for site in sites:
-            test = self.sites[site].test
             place = self.places[site][way]
-            if test is None or place is None:
+            table = self.sites[site].test
+            tested = self.sites[site].cases
+            if ids is not None and tested is not None:
+                rows = [row for row, ident in enumerate(tested.ids) if ident in ids]
+                table = conformal.table_of(tested.select(rows), least)
+            if table is None or place is None:
                 continue
 
-            chosen = [ids is None or ident in ids for ident in test.ids]
-            abstained = self.kind.abstains(test, place)
-            values = np.stack([test.losses(place), test.sizes(place), abstained])
-            outcomes.append(values[:, chosen])
+            low, high = conformal.kept_at(table, place)
+            cases += round(table[0].sum())
+            at_least += low
+            at_most += high
+            # merged bins reveal nothing else
+            if len(table) == 1:
+                is_whole = False
+            else:
+                sums += table[1:, : place + 1].sum(1)
 
         row = CoverageRow(name=name, way=way)
-        loss, sizes, abstentions = np.concatenate(outcomes, 1)
-        cases = len(loss)
-        intact = int((loss < 1e-9).sum())
-        cells = {"intact": intact, "lost": cases - intact}
-        shown, total = suppress_counts(cells, self.options.min_count)
+        whole_cases = math.floor(at_least + 1e-9)  # sums of floats may miss a whole number
+        cells = {"kept": whole_cases, "lost": cases - whole_cases}
+        shown, total = suppress_counts(cells, least)
         if not cases or total is None or None in shown.values():
             return row
 
-        covered = cases - float(loss.sum())
-        low, high = conformal.interval(covered, cases)
-        row |= {"test": cases, "coverage": covered / cases, "low": low, "high": high}
-        row |= {"size": float(sizes.mean()), "abstained": float(abstentions.mean())}
+        low = conformal.interval(at_least, cases)[0]
+        high = conformal.interval(at_most, cases)[1]
+        row |= {"test": cases, "coverage": at_least / cases, "low": low, "high": high}
+        if is_whole:
+            row |= {"size": float(sums[0]) / cases, "abstained": float(sums[1]) / cases}
+
         return row
 
 
 def _below(rows: Sequence[CoverageRow], promised: float) -> list[str]:
-    """Return for each way at how many sites the interval of the reached coverage is below what was promised."""
+    """Return for each way at how many sites the interval of the reached coverage is below the guarantee."""
     lines = []
     for way in WAYS:
+        # the last three rows are of all sites together
         tested = [row for row in rows[:-3] if row["way"] == way and "high" in row]
-        below = [row["name"] for row in tested if row["high"] < promised]
+        below = []
+        for row in tested:
+            if row["high"] < promised:
+                below.append(row["name"])
+
         names = f": {', '.join(below)}" * bool(below)
         lines.append(f"{way}: below the promise at {len(below)} of {len(tested)} sites{names}")
 

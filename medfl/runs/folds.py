@@ -1,4 +1,4 @@
-"""Cross-validation: as many runs as folds, each case tested in one of them, in one folder that can be resumed."""
+"""Cross-validation: one run per fold, each case tested in one of them, in one folder that can be resumed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_json
-from medfl.storage.places import FOLDS, PHANTOM, default_run_folder, require_unused
+from medfl.storage.places import CROSS_SITE, FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.storage.run_documents import require_plain
 
 _SETTINGS: Config = {
-    "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,
-}  # fmt: skip
-"""Fields of a `Launch` that a record has; a cross-validation is resumed with them."""
+    "with_local": bool,
+    "cross_site": bool,
+    "contribution": bool,
+    "save_predictions": bool,
+    "runtime": str,
+    "min_replies": int | None,
+    "deadline": float | None,
+}
+"""Fields of a `Launch` in the record; a cross-validation is resumed with them."""
 _ARGUMENTS = {"bundle", "options", "config"}
-"""Fields of a `Request` that a record has beside `requested`, not in it."""
+"""Fields of a `Request` that the record has beside `requested`, not in it."""
 _CHANGES = {"rounds", "data"}
-"""Settings that may be given when a cross-validation is resumed."""
+"""Settings that may change when a cross-validation is resumed."""
 
 
 def cross_validate(
@@ -45,28 +51,33 @@ def cross_validate(
     """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
 
     Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration. The images of a patient are in
-    one fold where patients are known. An eighth of the images that a fold does not test validates. `launch` says how
+    one fold if patients are known. An eighth of a fold's non-test images are used for validation. `launch` says how
     each fold is run; `settings` are fields of it by name, as in `medfl.federate`.
 
     Raises:
         InputError: bad input; nothing was written.
-        RunError: a fold failed; `resume` goes on.
+        RunError: a fold failed; `resume` continues.
     """
     check_folds(folds)
     launch = (launch or Launch(command="medfl.runs.folds.cross_validate(...)")).having(**settings)
-    # a folder as an absolute path: the record is read from other working folders too
+    # folders as absolute paths: the record is read from other working directories too
     if bundle not in shipped():
         bundle = str(Path(bundle).expanduser().resolve())
 
     record = {
-        "folds": folds, "bundle": bundle,
-        "options": dict(options or {}), "config": dict(config or {}), "requested": _wherever(requested or {}),
-        "settings": {name: getattr(launch, name) for name in _SETTINGS}, "command": launch.command,
-    }  # fmt: skip
+        "folds": folds,
+        "bundle": bundle,
+        "options": dict(options or {}),
+        "config": dict(config or {}),
+        "requested": _wherever(requested or {}),
+        "settings": {name: getattr(launch, name) for name in _SETTINGS},
+        "command": launch.command,
+    }
 
     if launch.out is not None:
         require_unused(launch.out)
 
+    # all of them before anything is written: an impossible fold is refused now instead of after days
     plans = list(_plans(record, range(1, folds + 1)))
     _require_disjoint(plans)
     run = plans[0].run
@@ -75,6 +86,7 @@ def cross_validate(
     )
     require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # a resumed fold must use the same split, or a case might be tested twice
     record["images"] = [plan.run.data.checksum for plan in plans]
     write_json(folder / FOLDS, record)
 
@@ -88,12 +100,12 @@ def resume(
     launch: Launch | None = None,
     **settings: Any,
 ) -> Document:
-    """Go on with the cross-validation in a folder, perhaps for more rounds; returns the same as `cross_validate`.
+    """Resume the cross-validation in a folder, perhaps with more rounds; returns the same as `cross_validate`.
 
-    Only those fields of `launch` count that the folder has no record of: jobs, track, progress, say.
+    Only fields of `launch` that the folder does not record count: jobs, track, progress, say.
 
     Raises:
-        InputError: there is no cross-validation, its images have changed, or its settings are not to be changed so.
+        InputError: there is no cross-validation, its images have changed, or settings were changed that may not be.
     """
     launch = (launch or Launch()).having(**settings)
     root = Path(folder)
@@ -117,7 +129,7 @@ def resume(
             "restore it",
         )
 
-    # a record may come from somebody else: it must not have code of its own imported
+    # a record may come from somebody else: it must not import code of its own
     for name, section in (("method", "requested"), ("runtime", "settings")):
         refuse_untrusted_module(str(record[section].get(name, "")), name, root / FOLDS)
 
@@ -130,7 +142,11 @@ def resume(
         )
 
     # a fold that was begun has its own record, which is checked when it is resumed
-    new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
+    new = []
+    for number in range(1, record["folds"] + 1):
+        if not _begun(root, number):
+            new.append(number)
+
     plans = _plans({**record, "requested": {**record["requested"], **changes}}, new)
     for number, plan in zip(new, plans, strict=True):
         if plan.run.data.checksum != record["images"][number - 1]:
@@ -141,12 +157,15 @@ def resume(
             )
 
     recorded = {name: record["settings"].get(name, getattr(Launch(), name)) for name in _SETTINGS}
+    for name in ("cross_site", "contribution"):  # may also be requested later
+        recorded[name] = recorded[name] or getattr(launch, name)
+
     launch = launch.having(**recorded, command=record["command"], resume=False)
     return _run(root, record, changes, launch)
 
 
 def _wherever(requested: Config) -> Document:
-    """Return settings that mean the same in another working folder."""
+    """Return settings that mean the same in another working directory."""
     data = requested.get("data")
     if data in (None, PHANTOM):
         return dict(requested)
@@ -180,7 +199,10 @@ def _config(record: Config, number: int) -> Document:
 
 
 def _require_disjoint(plans: list[Plan]) -> None:
-    tested = [str(item["id"]) for plan in plans for item in plan.bundle.items("test")]
+    tested = []
+    for plan in plans:
+        tested += [str(item["id"]) for item in plan.bundle.items("test")]
+
     if len(tested) != len(set(tested)):
         raise InputError(
             f"--folds with bundle {plans[0].bundle.name!r}, whose id 'split' does not make folds",
@@ -190,18 +212,22 @@ def _require_disjoint(plans: list[Plan]) -> None:
 
 
 def _run(folder: Path, record: Config, changes: Config, launch: Launch) -> Document:
-    """Run the folds that are missing or have too few rounds, and write the summary of all."""
+    """Run folds that are missing or have too few rounds, and write the overall summary."""
     missing = []
     for number in range(1, record["folds"] + 1):
-        if not _is_done(report.fold_folder(folder, number), changes):
+        fold = report.fold_folder(folder, number)
+        lacks_matrix = launch.cross_site and not (fold / CROSS_SITE).is_file()
+        if lacks_matrix or not _is_done(fold, changes):
             missing.append(number)
 
     for done, number in enumerate(missing, 1):
         launch.say(f"fold {number} of {record['folds']}")
         of_fold = replace(
-            launch, out=report.fold_folder(folder, number), command=f"{launch.command} (fold {number})",
+            launch,
+            out=report.fold_folder(folder, number),
+            command=f"{launch.command} (fold {number})",
             followed_by=len(missing) - done,
-        )  # fmt: skip
+        )
         if _begun(folder, number):
             # the fold's own record says whether it has a Local reference
             federate(requested=changes, launch=replace(of_fold, resume=True, with_local=False))
@@ -223,7 +249,7 @@ def _begun(folder: Path, number: int) -> bool:
 
 
 def _is_done(folder: Path, changes: Config) -> bool:
-    """Tell whether a fold has its summary after the rounds of its record, or the changed number of them."""
+    """Tell whether a fold has its summary after the rounds of its record, or after their changed number."""
     if not (folder / "summary.json").is_file():
         return False
     run = RunFiles(folder)

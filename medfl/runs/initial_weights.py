@@ -1,7 +1,7 @@
-"""The weights that a run begins with where it does not draw them: `--init`.
+"""The initial weights of a run if they are not drawn: `--init`.
 
-They are read from a file, from a run's folder or from a MONAI bundle, as tensors and never as code. The run's record
-has their hash, its folder a copy: nothing else has to be there when it is resumed, repeated, or trained elsewhere.
+They are read from a file, from a run folder or from a MONAI bundle, as tensors and never as code. The run's record
+has their hash, its folder a copy: nothing else is needed to resume, repeat or move the run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import warnings
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, beginning
+from medfl.core.mappings import within, without
 from medfl.core.message import Tensors, Weights
 from medfl.core.names import listed
 from medfl.core.run import Run
@@ -26,32 +28,33 @@ from medfl.core.terminal import Print
 from medfl.core.untrusted import json_values
 from medfl.problem.problem import Problem
 from medfl.storage.checkpoints import ScriptModule
-from medfl.storage.files import load_pickled, save_weights, weights_sha256
+from medfl.storage.files import hashed, load_pickled, save_weights, weights_sha256
 from medfl.storage.places import BACKBONES, weights_file
 
 FILE = "init.safetensors"
-"""Of a run's folder."""
+"""In a run folder."""
 JOB_FILE = "init.json"
-"""Of a job's configuration, where sites take nothing but JSON: the content of FILE in base64."""
+"""In a job's configuration, where sites accept only JSON: the content of FILE in base64."""
 KNOWN = "sha256:"
-"""What a record says begins so."""
-_MAX_BYTES = 1 << 30
+"""Prefix of an entry in a record."""
+_MAX_BYTES = 1 << 30  # of a job's file, which may come from somebody else
 
 
 def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> tuple[Problem, str]:
-    """Return a problem whose networks begin as `--init` says, and what the record says of it.
+    """Return a problem whose networks are initialised by `--init`, and the entry for the record.
 
-    Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
-    when the federation is made; where a checkpoint has them under other names, `say` gets a line about it. What the
-    weights of a backbone lack, as the head, is drawn by the run's seed.
+    Without a text weights are drawn; an existing entry of a record is kept. The weights are compared with the network
+    when the federation is made; if a checkpoint names them differently, `say` gets a line about it. Tensors missing
+    from the weights of a backbone, such as the head, are drawn with the run's seed.
 
     Raises:
-        InputError: no weights are there, or those of a backbone fit less than half of the network.
+        InputError: there are no weights, or those of a backbone fit less than half of the network.
     """
     if not text or text.startswith(KNOWN):
         return bundle, text
 
     with stream(seed, "network"):
+        # on the network's own stream, so that --init shifts no other draw
         drawn = bundle.network().state_dict()
 
     weights = _in_types_of(drawn, read(text, drawn.keys(), say), say)
@@ -64,7 +67,7 @@ def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> t
 def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
     """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none.
 
-    They are those of a checkpoint that are called most like `names`, without what it has before each name.
+    Of a checkpoint, they are the tensors whose names match `names` best, without a common prefix.
     """
     path = weights_file(text)
     is_script = False
@@ -77,13 +80,21 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             is_script = isinstance(loaded, ScriptModule)
 
         ranks = {}
-        for place, part in parts.items():
+        for place, wrapped in parts.items():
+            part = parts[place] = _unwrapped(wrapped, names)
+            if part.keys() != wrapped.keys():
+                say(f"--init: names of {path.name} are read without the wrapped modules in them")
+
             for prefix in _prefixes(part, names):
                 ranks[place, prefix] = _shared(part, prefix, names)
 
         place, prefix = max(ranks, key=lambda key: ranks[key])
         shared = ranks.pop((place, prefix))[0]
-        rivals = [repr("".join(key)) for key, rank in ranks.items() if rank[0] == shared > 0]
+        rivals = []
+        for key, rank in ranks.items():
+            if rank[0] == shared > 0:
+                rivals.append(repr("".join(key)))
+
         if rivals:
             say(f"--init: {path.name} has such names after {' and '.join(rivals)} too, left out")
 
@@ -92,15 +103,15 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
             if name.startswith(prefix):
                 weights[name.removeprefix(prefix)] = tensor.detach()
 
-        # TorchScript has constants and buffers among them that no state dict has
+        # TorchScript includes constants and buffers that no state dict has
         if is_script and names & weights.keys():
-            weights = {name: tensor for name, tensor in weights.items() if name in names}
+            weights = within(weights, names)
 
-        # what a method added to a network of medfl is of this network too
+        # a method's additions to a medfl network belong to this network too
         if path.suffix == ".safetensors" and len(weights) < len(parts[place]):
             return parts[place]
 
-        # of a network in a wrapper, whose names all begin alike
+        # from a network in a wrapper, which prefixes all names
         alike = os.path.commonprefix([*names])
         wrapper = alike[: alike.rfind(".") + 1]
         if (
@@ -130,13 +141,13 @@ def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:
 
 
 def _as_backbone(text: str, drawn: Weights, weights: Weights, say: Print) -> Tensors:
-    """Return a network's tensors, those of a backbone by name and shape, and the others as drawn."""
+    """Return a network's tensors: from a backbone if name and shape match, otherwise as drawn."""
     fitting = {}
     for name, tensor in weights.items():
         if name in drawn and drawn[name].shape == tensor.shape:
             fitting[name] = tensor
 
-    remaining = [name for name in drawn if name not in fitting]
+    remaining = list(without(drawn, fitting))
     if len(remaining) > len(fitting):
         raise InputError(
             f"--init {text}: {len(fitting)} of its {len(weights)} tensors are of this network",
@@ -149,7 +160,7 @@ def _as_backbone(text: str, drawn: Weights, weights: Weights, say: Print) -> Ten
 
 
 def _in_types_of(drawn: Weights, weights: Weights, say: Print) -> Tensors:
-    """Return weights in the number types of a network, where both are floating point: a file may have halves."""
+    """Convert weights to a network's dtypes if both are floating point: a file may have half precision."""
     changed = {}
     for name, tensor in weights.items():
         dtype = drawn.get(name, tensor).dtype
@@ -164,8 +175,12 @@ def _in_types_of(drawn: Weights, weights: Weights, say: Print) -> Tensors:
 
 
 def tensors(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file by name; any error means that it holds none."""
-    return _finite(safetensors.torch.load_file(path))
+    """Return the tensors of a safetensors file by name; any error means that it contains none."""
+    try:
+        return _finite(safetensors.torch.load(hashed(path)[0].getvalue()))
+    except safetensors.SafetensorError as error:
+        with path.open("rb") as file:
+            raise ValueError(f"{error}; {beginning(file)}") from error
 
 
 def _loaded(path: Path) -> Mapping[object, object]:
@@ -180,7 +195,8 @@ def _loaded(path: Path) -> Mapping[object, object]:
 
 
 def _parts(loaded: Mapping[object, object]) -> dict[str, Tensors]:
-    """Return the named tensors of each dict in a checkpoint by where it is, as `net.`; other values are left out."""
+    """Return the named tensors of each dict in a checkpoint by location, e.g. `net.`; other values are ignored."""
+    # grows during the loop: a checkpoint may contain nested dicts
     todo = [("", loaded)]
     parts = {}
     for place, value in todo:
@@ -200,8 +216,29 @@ def _parts(loaded: Mapping[object, object]) -> dict[str, Tensors]:
     return parts
 
 
+def _unwrapped(weights: Tensors, names: Set[str]) -> Tensors:
+    """Remove what module wrappers insert into names, such as `conv._orig_mod.weight` of torch.compile.
+
+    Wrappers hold their module under a private name, as PyTorch's own do, or as `module`.
+    """
+    wrapper = re.compile(r"(?<![^.])(_\w+|module)\.")
+    own_parts = {part for name in names for part in name.split(".")}
+    renamed = {}
+    is_within = False
+    for name, tensor in weights.items():
+        plain = wrapper.sub(lambda match: match[0] * (match[1] in own_parts), name)
+        is_within |= _ends_in(plain, names) and not _ends_in(name, names)
+        renamed[plain] = tensor
+
+    return renamed if is_within and len(renamed) == len(weights) else weights
+
+
+def _ends_in(name: str, names: Set[str]) -> bool:
+    return name in names or any(name[dot.end() :] in names for dot in re.finditer(r"\.", name))
+
+
 def _prefixes(weights: Collection[str], names: Collection[str]) -> list[str]:
-    """Return what may stand before the network's names in those of weights, as `module.`, in their order."""
+    """Return the possible prefixes of the network's names among those of weights, such as `module.`, in order."""
     prefixes = [""]
     for name in weights:
         for match in re.finditer(r"\.", name):
@@ -212,7 +249,7 @@ def _prefixes(weights: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tuple[int, int, int]:
-    """Rank a prefix: how many names the weights then have, and how few others; of no names the most tensors."""
+    """Rank a prefix: number of matching names, then fewest others; without names the most tensors."""
     shared = sum(f"{prefix}{name}" in weights for name in names)
     return shared, -len(prefix), len(weights)
 
@@ -237,7 +274,7 @@ def save(bundle: Problem, run: Run, folder: Path) -> None:
 
 
 def write_for_job(bundle: Problem, run: Run, folder: Path) -> list[Path]:
-    """Write a run's initial weights as a job carries them; return the files written."""
+    """Write a run's initial weights in the form that a job carries; return the files written."""
     if not run.init or bundle.start is None:
         return []
     weights = {name: tensor.contiguous() for name, tensor in bundle.start.items()}
@@ -250,7 +287,7 @@ def restored(bundle: Problem, run: Run, folder: Path | None) -> Problem:
     """Return a recorded run's problem with the initial weights in the run's folder, or in that of a job.
 
     Raises:
-        InputError: they are damaged, or others.
+        InputError: they are damaged, or different ones.
     """
     path = first_file(folder, FILE, JOB_FILE)
     if not run.init or path is None:

@@ -1,44 +1,40 @@
-"""federate: one call from a request to a finished run folder; what `medfl run` and notebooks use."""
+"""federate: one call from a request to a finished run folder; used by `medfl run` and notebooks."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
+from medfl.bundle.open import bundle_of, ids_of, is_recorded
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
-from medfl.core.run import Run
+from medfl.core.run import Run, withdrawn_settings
 from medfl.core.settings import LOSSLESS, MEAN
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
+from medfl.datasets import own
 from medfl.evaluation.metrics import higher_is_better
 from medfl.policy.inspection import TRAINING, inspect
 from medfl.policy.policy import Policy
 from medfl.problem.parts import is_parts
 from medfl.problem.problem import prepared_sections
-from medfl.report import RunFiles, cross_site, write_report
-from medfl.runs import request_checks
+from medfl.report import RunFiles, cross_site, site_chart, write_report
+from medfl.runs import request_checks, text_record
 from medfl.runs.pace import standstill, steps_note
-from medfl.runs.plan import Plan, Request, check_kinds, make_plan
-from medfl.runs.resume import (
-    LISTED as _LISTED,
-    discarding,
-    has_local,
-    is_due,
-    open_folder,
-    recorded_plan,
-    resumed_plan,
-    with_notes,
-)
+from medfl.runs.plan import Plan, Request, check_kinds, make_plan, repeat, request_of, versions
+from medfl.runs.request_checks import require_same_settings
 from medfl.runtimes import registry, site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import EarlyStopping, callback_names
@@ -54,21 +50,23 @@ from medfl.storage.places import (
     LOCAL_REFERENCE,
     default_run_folder,
     folder_to_resume,
+    record_of,
     require_unused,
 )
 from medfl.storage.run_documents import read_rows, read_summary
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads
 
-_MOST_SITES = 100  # of which every model is scored at every one
+_MOST_SITES = 100  # for scoring every model at every site
 
 if TYPE_CHECKING:
     from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
 
 class Shared:
-    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split."""
+    """Prepared images shared by several runs: of a bundle with one configuration, on one folder and split."""
 
     def __init__(self) -> None:
         self._prepared: dict[str, dict[str, Prepared]] = {}
@@ -85,7 +83,7 @@ class Shared:
         """Return a text that is equal for plans whose prepared images are the same."""
         run = plan.run
         images = [plan.bundle.source, run.config, run.data.folder, run.data.split]
-        # Labels and channels are taken away by site, so here the partition changes the images
+        # Labels and channels are removed per site, so here the partition changes the images
         if run.unlabelled or run.site_channels:
             images += [run.unlabelled, run.site_channels, run.partition.sites]
         return json.dumps(images, sort_keys=True, default=str)
@@ -106,13 +104,13 @@ def federate(
     """Run a federation and return its summary with the run folder under "folder".
 
     Args:
-        bundle: a shipped bundle's name or a folder; with `source` or `resume` only where the run's lies elsewhere now.
+        bundle: a shipped bundle's name or a folder; with `source` or `resume` only if the run's bundle has moved.
         options: options of the method.
         config: overrides of the bundle's configuration.
         requested: other settings by name (method, data, sites, partition, rounds, ...; see `runs.plan.Request`).
         source: run.json of a recorded run to repeat.
-        shared: images that other runs have prepared, or will take.
-        launch: how the run is carried out, none of which changes its weights.
+        shared: images that other runs have prepared, or will use.
+        launch: how the run is executed; it does not change the weights.
         settings: fields of `launch` by name: out, resume, jobs, with_local, cross_site, contribution, save_predictions,
             profile, track, runtime, min_replies, deadline, callbacks, untested, progress, command, say; see
             `medfl.runtimes.launch.Launch`.
@@ -131,15 +129,20 @@ def federate(
     source = None if source is None else Path(source)
     say = launch.say
 
-    # What is refused before the data are looked at
+    # Checks before the data are accessed
     check_kinds(requested)
     request_checks.check_before_imports(
-        bundle, requested, has_overrides=bool(options or config), source=source, launch=launch
+        # importing PyTorch takes seconds: a typing mistake should not
+        bundle,
+        requested,
+        has_overrides=bool(options or config),
+        source=source,
+        launch=launch,
     )
     runtime = registry.load(launch.runtime)
     tolerance = _checked_tolerance(launch, runtime)
 
-    # Teachers' answers are cached for other runs too, which may not use TF32
+    # Teachers' outputs are cached for other runs too, which may not use TF32
     with tf32(False):
         if source is not None:
             plan = recorded_plan(source, requested.get("data"), say, bundle)
@@ -168,11 +171,10 @@ def federate(
         workers = min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
 
     with threads(run.threads), run_precision(run):
-        with tf32(False):
-            if plan.public:
+        public = None
+        if plan.public:
+            with tf32(False):
                 public = plan.public.prepare(jobs=workers, progress=launch.progress, say=say)
-            else:
-                public = None
 
         prepared = shared.sections(plan) if shared is not None else None
         federation = Federation(
@@ -189,6 +191,7 @@ def federate(
             contribution.check(federation, runtime.remote)
             say(contribution.cost(federation))
 
+        # overrides may break a bundle; it has only been tried without them
         if config and not launch.resume:
             try_training_step(federation, config)
 
@@ -220,7 +223,7 @@ def federate(
 
 
 def _checked_tolerance(launch: Launch, runtime: Runtime) -> Tolerance:
-    """Return which missing replies a run tolerates; InputError if the launch's settings contradict each other."""
+    """Return which missing replies a run tolerates; InputError if the launch's settings are contradictory."""
     runtime.check(launch)
     if launch.untested and (launch.with_local or runtime.remote):
         raise InputError(
@@ -234,7 +237,7 @@ def _checked_tolerance(launch: Launch, runtime: Runtime) -> Tolerance:
 
 
 def _check_outputs(plan: Plan, launch: Launch) -> None:
-    """Raise an InputError if a run cannot be profiled, or its predictions saved, as asked for."""
+    """Raise an InputError if a run cannot be profiled, or its predictions saved, as requested."""
     if launch.profile and plan.run.compile:
         raise InputError(
             "--profile with --compile",
@@ -260,7 +263,7 @@ def _check_outputs(plan: Plan, launch: Launch) -> None:
 
 
 def _say_notes(plan: Plan, say: Print) -> None:
-    """Say what the user should know of a run before it begins, and how its images are divided."""
+    """Tell the user what to know about a run before it starts, and how its images are divided."""
     run = plan.run
     for note in plan.notes:
         say(f"note: {note}")
@@ -276,7 +279,7 @@ def _say_notes(plan: Plan, say: Print) -> None:
 
 
 def _cost_of_cross_site(plan: Plan, with_local: bool) -> str:
-    """Say how many examinations --cross-site adds, and how long they take."""
+    """Describe how many evaluations --cross-site adds, and how long they take."""
     sites = len(plan.run.partition.sites)
     models = sites * (methods.has_site_models(plan.method) + with_local)
     if not models:
@@ -300,9 +303,9 @@ def _execute(
     runtime: Runtime,
     record: Config,
 ) -> Document:
-    """Execute a run in its folder, after its Local reference where it has one; return its summary.
+    """Execute a run in its folder, after its Local reference if it has one; return its summary.
 
-    `record` is what run.json tells beside the plan.
+    `record` has the additional entries of run.json.
     """
     with_local = plan.run.method != "local" and (
         launch.with_local or (launch.resume and has_local(path))
@@ -310,18 +313,26 @@ def _execute(
     if not with_local:
         opened = open_folder(plan, federation, path, launch.command, record)
     else:
-        # The folder of the reference lies in that of the run, which is therefore made first
+        # The folder of the reference is inside that of the run, which is therefore created first
         local = _local(plan)
+        # on the already prepared images
         alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
         local_matrix = path / "local" / CROSS_SITE
         is_local_due = is_due(local.run, path / "local") or (
             launch.cross_site and not local_matrix.is_file()
         )
-        # The rest of a launch is for the run itself, not for its reference
+        # The remaining options are for the run itself, not for its reference
         reference_launch = replace(
-            launch, contribution=False, save_predictions=False, profile=False, track=None, callbacks=(),
-            untested=False, followed_by=2 * launch.followed_by + 1,
-        )  # fmt: skip
+            launch,
+            contribution=False,
+            save_predictions=False,
+            profile=False,
+            track=None,
+            callbacks=(),
+            untested=False,
+            followed_by=2 * launch.followed_by + 1,
+        )
+        # each subsequent run has its own reference: the remaining time includes both
         launch = replace(launch, followed_by=2 * launch.followed_by)
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
 
@@ -334,6 +345,7 @@ def _execute(
             launch.say(f"second of two phases: {plan.run.rounds} rounds of {plan.run.method}")
 
     if launch.callbacks:
+        # functions cannot be recorded, but their presence changes how a run may be repeated
         opened[0].add_to_run({"callbacks": callback_names(launch.callbacks)})
 
     summary = _execute_in(*opened, federation, launch, runtime)
@@ -349,21 +361,21 @@ def _execute_in(
 ) -> Document:
     """Run a federation in its folder, or continue the run that is there."""
     execution = Execution(federation, folder, replace(launch, resume=resumed))
-    # The server may still refuse the sites' introductions, before anything was trained
+    # The server may still refuse the sites' introductions, before any training
     with discarding(folder, resumed):
         return runtime.execute(execution)
 
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
-    """If the validation metric was still getting better at the end say how to train on, if it stood, how to end."""
+    """Say how to train on if the validation metric was still improving, and how to stop early if it stalled."""
     files = RunFiles(path)
     scores = {}
     for row in files.rounds:
         scores[row["round"]] = (row.get("val") or {}).get(files.key)
 
     higher = higher_is_better(files.key)
-    still = None if run.patience else standstill(scores, higher, EarlyStopping.patience)
-    if still is not None:
+    still = standstill(scores, higher, EarlyStopping.patience)
+    if still is not None and not run.patience:
         best, end = still
         say(
             f"note: validation was {scores[best]:.3f} in round {best} of {len(scores)}, and not better after it: "
@@ -397,7 +409,7 @@ def site_algo(
     audit: str | Path | None = None,
     say: Print = str,
 ) -> MedflClientAlgo:
-    """Return one site, which holds all images of its data folder, for a host of MONAI FL to drive.
+    """Return one site, which owns all images of its data folder, to be driven by a MONAI FL host.
 
     The images are prepared when the host initializes it.
 
@@ -407,11 +419,11 @@ def site_algo(
         options: options of the method.
         config: overrides of the bundle's configuration.
         requested: other settings by name, as for `federate`; all sites of a federation have the same.
-        folder: where the site's State lasts; without one, in memory.
-        host: "medfl", or "averaging" for a host that averages weights and knows of no method.
-        policy: the site's policy file: the bundle has to be as it says, and what leaves too.
+        folder: where the site's State is stored; without one, in memory.
+        host: "medfl", or "averaging" for a host that averages weights and knows no methods.
+        policy: the site's policy file, with which bundle and outbound data must comply.
         audit: the site's audit log.
-        say: where lines for the user go.
+        say: prints lines for the user.
 
     Raises:
         InputError: bad input, or a bundle that the policy refuses; nothing of it was run.
@@ -421,6 +433,7 @@ def site_algo(
     check_name(name, "site")
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
+        # before the bundle is opened, which evaluates its expressions
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require(TRAINING)
 
     site_request = site_settings.of_request_for(name, bundle, requested or {})
@@ -428,7 +441,7 @@ def site_algo(
     request = Request(bundle, options=options or {}, config=config or {}, **values)
     plan = make_plan(request, say, site_policy, name)
 
-    # The host calls it when it initializes the site: preparing images takes long
+    # Called by the host when it initializes the site: preparing images takes long
     def make_federation() -> Federation:
         federation = plan.federation(say)
         if plan.run.device != "cpu":
@@ -438,13 +451,20 @@ def site_algo(
 
     site_policy = site_policy or Policy()
     return MedflClientAlgo(
-        make_federation, name, folder=folder, host=host, outbound=site_policy.outbound, audit=audit,
-        jobs=site_policy.jobs, say=say,
-    )  # fmt: skip
+        make_federation,
+        name,
+        folder=folder,
+        host=host,
+        outbound=site_policy.outbound,
+        audit=audit,
+        jobs=site_policy.jobs,
+        say=say,
+    )
 
 
 def _require_same_runtime(path: Path, runtime: str) -> None:
-    """Raise an InputError if a run would be resumed by a runtime that cannot reach its sites' States."""
+    """Raise an InputError if a run would be resumed by a runtime that cannot access its sites' States."""
+    # runs of early versions do not say: there was only one runtime
     was = RunFolder.existing(path).read_run()[1].get("runtime") or runtime
     refuse_untrusted_module(was, "runtime", path / "run.json")
     if registry.load(was).remote != registry.load(runtime).remote:
@@ -470,9 +490,10 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: Runtime) -> 
             "use the runtime simulator or monai-fl",
         )
 
-    stops_early = plan.run.patience or any(
-        isinstance(callback, EarlyStopping) for callback in launch.callbacks
-    )
+    stops_early = bool(plan.run.patience)
+    for callback in launch.callbacks:
+        stops_early |= isinstance(callback, EarlyStopping)
+
     if plan.run.eval_every == 0 and stops_early:
         raise InputError(
             "EarlyStopping or --patience with eval_every 0",
@@ -484,7 +505,7 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: Runtime) -> 
 def _division(plan: Plan) -> str:
     """Return the table of the partition, or only the range of the sites' sizes if there are too many to list."""
     record = plan.run.partition
-    if len(record.sites) <= _LISTED:
+    if len(record.sites) <= LISTED:
         return partition_table(plan.partition, plan.sections, plan.counted or None)
 
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
@@ -511,7 +532,7 @@ def _same_networks(plan: Plan) -> str:
 
 
 def _require_geometry(federation: Federation) -> None:
-    """Raise an InputError if masks could not be mapped back onto the grids of the test images' files."""
+    """Raise an InputError if masks could not be mapped back to the grids of the test images' files."""
     prepared = federation.sections["test"]
     if len(prepared.geometry) != len(prepared):
         raise InputError(
@@ -525,7 +546,7 @@ def _require_geometry(federation: Federation) -> None:
 def _local(plan: Plan) -> Plan:
     """Return the plan of the Local reference: the same sites, networks and steps."""
     method = methods.load("local", {"bodies": _same_networks(plan)})
-    # Nothing is sent, so what concerns messages goes back to its default
+    # Nothing is sent, so message settings return to their defaults
     run = replace(
         plan.run,
         method="local",
@@ -560,3 +581,207 @@ def _add_local(path: Path) -> Document:
         folder.write_table(CROSS_SITE, [*ours, *theirs])
 
     return dict(summary)
+
+
+# A run folder: created, or reopened to resume its run if that is undamaged and has the same settings.
+
+LISTED = 200
+"""Maximum number of sites for the partition's table and picture; with more they are unreadable."""
+
+
+def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None = None) -> Plan:
+    """Return the plan that repeats a recorded run with the installed versions; `source` is its run.json or folder.
+
+    Raises:
+        InputError: the record is damaged, or bundle or data are not the recorded ones.
+    """
+    file = record_of(source)
+    run, document = read_verified_run(file)
+    _tell_withdrawn(document, say)
+    _tell_versions(run, "was recorded", say)
+    plan = repeat(run, data, say, file.parent, bundle)
+    return replace(plan, run=replace(plan.run, versions=versions()))
+
+
+def resumed_plan(
+    path: Path,
+    bundle: str | None,
+    options: Config,
+    config: Config,
+    requested: Config,
+    say: Print,
+) -> Plan:
+    """Return the plan of the run in a folder, perhaps with more rounds.
+
+    It keeps its original versions, and so its hash; run.json lists the versions of each resumption.
+
+    Raises:
+        InputError: the folder has no run, the run is damaged, or other settings than its own are requested.
+    """
+    folder = RunFolder.existing(path)
+    run, document = read_verified_run(path / "run.json")
+    rounds = requested.get("rounds", run.rounds)
+    # before planning, which takes long
+    _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
+
+    moved_bundle = None
+    other_bundle = None
+    if bundle and bundle != bundle_of(run):
+        if is_recorded(bundle, run):
+            # the same content in another folder
+            moved_bundle = bundle
+        else:
+            other_bundle = bundle
+
+    if other_bundle or options or config or set(requested) - {"rounds", "data"}:
+        planned = make_plan(request_of(run, other_bundle, options, config, **requested), say).run
+        planned = replace(planned, versions=run.versions)
+        # If the same bundle has changed, `repeat` below reports it and the remedy
+        if not other_bundle:
+            planned = replace(planned, bundle_sha256=run.bundle_sha256)
+        require_same_settings(planned, run)
+
+    _tell_withdrawn(document, say)
+    _tell_versions(run, "began", say)
+    if rounds > run.options.get("rounds", rounds):
+        ends = run.options["rounds"]
+        say(
+            f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more"
+        )
+
+    plan = repeat(run, requested.get("data"), say, path, moved_bundle)
+    return replace(plan, run=replace(plan.run, rounds=rounds))
+
+
+def with_notes(plan: Plan) -> Plan:
+    """Return a plan whose notes say which user images were excluded, and whether patients are unknown.
+
+    Only bundles that name their folders as `medfl new` does have such notes: dataset_dir, images, masks, labels,
+        classes.
+    """
+    if plan.bundle.dataset:
+        return plan
+
+    ids = ids_of(plan.bundle)
+    lists = list(map(plan.bundle.data, SECTIONS))
+    # `medfl new` writes the folder and the class names as plain values
+    is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
+    if not is_medfl_new:
+        return plan
+
+    items = []
+    for data in lists:
+        if not isinstance(data, list):
+            return plan
+        items += [item for item in data if isinstance(item, Mapping)]
+
+    notes = own.notes(ids["dataset_dir"], items, ids)
+    record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
+    return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
+
+
+def has_local(path: Path) -> bool:
+    """Tell whether a run was started with a Local reference."""
+    folder = RunFolder.existing(path)
+    return bool(folder.read_run()[1].get("with_local")) or (path / "local" / "run.json").is_file()
+
+
+def is_due(run: Run, path: Path) -> bool:
+    """Tell whether a Local reference still has rounds to train; raises as `rounds_done`."""
+    if _scored(path) == run.rounds:
+        require_same_settings(run, read_verified_run(path / "run.json")[0])
+        return False
+    rounds_done(run, path)
+    return True
+
+
+def _scored(path: Path) -> int | None:
+    """Return the round after which a run was finally scored, None if it was not."""
+    with suppress(InputError):
+        rounds = read_summary(path / "summary.json")["rounds"]
+        return rounds if (path / "sites.csv").is_file() else None
+    return None
+
+
+def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
+    """Return how many rounds of a run are in a folder, None if empty; InputError if it is another or damaged."""
+    if not (path / "run.json").is_file():
+        return None
+    require_same_settings(run, read_verified_run(path / "run.json")[0])
+    done = int((verified_manifest(RunFolder(path), sums) or {"round": 0})["round"])
+    _refuse_fewer(run.rounds, done, path)
+    return done
+
+
+def open_folder(
+    plan: Plan, federation: Federation, path: Path, command: str, extra: Config
+) -> tuple[RunFolder, bool]:
+    """Create the folder of a run, or open it (`federate` has refused others), and write its record.
+
+    Returns:
+        The folder, and whether the run is resumed.
+    """
+    done = rounds_done(plan.run, path, sums=False)
+    if done is None:
+        folder = RunFolder.create(path, LOCAL_REFERENCE)
+    else:
+        folder = RunFolder.existing(path)
+
+    extra = {**extra, "leaves": federation.describe_exchange()}
+    if done is not None:
+        folder.state.mkdir(exist_ok=True)
+        before = folder.read_run()[1]
+        now = {"round": done, "versions": versions(), "command": command}
+        extra["resumed"] = [*(before.get("resumed") or []), now]
+        command = before.get("command") or command
+
+    text_record.save(plan.bundle, plan.run, plan.method, path)
+    folder.write_run(plan.run, {**plan.extra(command), **extra})
+    if len(plan.run.partition.sites) <= LISTED:
+        site_chart.plot(plan.partition, plan.sections, plan.bundle.classes, path / "partition.png")
+
+    return folder, done is not None
+
+
+@contextmanager
+def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
+    """Remove the files of a new run that is refused before its first round."""
+    try:
+        yield
+    except InputError:
+        if not resume and folder.manifest() is None:
+            # otherwise the corrected command would be refused because its folder is in use
+            folder.remove_unstarted(LOCAL_REFERENCE)
+        raise
+
+
+def _tell_withdrawn(document: Config, say: Print) -> None:
+    """Report the settings of a recorded run that are ignored here."""
+    names = " and ".join(f"--{name}" for name in withdrawn_settings(document))
+    if names:
+        say(f"note: {names} of the recorded run has no effect any more; --compile is what is left")
+
+
+def _tell_versions(run: Run, how: str, say: Print) -> None:
+    """Report versions that changed since a run was recorded: its weights may differ in the last bits."""
+    current = versions()
+    changes = []
+    for name, recorded in run.versions.items():
+        if current.get(name, recorded) != recorded:
+            changes.append(f"{name} {recorded} (here {current[name]})")
+
+    if changes:
+        say(
+            f"note: the run {how} with {', '.join(changes)}: its weights may differ in the last bits from here on"
+        )
+
+
+def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
+    """Raise an InputError if fewer rounds are requested than exist."""
+    if rounds < max(1, done):
+        where = " of the Local reference" if path.name == "local" else ""
+        allowed = "a whole number of at least 1"
+        if done:
+            allowed = f"{done} rounds{where} are done already"
+
+        raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")

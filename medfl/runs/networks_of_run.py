@@ -1,7 +1,7 @@
-"""The networks of a run's folder, ready to predict: the global model, or the one that a site is judged by.
+"""The networks in a run folder, ready to predict: the global model, or the one that a site is judged by.
 
 A global model is the run's network with the weights of its file; it needs no images. Every other network is made by the
-method from the saved States, as the run made it for its scores: a site's own model, a network that a method assembles,
+method from the saved States, as the run did for its scores: a site's own model, a network assembled by a method,
 and the newest round of an interrupted run.
 """
 
@@ -28,7 +28,7 @@ from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation, participants
 from medfl.runtimes.step import judged
-from medfl.storage.files import file_sha256, load_state, load_weights, weights_sha256
+from medfl.storage.files import load_state, read_weights, weights_sha256
 from medfl.storage.places import WHICH
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_reader import RunReader
@@ -43,7 +43,7 @@ class Model:
     Attributes:
         site: whose model it is, "" for the global one.
         round: after which it was taken.
-        config: ids of the bundle's configuration that the site's network is built with.
+        config: ids of the bundle's configuration with which the site's network is built.
     """
 
     network: nn.Module
@@ -53,10 +53,10 @@ class Model:
 
 
 class RunNetworks:
-    """What a run's folder holds: its last networks, or the best by the validation metric.
+    """The networks in a run folder: the last ones, or the best by the validation metric.
 
     Raises:
-        InputError: no run is there, or its bundle has changed. A shipped bundle may have, which a note says.
+        InputError: there is no run, or its bundle has changed. A shipped bundle may have, which is noted.
     """
 
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
@@ -73,6 +73,7 @@ class RunNetworks:
         self.which = which
         run = self.files.run
         self.run_hash = run.run_hash
+        # wherever it was trained: weights are read here, and the caller moves them to another device
         self.run: Run = replace(run, device="cpu")
         self.computed_on_cpu = run.device == "cpu"
         self.manifest = self.files.manifest
@@ -93,18 +94,18 @@ class RunNetworks:
         self.sites = participants(self.run, False)
 
     @property
-    def summary(self) -> Config | None:
-        """The run's summary, None where it was interrupted, or is being continued."""
+    def summary(self) -> Config:
+        """The run's summary, {} if it was interrupted or is being continued."""
         return self.files.final_summary
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run has come to its end."""
-        return self.summary is not None
+        """Tell whether the run has finished."""
+        return bool(self.summary)
 
     @cached_property
     def round(self) -> int:
-        """The round whose model is taken; InputError if there is none yet."""
+        """The round of the model; InputError if there is none yet."""
         if self.which == "best":
             best = self.files.best_round
             if best is None or not (self.path / "best.safetensors").is_file():
@@ -116,7 +117,7 @@ class RunNetworks:
 
             return int(best["round"])
 
-        if self.summary is not None:
+        if self.summary:
             return int(self.summary["rounds"])
         if self.manifest is None or not self.manifest["round"]:
             raise InputError(
@@ -136,7 +137,7 @@ class RunNetworks:
     def models(self, site: str | None, data: str | None, say: Print) -> list[Model]:
         """Return the global model (`site` None), that of one site, or those of all ("all").
 
-        `data` is the folder of the images, where it is another than the run's; only sites' models need them.
+        `data` is the folder of the images if it differs from the run's; only sites' models need them.
 
         Raises:
             InputError: there is no such model.
@@ -179,16 +180,16 @@ class RunNetworks:
 
     @cached_property
     def _weights(self) -> Tensors | None:
-        """The weights as the run wrote them, None where it was interrupted before it wrote the last ones.
+        """The weights as the run wrote them, None if it was interrupted before writing the last ones.
 
         Raises:
-            InputError: their file is missing, or was changed since.
+            InputError: their file is missing, or has been changed.
         """
+        # weights.safetensors of an interrupted run would be from an earlier end
         if self.which == "last" and not self.finished:
             return None
 
         file = self.path / f"{WHICH[self.which]}.safetensors"
-        document = self.summary or {}
         if not file.is_file():
             raise InputError(
                 f"{file} is missing",
@@ -196,26 +197,23 @@ class RunNetworks:
                 "restore it, or repeat the run",
             )
 
-        weights = load_weights(file)
+        weights, sha256 = read_weights(file)
         # the last weights are recorded by the hash of their tensors, the best by that of their file
         if self.which == "last":
-            recorded = document.get("weights_sha256")
             sha256 = weights_sha256(weights)
-        else:
-            recorded = document.get("best_sha256")
-            sha256 = file_sha256(file)
 
+        recorded = self.files.sha256_of(self.which)
         if recorded and recorded != sha256:
             raise InputError(
                 f"{file} is not as the run wrote it",
-                f"its SHA-256 was {str(recorded)[:12]}…",
+                f"its SHA-256 was {recorded[:12]}…",
                 "restore it, or repeat the run",
             )
 
         return weights
 
     def _from_file(self) -> nn.Module | None:
-        """Return the global model; None where it is more than the run's network with these weights."""
+        """Return the global model; None if it is more than the run's network with these weights."""
         _ = self.round  # refuses a run without weights, which `_weights` does not
         if self._weights is None:
             return None
@@ -235,7 +233,7 @@ class RunNetworks:
         return Model(network, name, self.round, config)
 
     def _load_best(self, network: nn.Module, name: str, federation: Federation) -> None:
-        """Put a site's weights of the best round in, where these are all that its prediction depends on."""
+        """Load a site's weights of the best round, if its prediction depends on nothing else."""
         prefix = f"{name}/"
         weights = self._weights or {}
         site_weights = {}
@@ -243,11 +241,10 @@ class RunNetworks:
             if key.startswith(prefix):
                 site_weights[key.removeprefix(prefix)] = tensor
 
-        # a wrapped network or one with hooks predicts by more than its weights
+        # predictions of a wrapped network or one with hooks depend on more than its weights
         plain = federation.site(name, self.round).network()
-        is_plain = type(plain) is type(network) and not any(
-            module._forward_hooks for module in network.modules()
-        )
+        hooks = [module._forward_hooks for module in network.modules()]
+        is_plain = type(plain) is type(network) and not any(hooks)
         if not is_plain or plain.state_dict().keys() != site_weights.keys():
             raise InputError(
                 f"--which best --site {name} of method {self.run.method!r}",
@@ -259,7 +256,7 @@ class RunNetworks:
 
 
 class _States:
-    """The networks that a method makes from the saved States, in a federation built again."""
+    """The networks that a method makes from the saved States, in a rebuilt federation."""
 
     def __init__(self, result: RunNetworks, data: str | None, say: Print) -> None:
         if result.manifest is None:
@@ -276,7 +273,7 @@ class _States:
         self.federation = plan.federation(say)
 
     def server_network(self, round_: int) -> nn.Module | None:
-        """Return a copy of the server's network, None where it has none."""
+        """Return a copy of the server's network, None if it has none."""
         federation = self.federation
         if self.networks.which == "best":
             server = self.folder.best_state()
@@ -294,6 +291,7 @@ class _States:
         round_ = int(self.manifest["round"])
         with federation.networks.scope():
             server = self.folder.server_state(self.manifest)
+            # what it would receive next: this and its State determine how a site is judged
             down = federation.method.broadcast(federation.host(round_), server, name)
 
         state_file = self.folder.readable_state(name, self.networks.run_hash)

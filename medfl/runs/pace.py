@@ -1,4 +1,4 @@
-"""How many steps a round and a run have: fitted to the smallest site where a protocol leaves it open."""
+"""The number of steps per round and run: fitted to the smallest site if a protocol leaves it open."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from medfl.core.run import Run
 
 AUTO = "auto"
 FEW = 10
-"""Steps a round below which a network hardly moves."""
-_WANTED = 20
+"""Steps per round below which a network hardly changes."""
+_WANTED = 20  # steps per round
 _LEAST_BATCH = 2
 _MOST_EPOCHS = 10
-_IN_ALL = {"segmentation": 240}
+_IN_ALL = {"segmentation": 240}  # steps of a whole run
 _IN_ALL_ELSE = 640  # an image says one class, a mask one for each pixel
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 30
-_MOST_IMAGES = 20_000
+_MOST_IMAGES = 20_000  # total over all rounds: more takes hours on a CPU
 
 
 def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -> Document:
-    """Return a protocol's values with numbers in the place of "auto".
+    """Return a protocol's values with numbers in place of "auto".
 
-    The smallest site decides. The batch is the largest power of two that its images fill four times, 2 at least. Local
-    epochs give it 20 steps a round, but are 10 at most. Rounds give it 240 steps in the whole run for segmentation, 640
-    otherwise; they are 5 to 30, and above 5 only while all sites together train on at most 20,000 images.
+    The smallest site decides. The batch is the largest power of two that its images fill four times, at least 2. Local
+    epochs give it 20 steps per round, but are at most 10. Rounds give it 240 steps in the whole run for segmentation,
+    640 otherwise; they are 5 to 30, and above 5 only while all sites together train on at most 20,000 images.
 
     Args:
         chosen: by name, among them `batch_size`, `local_epochs` and `rounds`.
@@ -35,8 +35,10 @@ def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -
         task: its kind.
     """
     values = dict(chosen)
+    # the smallest site decides: with the others' batch it would take one step per round
     smallest = min(filter(None, sizes), default=1)
     if values["batch_size"] == AUTO:
+        # at least four steps per epoch, with a power of two as batch
         quarter = 2 ** int(math.log2(max(smallest // 4, 1)))
         values["batch_size"] = min(most, max(quarter, _LEAST_BATCH))
 
@@ -55,7 +57,7 @@ def fit_schedule(chosen: Config, sizes: Collection[int], most: int, task: str) -
 
 
 def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
-    """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
+    """Return a line on a run's rounds if its protocol left them open, otherwise nothing."""
     if chosen["rounds"] != AUTO:
         return ()
     least = min(_trained(run).values(), default=1)
@@ -69,14 +71,14 @@ def rounds_note(chosen: Config, run: Run) -> tuple[str, ...]:
 def standstill(
     scores: Mapping[int, float | None], higher_is_better: bool, patience: int
 ) -> tuple[int, int] | None:
-    """Return the best round, and the one that early stopping would have ended a run with, without losing the best.
+    """Return the best round, and the round at which early stopping would have ended a run without losing it.
 
-    None where that spares less than a quarter of the rounds, or a round has no score.
+    None if that saves less than a quarter of the rounds, or a round has no score.
 
     Args:
         scores: validation metric of each round, in ascending order.
         higher_is_better: of the metric.
-        patience: rounds without a better one.
+        patience: rounds without improvement.
     """
     sign = 1 if higher_is_better else -1
     best = min(scores, default=0)
@@ -91,6 +93,7 @@ def standstill(
         elif end is None and number - best >= patience:
             end = number
 
+    # saving less than a quarter of the rounds is not worth advice
     if end is None or end > 0.75 * max(scores):
         return None
 
@@ -98,20 +101,25 @@ def standstill(
 
 
 def _trained(run: Run) -> dict[str, int]:
-    """Return site -> training images, of the sites that have some."""
-    counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
-    return {name: count for name, count in counts.items() if count}
+    """Return site -> training images, for sites that have some."""
+    counts = {}
+    for name, ids in run.partition.sites.items():
+        if ids["train"]:
+            counts[name] = len(ids["train"])
+
+    return counts
 
 
 def steps_note(run: Run) -> str:
-    """Say how many steps a site has in a round, and what to do where they are few."""
+    """Report the number of steps per site and round, with advice if there are few."""
     counts = _trained(run)
     if not run.rounds or not counts:
         return "nothing is trained"
 
-    steps = {
-        name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()
-    }
+    steps = {}
+    for name, count in counts.items():
+        steps[name] = run.local_epochs * math.ceil(count / run.batch_size)
+
     least = min(steps.values())
     most = max(steps.values())
     extent = str(least) if least == most else f"{least} to {most}"

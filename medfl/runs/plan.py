@@ -1,6 +1,6 @@
-"""From what a user asks for to a `Run`: find the data, draw the partition, fill in the bundle's protocol.
+"""From a user's request to a `Run`: find the data, draw the partition, fill in the bundle's protocol.
 
-What can be refused without looking at the images is refused before they are looked at.
+What can be refused without accessing the images is refused before they are accessed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runs.request_checks import check_rounds
-from medfl.runtimes import incomplete_data, site_channels, site_labels
+from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
@@ -51,10 +51,11 @@ from medfl.storage.places import PHANTOM
 
 
 def _left_open(settings: type) -> type:
-    """Return a dataclass that has the fields of these settings, each None unless it is given."""
-    columns = [
-        (name, kind | None, field(default=None)) for name, kind in get_type_hints(settings).items()
-    ]
+    """Return a dataclass with the fields of these settings, each None by default."""
+    columns = []
+    for name, kind in get_type_hints(settings).items():
+        columns.append((name, kind | None, field(default=None)))
+
     return make_dataclass(f"Open{settings.__name__}", columns, frozen=True, kw_only=True)
 
 
@@ -66,14 +67,14 @@ else:
 
 @dataclass(frozen=True)
 class Request(GeneralSettings, OpenProtocolSettings):
-    """What a user asks for; None means the bundle's protocol, then medfl's default.
+    """A user's request; None means the bundle's protocol, then medfl's default.
 
-    Beside these it has every setting of a run, as `medfl.core.settings` declares them.
+    In addition it has every setting of a run, as declared in `medfl.core.settings`.
 
     Attributes:
-        config: ids of the bundle's configuration to override; values may be text as typed.
-        data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
-        presets: names of presets of the bundle's protocol, laid over it in this order.
+        config: overridden ids of the bundle's configuration; values may be text as typed.
+        data: a folder, "phantom", or None for a folder below $MEDFL_DATA, else the phantom.
+        presets: names of presets of the bundle's protocol, overlaid in this order.
     """
 
     bundle: str
@@ -88,9 +89,9 @@ class Request(GeneralSettings, OpenProtocolSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """A run with what is needed to execute it.
+    """A run with everything needed to execute it.
 
-    `notes` are lines for the user; the partition's own notes are not among them, but in its table.
+    `notes` are lines for the user; the partition's own notes are in its table instead.
     """
 
     run: Run
@@ -100,13 +101,13 @@ class Plan:
     public: PublicPlan | None = None
 
     @cached_property
-    def sections(self) -> dict[str, list[Any]]:
+    def sections(self) -> dict[str, list[Config]]:
         """The items of each section, for tables and pictures of the partition."""
         return _items(self.bundle)
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The classes, if the data list gives each item's label; () if only the images show it."""
+        """The classes, if the data list gives each item's label; () if only the images show them."""
         if any("label" in item for item in self.sections["train"]):
             return self.bundle.classes
 
@@ -126,7 +127,7 @@ class Plan:
         return Federation(self.bundle, self.method, self.run, public=public)
 
     def extra(self, command: str) -> Document:
-        """Return what run.json tells a reader beyond the run itself."""
+        """Return the additional entries of run.json for the reader."""
         counts = {}
         if self.counted:
             counts = self.partition.counts(self.sections, len(self.counted))
@@ -148,16 +149,16 @@ def make_plan(
     """Resolve a request into a plan.
 
     Args:
-        request: what the user asks for.
-        say: takes lines for the user.
-        policy: what the bundle has to comply with; None is the one in force (`medfl.policy.admission`).
+        request: of the user.
+        say: prints lines for the user.
+        policy: rules for the bundle; None is the one in force (`medfl.policy.admission`).
         site: if given, all images belong to this one site of a federation. The request may then list it as
             unlabelled, although no image has a label.
 
     Raises:
         InputError: anything in the request that is not allowed.
     """
-    # Everything up to the images is refused before they are looked for
+    # Everything unrelated to the images is checked before they are searched for
     general_settings = _general_settings(request)
     device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
@@ -167,12 +168,15 @@ def make_plan(
 
     bundle = open_problem(request.bundle, config, device, policy)
     require_buildable(bundle, config)
+    # before the data: weights that do not fit are refused within seconds
     bundle, general_settings["init"] = initial_weights.begin_with(
         bundle, request.init, say, request.seed
     )
+    # on most CPUs bfloat16 is slower than float32, so a bundle's wish is for GPUs
     general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
     protocol_settings = _protocol_settings(request, protocol)
     requested_options = {**options_for(protocol, request.method), **request.options}
+    # options such as `large=auto` depend on the sites, which are not known yet
     unsettled = methods.load(request.method, requested_options)
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
@@ -204,10 +208,10 @@ def make_plan(
     site_labels.check(protocol_settings["site_labels"], bundle, unsettled, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
-        # A site alone may have no labels at all; only the federation has to have some somewhere
+        # A single site may have no labels; the federation as a whole must have some
         check_unlabelled(request.unlabelled, request.method, unsettled, site_ids, sections["train"])
 
-    # What depends on how many images the sites have
+    # Settings that depend on the sites' numbers of images
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
@@ -235,7 +239,7 @@ def make_plan(
         **settings,
         **general_settings,
     )
-    bundle = incomplete_data.without_absent(bundle, run)
+    bundle = site_channels.without_absent(bundle, run)
 
     notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
     if public:
@@ -249,7 +253,7 @@ def make_plan(
 
 
 def _general_settings(request: Request) -> Document:
-    """Return the settings that need no bundle, as a run records them; InputError if any of the request is wrong."""
+    """Return the settings independent of the bundle, as a run records them; InputError for an invalid one."""
     values = {field.name: getattr(request, field.name) for field in fields(request)}
     check_kinds(values)
     check_limits(values)
@@ -262,8 +266,8 @@ def _general_settings(request: Request) -> Document:
 
 
 def _protocol_settings(request: Request, protocol: Config) -> Document:
-    """Return each protocol setting as requested, else as the protocol has it; some may be "auto"."""
-    settings: Document = {}
+    """Return each protocol setting as requested, else from the protocol; some may be "auto"."""
+    settings = {}
     for setting in fields(ProtocolSettings):
         value = getattr(request, setting.name)
         if value is None:
@@ -277,7 +281,7 @@ def _protocol_settings(request: Request, protocol: Config) -> Document:
 def _settled_method(
     name: str, options: Config, rounds: int, sizes: Mapping[str, int]
 ) -> tuple[Method, tuple[str, ...]]:
-    """Return a method with options that suit the sites' training images, and a note on each that was changed."""
+    """Return a method with options that suit the sites' training images, and a note on each changed one."""
     schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
     method = methods.load(name, {**schedule, **options})
     before = methods.values_of(method)
@@ -294,8 +298,9 @@ def _settled_method(
 def _check_site_networks(
     method: Method, sites: Iterable[str], bundle: Problem, config: Config
 ) -> None:
-    """Raise an InputError if the bundle cannot be read with the network that the method gives a site."""
+    """Raise an InputError if the bundle cannot be read with the network that the method assigns to a site."""
     configs = methods.site_networks(method, [*sites]).values()
+    # many sites share a network: each kind is built once
     different = {repr(changes): changes for changes in configs if changes}
     for changes in different.values():
         require_buildable(bundle.variant(changes), {**config, **changes})
@@ -308,19 +313,19 @@ def request_of(
     config: Config | None = None,
     **requested: Any,
 ) -> Request:
-    """Return a request for a recorded run's settings, overridden by those given here."""
+    """Return a request for a recorded run's settings, overridden by the given ones."""
     recorded = {name: getattr(run, name) for name in ("method", *SETTINGS)}
     recorded |= {"data": _recorded_data(run), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
 
-    # What a preset asks for is compared with what was recorded, so the record must not hide it
+    # A preset's settings are compared with the recorded ones, so the record must not hide them
     presets = protocol_of(bundle or bundle_of(run)).get("presets") or {}
     for preset in requested.get("presets", ()):
         for name in presets.get(preset, {}):
             recorded.pop(name, None)
 
-    # The options of one method mean nothing to another
+    # One method's options mean nothing to another
     is_recorded_method = requested.get("method", run.method) == run.method
     return Request(
         bundle or bundle_of(run),
@@ -339,14 +344,15 @@ def repeat(
 ) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
-    Its images may lie elsewhere (`data`), its bundle too (`bundle_path`, which the plan's run then records);
-    `folder` is that of the run, which keeps its text embeddings.
+    Its images may be elsewhere (`data`), as may its bundle (`bundle_path`, which the plan's run then records);
+    `folder` is the run folder, which contains its text embeddings.
 
     Raises:
-        InputError: the bundle, the data or the text embeddings are not the recorded ones.
+        InputError: the bundle, the data or the text embeddings differ from the recorded ones.
     """
     config = dict(run.config)
     if bundle_of(run) in shipped():
+        # other bundles have it in their configuration; a shipped one would use its protocol's again
         config["split"] = run.data.split
 
     bundle = reopened(run, run.config, device_named(run.device), given=bundle_path, folder=folder)
@@ -370,7 +376,7 @@ def repeat(
     run = replace(
         run, data=record, public=public.record if public else None, bundle_path=bundle.source
     )
-    return Plan(run, incomplete_data.without_absent(bundle, run), method, notes, public)
+    return Plan(run, site_channels.without_absent(bundle, run), method, notes, public)
 
 
 def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> PublicPlan | None:
@@ -410,7 +416,7 @@ def _checksums(public: PublicRecord) -> list[str]:
 
 
 def _recorded_data(run: Run) -> str | None:
-    """Return where the run's images lay; a phantom that is gone is drawn again."""
+    """Return the location of the run's images; a missing phantom is drawn again."""
     is_shipped = bundle_of(run) in shipped()
     if is_shipped and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
         return PHANTOM
@@ -422,12 +428,12 @@ def versions() -> dict[str, str]:
     return versions_of("medfl", "torch", "monai", "numpy")
 
 
-def _items(bundle: Problem) -> dict[str, list[Any]]:
+def _items(bundle: Problem) -> dict[str, list[Config]]:
     return {section: bundle.records(section) for section in SECTIONS}
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Convert a value to its setting's type, leaving None and "auto" as they are; InputError if that fails."""
+    """Convert a value to its setting's type, keeping None and "auto"; InputError if that fails."""
     setting = SETTINGS[name]
     try:
         if value in (None, AUTO):
@@ -459,7 +465,7 @@ def device_named(name: str) -> str:
 
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise an InputError if a name is none of the known settings."""
+    """Raise an InputError if a name is not a known setting."""
     for name in names:
         if name not in known:
             raise InputError(
@@ -470,7 +476,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_kinds(requested: Config) -> None:
-    """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
+    """Raise an InputError if a name is not a setting, or a value not of its setting's type (see `Request`)."""
     check_names(requested, [field.name for field in fields(Request)])
     for name, value, allowed in type_mismatches(Request, requested):
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""`medfl predict`: the class probabilities or masks that a trained network predicts for new images, and scores."""
+"""`medfl predict`: class probabilities or masks predicted by a trained network for new images, and scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -20,6 +20,7 @@ from medfl.core import terminal
 from medfl.core.arrays import Bytes
 from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError
+from medfl.core.mappings import pick, pick_known, without
 from medfl.core.names import readable_file_name
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
@@ -28,13 +29,13 @@ from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_volume, read_volume
 from medfl.evaluation import save_masks, undefined
-from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases, is_distance, summarise
+from medfl.evaluation.evaluators import Masks, VectorEvaluator
+from medfl.evaluation.metrics import Cases, is_distance
 from medfl.evaluation.slices import unit
 from medfl.problem.described import mask_values
 from medfl.problem.tasks.regression import scale_of
 from medfl.runs import references
-from medfl.runs.predictor import Predictor, VectorEvaluator, open_predictor
+from medfl.runs.predictor import Predictor, open_predictor
 from medfl.runs.result_tables import Record, parse_row
 from medfl.storage.places import require_unused
 from medfl.storage.run_folder import RunFolder
@@ -43,7 +44,7 @@ from medfl.training.accelerate.precision import tf32, threads
 PREDICTIONS = "predictions.csv"
 SCORES = "scores.csv"
 BY_CASE = "scores_by_case.csv"
-# read at once for masks, and of volumes one; of images to be classified at least so many
+# images read at once for masks; one for volumes; the minimum for classification
 _PICTURES = 32
 _LONGEST = 1000  # characters of a path below the folder
 # the dot of a folder that is named like a file which is written, as "a.png/1.png"
@@ -54,7 +55,7 @@ _TRUE = ("label_", "target_")
 
 @dataclass
 class Predictions:
-    """What was predicted.
+    """The predictions.
 
     Attributes:
         rows: id -> row of predictions.csv.
@@ -86,27 +87,27 @@ def predict(
 ) -> Document:
     """Write a trained network's predictions for images into a new folder.
 
-    Classification: predictions.csv with id, prediction and the probability of each class. Findings: id, and of each
+    Classification: predictions.csv with id, prediction and the probability of each class. Findings: id, and for each
     finding whether it is called present, by the run's thresholds, and its probability. Numbers: id and each number, in
-    its unit. Segmentation: a mask for each
-    image on the grid of its file, NIfTI of volumes and DICOM series, PNG of pictures, and predictions.csv with id, mask
-    and each structure's millilitres, or share of a picture. With a reference: scores.csv and scores_by_case.csv, by the
-    evaluators of a run. predictions.csv is written last: a folder without it was not finished.
+    its unit. Segmentation: a mask per image on the grid of its file, NIfTI for volumes and DICOM series, PNG for
+    pictures, and predictions.csv with id, mask and each structure's millilitres, or share of a picture. With a
+    reference: scores.csv and scores_by_case.csv, by the
+    evaluators of a run. predictions.csv is written last: a folder without it is unfinished.
 
     Args:
         model: folder of a run, or of a MONAI bundle with weights.
-        images: a folder, a file, or a list of these; `Result.predict` says which.
+        images: a folder, a file, or a list of these; see `Result.predict`.
         out: new or empty folder.
         reference: folder of masks or of class folders, or table of classes, findings or numbers;
-            `medfl.runs.references` finds them.
-        columns: "file" and "label" -> the column of the table that has it, of those that it calls otherwise.
+            see `medfl.runs.references`.
+        columns: "file" and "label" -> the table's column, if it has another name.
         which: weights of a run's "last" or "best" round.
-        site: whose model, where the run's method has one for each site.
+        site: whose model, if the run's method has one for each site.
         device: auto, cpu or cuda[:i].
         thread_count: default: that of the run; for a bundle PyTorch's own.
-        calibrated: add sets or intervals, or make masks, by what `medfl calibrate` wrote.
+        calibrated: add sets or intervals, or make masks, with the results of `medfl calibrate`.
         progress: show a bar.
-        say: where lines for the user go.
+        say: prints lines for the user.
 
     Returns:
         Everything that was written and what failed, for JSON.
@@ -132,6 +133,7 @@ def predict(
             targets = _references(Path(reference).expanduser(), predictor, files, columns or {})
 
         masks = [target for target in targets.values() if isinstance(target, str)]
+        # the bundle's transforms read only what the user named
         predictor.open_places(files_of([*files.values(), *masks]))
         with (
             threads(thread_count or predictor.threads or torch.get_num_threads()),
@@ -140,6 +142,7 @@ def predict(
             predictions = _Writer(predictor, files, targets, folder).write(progress)
 
     if not predictions.rows:
+        # the first error represents all: in a folder of unsuitable files all fail alike
         raise _no_prediction_error(len(files), next(iter(predictions.failed.values())))
 
     return _document(predictor, files, predictions, folder, targets)
@@ -157,12 +160,13 @@ def _references(
     if predictor.kind.decides:
         return vectors
 
-    # as the network's outputs are, by which numbers are in their unit
+    # like the network's outputs, by which numbers are in their unit
     mean, sd = scale_of(predictor.metadata, len(predictor.classes))
-    return {
-        ident: tuple(((torch.tensor(vector) - mean) / sd).tolist())
-        for ident, vector in vectors.items()
-    }
+    scaled = {}
+    for ident, vector in vectors.items():
+        scaled[ident] = tuple(((torch.tensor(vector) - mean) / sd).tolist())
+
+    return scaled
 
 
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
@@ -170,7 +174,7 @@ _Outcome = tuple[Prepared, list[Masks | None] | Cases]
 
 @dataclass(frozen=True)
 class _Writer:
-    """Predicts image after image, and writes masks as they come."""
+    """Predicts image after image, and writes masks as they are produced."""
 
     predictor: Predictor
     files: Mapping[str, str]
@@ -180,7 +184,7 @@ class _Writer:
 
     @cached_property
     def mask_paths(self) -> dict[str, Path]:
-        """Id -> path of its mask below the folder, without the ending."""
+        """Id -> path of its mask below the folder, without extension."""
         return _mask_paths(self.files)
 
     def write(self, progress: bool) -> Predictions:
@@ -189,22 +193,22 @@ class _Writer:
             total=len(self.files), desc="predicting", unit="image", shown=progress
         ) as bar:
             for idents in self._groups():
-                group = {ident: self.files[ident] for ident in idents}
+                group = pick(self.files, idents)
                 for prepared, outcome in self._outcomes(group, self.targets):
                     self._take(prepared, outcome)
 
                 bar.update(len(idents))
 
-        # images that failed in a batch come later than the rest of it
+        # images that failed in a batch come after the rest of it
         rows = self.predictions.rows
-        self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
+        self.predictions.rows = pick_known(rows, self.files)
         return self.predictions
 
     def _groups(self) -> Iterator[Sequence[str]]:
         """Yield the ids of images that are read together: few enough for memory, whatever their size."""
         evaluator = self.predictor.evaluator
         if isinstance(evaluator, VectorEvaluator):
-            # whole batches, so that all but the last are those of a run
+            # full batches, so that all but the last equal those of a run
             size = evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size)
             yield from _batched([*self.files], size)
             return
@@ -222,7 +226,7 @@ class _Writer:
         self, files: Mapping[str, str], targets: Mapping[str, Reference]
     ) -> Iterator[_Outcome]:
         """Yield the outcomes of images; an image that fails with its reference is predicted without it."""
-        labels = {ident: targets[ident] for ident in files if ident in targets}
+        labels = pick_known(targets, files)
         try:
             outcome = self._judged(files, labels)
         except Exception as error:  # a bundle's own transforms, inferer and network raise anything
@@ -244,7 +248,7 @@ class _Writer:
                 else:
                     alone.append({ident: uri})
 
-            # all can be read: the network fails on one of them, and only one by one shows on which
+            # all are readable: the network fails on one, and only single images show which
             if not alone:
                 alone = [{ident: uri} for ident, uri in files.items()]
                 together = {}
@@ -263,7 +267,7 @@ class _Writer:
             yield from self._outcomes(files, {})
 
     def _one_channel(self, ident: str) -> InputError | None:
-        """Return the error of a file that is one channel of an image of several, named like it but alone."""
+        """Return the error for a file that is a single channel of a multi-channel image, recognised by its name."""
         count = new_images.channels_of(self.predictor.metadata)
         uri = self.files[ident]
         if count < 2 or not is_channel(ident) or not is_volume(uri):
@@ -271,8 +275,11 @@ class _Writer:
         if not self._is_read(ident, uri, {}) or len(read_volume(uri)) > 1:
             return None
 
-        allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"
-        return InputError(f"{ident} is one channel", allowed, "give the others too")
+        return InputError(
+            f"{ident} is one channel",
+            f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other",
+            "give the others too",
+        )
 
     def _is_read(self, ident: str, uri: str, labels: Mapping[str, Reference]) -> bool:
         try:
@@ -306,10 +313,18 @@ class _Writer:
                 )
 
             if labelled:
-                self.predictions.cases.append(cases.select(labelled))
+                scored = cases.select(labelled)
+                if predictor.own_inputs is not None:
+                    evaluator = replace(evaluator, metric_inputs=predictor.own_inputs)
+                    part = Shard.of(prepared, labelled)
+                    more = evaluator(predictor.network, part, predictor.device)
+                    scored = Cases(scored.ids, {**more.values, **scored.values})
+
+                self.predictions.cases.append(scored)
 
             return prepared, cases
 
+        # all before any is written: a batch fails as a whole, and is then retried one by one
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
         for ident, mask in zip(files, masks, strict=True):
             if mask is None:
@@ -331,7 +346,7 @@ class _Writer:
             cases = evaluator(
                 predictor.network, part, predictor.device, surface_metrics=predictor.surface_metrics
             )
-            scores = {name: values for name, values in cases.values.items() if name != "loss"}
+            scores = without(cases.values, ["loss"])
             self.predictions.cases.append(Cases(cases.ids, scores))
             self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
 
@@ -361,20 +376,23 @@ class _Writer:
             }
             if self.predictor.rule is not None:
                 row = self.predictions.rows[ident]
+                # a mask of everything is uninformative
                 row["abstain"] = int((masks.prediction > 0).all())
 
     def _row(self, cases: Cases, index: int, ident: str) -> Record:
-        """Return the row of predictions.csv of a case without a mask, and without what is true of it."""
+        """Return the row of predictions.csv of a case without mask and ground truth."""
         predictor = self.predictor
         names = predictor.classes
         if predictor.task == "classification":
             row = _class_row(ident, cases.values["probabilities"][index].tolist(), names)
         else:
             cells = predictor.kind.row(cases, index, names, "")
-            remarks = {
-                name: str(cell) for name, cell in cells.items() if not name.startswith(_TRUE)
-            }
-            row = {"id": ident, **parse_row(remarks)}
+            predicted = {}
+            for name, cell in cells.items():
+                if not name.startswith(_TRUE):
+                    predicted[name] = str(cell)
+
+            row = {"id": ident, **parse_row(predicted)}
 
         if predictor.rule is not None:
             row |= predictor.kind.set_row(cases, index, names, predictor.rule)
@@ -387,7 +405,7 @@ def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def _names(classes: tuple[str, ...], count: int) -> Sequence[str]:
-    """Return the names of a network's outputs; numbers where a foreign bundle has more or fewer than it names."""
+    """Return the names of a network's outputs; numbers if a third-party bundle's names do not match their count."""
     if len(classes) == count:
         return classes
 
@@ -405,7 +423,7 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
 
 
 def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ...]) -> Metrics:
-    """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
+    """Return the amount of each structure in an image: millilitres, or for a picture the share of its pixels."""
     pixels = np.bincount(mask.ravel(), minlength=count).tolist()
     # the determinant of the affine's linear part is a voxel's volume, in cubic millimetres
     voxel = 0.0
@@ -413,6 +431,7 @@ def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ..
         voxel = abs(float(np.linalg.det(geometry.original_affine[:3, :3]))) / _CUBIC_MM
 
     amounts = {}
+    # the first is the background, which has no amount
     for name, number in list(zip(_names(classes, count), pixels, strict=True))[1:]:
         if mask.ndim == 3:
             amounts[f"{name}_ml"] = float(f"{number * voxel:.6g}")
@@ -423,11 +442,12 @@ def _amounts(mask: Bytes, count: int, geometry: Geometry, classes: tuple[str, ..
 
 
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
-    """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
+    """Return id -> path of its mask below the folder, without extension: readable and unique."""
     times = Counter(without_ending(ident).casefold() for ident in files)
     taken = set()
     paths = {}
     for ident in files:
+        # "a.png" and "a.nii.gz" in one folder would have the same mask
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
         *above, name = (readable_file_name(part) for part in parts if part != "/")
@@ -438,6 +458,7 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
         number = 1
         numbered = path
+        # some file systems do not distinguish A.png from a.png
         while numbered.as_posix().casefold() in taken:
             number += 1
             numbered = path.with_name(f"{path.name}-{number}")
@@ -449,11 +470,10 @@ def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
 
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
-    """Return the error that says why no image could be predicted, by what went wrong with the first."""
+    """Return the error that says why no image could be predicted, based on the first failure."""
+    images = f"none of the {count} images can"
     if count == 1:
         images = "the one image cannot"
-    else:
-        images = f"none of the {count} images can"
 
     if isinstance(error, InputError):
         problem, allowed, advice = error._parts
@@ -466,9 +486,10 @@ def _no_prediction_error(count: int, error: Exception) -> InputError:
 
 
 def _explained(error: Exception) -> Exception:
-    """Return an error, or where a network is prompted by more than images another one that says so."""
+    """Return an error, replaced if a network needs other prompts than images."""
     cause: BaseException | None = error
     while cause is not None:
+        # MONAI wraps errors of transforms, so the cause is deeper
         if isinstance(cause, KeyError) and "image" not in str(cause):
             return InputError(
                 f"the bundle's transforms ask for {cause} beside each image",
@@ -482,7 +503,7 @@ def _explained(error: Exception) -> Exception:
 
 
 def _problem(error: Exception) -> str:
-    """Return in one line what is wrong."""
+    """Describe in one line what is wrong."""
     if isinstance(error, MedflError):
         return str(error)
 
@@ -507,7 +528,7 @@ def _document(
 
     if predictions.cases:
         cases = Cases.concat(predictions.cases)
-        scores = summarise(cases)
+        scores = {**predictor.summarise(cases)}
         scored = len(cases)
         names = list(cases.values)
         if cases.reference is not None:
@@ -524,6 +545,7 @@ def _document(
         table.write_table(BY_CASE, _by_case(cases, predictions, predictor))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
 
+    # last: a folder without it is unfinished
     table.write_table(PREDICTIONS, [*predictions.rows.values()])
     failed = []
     for ident, error in predictions.failed.items():
@@ -569,7 +591,7 @@ def _by_case(cases: Cases, predictions: Predictions, predictor: Predictor) -> li
 
         for name, numbers in cases.values.items():
             value = float(numbers[index])
-            # a structure that the image does not have has no score
+            # a structure missing from the image has no score
             if not math.isnan(value):
                 row[name] = value
 

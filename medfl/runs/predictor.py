@@ -1,4 +1,4 @@
-"""A trained network that predicts new images: that of a run's folder, or of a MONAI bundle with weights."""
+"""A trained network that predicts new images: from a run folder, or a MONAI bundle with weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import printable
 from medfl.data.samples import allow_missing_labels
 from medfl.evaluation.conformal import Rule
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.evaluation.evaluators import (
+    CaseEvaluator,
+    ClassEvaluator,
+    MaskEvaluator,
+    OwnValues,
+    VectorEvaluator,
+)
 from medfl.evaluation.mask_metrics import surface_metrics_of
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy import admission
 from medfl.problem.described import channel_names
 from medfl.problem.tasks import KINDS
@@ -34,32 +41,31 @@ from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
-from medfl.storage.files import file_sha256
 from medfl.storage.places import CALIBRATION, check_which, is_run
 from medfl.storage.run_documents import ALL_SITES, read_calibration
-
-VectorEvaluator = ClassEvaluator | FindingEvaluator | NumberEvaluator
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A network, and how its images are read and its outputs judged.
+    """A network, how its images are read, and how its outputs are evaluated.
 
     Attributes:
-        title: what it is, for the user.
+        title: description for the user.
         task: its kind.
-        classes: names in label order, of findings or of numbers; in segmentation of a mask's values or channels.
+        classes: names in label order, of findings or of numbers; for segmentation of a mask's values or channels.
         network: on its device, in evaluation mode.
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}; entries may lack a label.
-        open_places: lets the transforms read files that a user named.
-        evaluator: what scored the run, of masks without the loss.
-        metadata: of the bundle, which says what its images are.
-        data_source: of its training images: real, phantom, or "" where it is not known.
-        surface_metrics: the metrics of surfaces that masks are scored by.
-        threads: that it computes with, None for as many as PyTorch takes.
-        tf32: as the run had it.
+        open_places: allows the transforms to read files that a user named.
+        evaluator: as in the run, for masks without the loss.
+        metadata: of the bundle, which describes its images.
+        data_source: of its training images: real, phantom, or "" if unknown.
+        surface_metrics: surface metrics computed for masks.
+        threads: number used, None for PyTorch's default.
+        tf32: as in the run.
         thresholds: of each finding, () for other tasks.
         rule: by which sets, intervals or masks are made, None where nothing was calibrated.
+        own_inputs: what the bundle's own metric takes, None where medfl's choose the best round.
+        summarise: cases -> metrics, the bundle's own among them.
     """
 
     title: str
@@ -77,6 +83,8 @@ class Predictor:
     tf32: bool = False
     thresholds: tuple[float, ...] = ()
     rule: Rule | None = None
+    own_inputs: OwnValues | None = None
+    summarise: Callable[[Cases], Mapping[str, float]] = summarise
 
     @property
     def kind(self) -> Kind:
@@ -92,10 +100,10 @@ def open_predictor(
     say: Print,
     calibrated: bool = True,
 ) -> Predictor:
-    """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
+    """Open a run folder, or a MONAI bundle with weights; same arguments as `medfl.runs.predict.predict`.
 
     Raises:
-        InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.
+        InputError: it is neither, has no weights yet, no such model, or is a bundle that inspection refuses.
     """
     path = Path(where).expanduser()
     placed = torch.device(device_named(device))
@@ -104,20 +112,19 @@ def open_predictor(
         return _checked(_of_run(path, which, site, placed, say, calibrated))
 
     file = path / "docs" / CALIBRATION
-    if calibrated and file.is_file():
-        document = read_calibration(file)
-    else:
-        document = None
-
+    document = read_calibration(file) if calibrated and file.is_file() else None
     if (site is not None and document is None) or which != "last":
         raise InputError(
             f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
         )
 
-    predictor = _of_bundle(path, placed)
+    opened = open_inference(
+        path, admission.in_force(), placed, ("safetensors", "pt", "ts"), f"bundle {path.name!r}"
+    )
+    predictor = _of_bundle(opened, path, placed)
     if document is not None:
-        weights = path / "models" / "model.safetensors"
-        fits = weights.is_file() and file_sha256(weights) == document["weights_sha256"]
+        # thresholds of other weights promise nothing
+        fits = opened.sha256 == document["weights_sha256"]
         predictor = _with_rule(predictor, document if fits else None, site, say)
 
     return _checked(predictor)
@@ -126,17 +133,13 @@ def open_predictor(
 def _with_rule(
     predictor: Predictor, document: Config | None, site: str | None, say: Print
 ) -> Predictor:
-    """Return a predictor that makes sets by what `medfl calibrate` wrote, None of another model; says which."""
+    """Return a predictor that makes sets by a calibration of this model, if there is one; report which."""
     if document is None or document["task"] != predictor.task:
         say(f"note: {CALIBRATION} is of another model, and left out: run medfl calibrate again")
         return predictor
 
     name = site or document["site"] or ALL_SITES
-    if name == ALL_SITES:
-        way = "pooled"
-    else:
-        way = document["share"]
-
+    way = "pooled" if name == ALL_SITES else document["share"]
     rows = [row for row in document["rows"] if (row["name"], row["way"]) == (name, way)]
     if not rows or "threshold" not in rows[0]:
         raise InputError(
@@ -153,13 +156,14 @@ def _with_rule(
     rule = Rule(threshold, document["scores"], tuple(document["scale"]))
     evaluator = predictor.evaluator
     if isinstance(evaluator, MaskEvaluator):
+        # masks are enlarged instead of listed: a set of masks would be unreadable
         evaluator = replace(evaluator, background_limit=threshold)
 
     return replace(predictor, rule=rule, evaluator=evaluator)
 
 
 def _checked(predictor: Predictor) -> Predictor:
-    """Return a predictor whose classes can be columns of predictions.csv, and whose weights say something."""
+    """Return a predictor whose classes, as checked, can be columns of predictions.csv and whose weights are valid."""
     for name in predictor.classes:
         if (
             not is_plain_text(name)
@@ -174,7 +178,7 @@ def _checked(predictor: Predictor) -> Predictor:
             )
 
     for name, value in predictor.network.state_dict().items():
-        # What is no tensor is a module's extra state
+        # Anything but tensors is a module's extra state
         if isinstance(value, Tensor) and not value.isfinite().all():
             raise InputError(
                 f"{predictor.title}: its weights {name!r} are not finite",
@@ -202,6 +206,7 @@ def _of_run(
     bundle = networks.bundle
     task = networks.task
 
+    # a site may be called so
     if site == "all" and site not in networks.sites:
         raise InputError(
             "--site all",
@@ -210,9 +215,8 @@ def _of_run(
         )
 
     if task.kind not in (*OF_VECTORS, "segmentation"):
-        arguments = f"the model of {path}, a {task.kind} task"
         raise InputError(
-            arguments,
+            f"the model of {path}, a {task.kind} task",
             "classes, findings, numbers or masks are predicted",
             "run its own inference by MONAI",
         )
@@ -225,21 +229,16 @@ def _of_run(
 
     evaluator = bundle.evaluator
     assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
+    # new images have no reference that a loss, or the bundle's metric, could be of
     if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
         evaluator = replace(evaluator, loss=_no_loss)
-    if isinstance(evaluator, FindingEvaluator | NumberEvaluator):
+    own_inputs = None
+    if isinstance(evaluator, VectorEvaluator):
+        own_inputs = evaluator.metric_inputs
         evaluator = replace(evaluator, metric_inputs=None)
 
-    if task.kind == "segmentation":
-        structures = bundle.structures
-    else:
-        structures = None
-
-    if site:
-        whose = f"the model of site {site}"
-    else:
-        whose = "the global model"
-
+    structures = bundle.structures if task.kind == "segmentation" else None
+    whose = f"the model of site {site}" if site else "the global model"
     predictor = Predictor(
         f"{whose} of {path} ({run.method} on {run.bundle}, round {model.round})",
         task.kind,
@@ -255,6 +254,8 @@ def _of_run(
         run.threads,
         run.tf32,
         thresholds_of(networks, site, say),
+        own_inputs=own_inputs,
+        summarise=bundle.summarise if own_inputs else summarise,
     )
     if not calibrated:
         return predictor
@@ -266,21 +267,20 @@ def _of_run(
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:
     """Return the threshold of each finding that the run chose on its validation images, () for other tasks.
 
-    Where it has none, it is 0.5, which is said: of an interrupted run, or of a site's model of the best round.
+    If there is none, it is 0.5, which is reported: for an interrupted run, or a site's model of the best round.
     """
     task = networks.task
     if not KINDS[task.kind].decides:
         return ()
 
     if site is None:
-        entry = ((networks.summary or {}).get(networks.which) or {}).get("classes") or {}
+        entry = (networks.summary.get(networks.which) or {}).get("classes") or {}
         chosen = {name: (entry.get(name) or {}).get("threshold") for name in task.classes}
     else:
-        rows = [row for row in networks.files.sites if row["site"] == site]
-        if rows and networks.which == "last" and networks.finished:
-            row = rows[0]
-        else:
-            row = {}
+        row: Mapping[str, str] = {}
+        # sites.csv is of the last round
+        if networks.which == "last" and networks.finished:
+            row = next((row for row in networks.files.sites if row["site"] == site), row)
 
         chosen = {name: row.get(f"personal_threshold_{slug(name)}") for name in task.classes}
 
@@ -293,10 +293,7 @@ def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[
     return tuple(0.5 if value is None else float(value) for value in chosen.values())
 
 
-def _of_bundle(path: Path, device: torch.device) -> Predictor:
-    opened = open_inference(
-        path, admission.in_force(), device, ("safetensors", "pt", "ts"), f"bundle {path.name!r}"
-    )
+def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor:
     meta = opened.described
     classes = opened.classes
     if not classes:
@@ -306,12 +303,9 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
             "add it",
         )
 
+    # written by `medfl export` beside MONAI's entries
     entry = meta.get("medfl")
-    if isinstance(entry, Mapping):
-        exported = entry
-    else:
-        exported = {}
-
+    exported = entry if isinstance(entry, Mapping) else {}
     task = opened.task
     thresholds: tuple[float, ...] = ()
     evaluator: VectorEvaluator | MaskEvaluator = ClassEvaluator()
@@ -319,20 +313,15 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         task = "multilabel"
         classes = channel_names(meta)
         evaluator = FindingEvaluator()
-        errors = [*type_errors(exported, {"thresholds": list[float]})]
-        if errors:
-            values = ()
-        else:
-            values = exported.get("thresholds", ())
+        values = exported.get("thresholds", ())
+        # the file may come from anybody
+        if any(type_errors(exported, {"thresholds": list[float]})) or len(values) != len(classes):
+            values = (0.5,) * len(classes)
 
-        if len(values) == len(classes):
-            thresholds = tuple(values)
-        else:
-            thresholds = (0.5,) * len(classes)
-
+        thresholds = tuple(values)
     elif exported.get("task") == "regression":
         task = "regression"
-        classes = channel_names(meta)  # one output is no background and structure
+        classes = channel_names(meta)  # a single output is not background and structure
         evaluator = NumberEvaluator(_no_loss, meta)
     else:
         _refuse_overlaps(opened, path)
@@ -349,13 +338,22 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
 
     source = str(exported.get("data_source", ""))
     return Predictor(
-        title, task, classes, network, chain, open_places, evaluator, device, meta, source,
+        title,
+        task,
+        classes,
+        network,
+        chain,
+        open_places,
+        evaluator,
+        device,
+        meta,
+        source,
         thresholds=thresholds,
-    )  # fmt: skip
+    )
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:
-    """Raise an InputError if the bundle reads its outputs as several findings at once, not as one class of all."""
+    """Raise an InputError if the bundle's outputs are several independent findings, not one of all classes."""
     for key, node in [*opened.config.nodes("Activationsd"), *opened.config.nodes("Activations")]:
         if node.get("sigmoid") and len(opened.classes) > 2:
             raise InputError(
@@ -366,19 +364,12 @@ def _refuse_overlaps(opened: Inference, path: Path) -> None:
 
 
 def _tolerance(path: Path) -> float:
-    """Return the tolerance of the surface Dice that the bundle is scored with, 1 where it says none."""
+    """Return the bundle's tolerance of the surface Dice, 1 by default."""
     train = config_file(path, "train")
-    if train:
-        arguments = read(train).get("surface_tolerance", 1.0)
-    else:
-        arguments = 1.0
-
-    if isinstance(arguments, int | float):
-        return float(arguments)
-
-    return 1.0
+    tolerance = read(train).get("surface_tolerance") if train else None
+    return float(tolerance) if isinstance(tolerance, int | float) else 1.0
 
 
 def _no_loss(prediction: object, target: object) -> Tensor:
-    """Score no loss: new images are judged by what is seen of them."""
-    return torch.zeros(())
+    """Return no loss: only outputs of new images are evaluated."""
+    return torch.tensor(torch.nan)

@@ -1,6 +1,6 @@
 """Find and open the public data of a run: another bundle's images, not augmented, in the sites' dimensions.
 
-A method that uses public data has the options of `medfl.methods._parts.public`. Those that are not given come from the
+A method that uses public data has the options of `medfl.methods._parts.public`. Those not given come from the
 public bundle's own protocol (key `public`: section, items, split).
 """
 
@@ -33,7 +33,7 @@ from medfl.problem.problem import Problem
 from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
 from medfl.storage.places import PHANTOM
 
-_LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
+_LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels per side, and one slice
 _AUGMENTATION = "train#random_transforms"
 
 
@@ -43,12 +43,12 @@ class PublicPlan:
 
     Attributes:
         opened: the public bundle on its images.
-        section: which of its sections is taken.
+        section: which of its sections is used.
         indices: which of that section's items.
-        teachers: whose answers the method learns from; not asked yet.
+        teachers: whose outputs the method learns from; not run yet.
         channels: of the sites' images.
-        depth: how often an image is repeated for sites with volumes, 0 where they have images.
-        record: what the run says of all this.
+        depth: number of repetitions of an image for sites with volumes, 0 if they have images.
+        record: the run's record of all this.
     """
 
     opened: WithData
@@ -60,11 +60,11 @@ class PublicPlan:
     record: PublicRecord
 
     def prepare(self, *, jobs: int = 1, progress: bool = False, say: Print = str) -> Public:
-        """Read the images, and ask the teachers for the answers that are not in the cache.
+        """Read the images, and run the teachers for outputs that are not cached.
 
         Raises:
             InputError: an image cannot be read, or a teacher does not fit these data.
-            RunError: the answers cannot be written.
+            RunError: the outputs cannot be written.
         """
         bundle = self.opened.bundle
         prepared = bundle.prepared(self.section, jobs=jobs, progress=progress)
@@ -87,7 +87,7 @@ class PublicPlan:
         return replace(public, answers=tuple(answers))
 
     def _refuse_crops(self, prepared: Prepared) -> None:
-        """Raise an InputError if sites would take a part of what a teacher segments."""
+        """Raise an InputError if sites would use a crop of what a teacher segments."""
         patch = _size_of_first(prepared.deterministic(False))
         image = _size_of_first(prepared.deterministic(True))
         if patch != image:
@@ -113,7 +113,10 @@ class PublicPlan:
 
         lines += [f"teacher: {teacher.name}" for teacher in self.teachers]
         if public.name == bundle.name:
-            site_ids = {str(item["id"]) for items in used.values() for item in items}
+            site_ids = set[str]()
+            for items in used.values():
+                site_ids.update(str(item["id"]) for item in items)
+
             chosen = [public.items(self.section)[i]["id"] for i in self.indices]
             common = sum(str(ident) in site_ids for ident in chosen)
             if common:
@@ -139,9 +142,9 @@ def plan_public(
     folder: str | None = None,
     say: Print,
 ) -> PublicPlan | None:
-    """Return the public data that a method's options ask for, or None where it uses none.
+    """Return the public data that a method's options request, or None if it uses none.
 
-    They lie in `folder`; by default as the option says, else below $MEDFL_DATA, else they are phantoms.
+    They are in `folder`; by default as the option says, else below $MEDFL_DATA, else they are phantoms.
 
     Raises:
         InputError: none are named, or they do not fit the sites' task or dimensions, or a teacher does not fit them.
@@ -163,7 +166,7 @@ def plan_public(
         overrides["dataset_dir"] = str(Path(data).expanduser().resolve())
 
     plain = Bundle(name, overrides, policy=bundle.policy)
-    protocol: Config = plain.protocol.get("public") or {}
+    protocol = plain.protocol.get("public") or {}
     section = str(options["public_section"] or protocol.get("section") or "test")
     number = int(options["public_items"])
 
@@ -194,6 +197,7 @@ def plan_public(
         for teacher in split_names(str(options.get("teachers", ""))):
             teachers.append(open_teacher(teacher, opened.bundle, torch.device(device)))
 
+    # the record identifies the items by a hash that names no patient
     ids = json.dumps([items[i]["id"] for i in indices])
     record = PublicRecord(
         bundle=opened.bundle.name,
@@ -218,9 +222,9 @@ def read_public(text: str) -> tuple[str, str | None]:
 
 
 def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
-    """Return the positions of so many items, the classes as equal as their sizes allow; 0 takes all.
+    """Return the indices of so many items, with classes as balanced as their sizes allow; 0 selects all.
 
-    A fixed draw, the same for every seed of a run, so that teachers answer once. Items without a label are one class.
+    A fixed draw, the same for every seed of a run, so that teachers run once. Items without a label are one class.
 
     Raises:
         InputError: there are fewer.
@@ -237,7 +241,7 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
     with stream(0, "public items") as generator:
         order = torch.randperm(len(items), generator=generator).tolist()
 
-    # the classes take turns: each has its first item drawn before any has its second
+    # the classes alternate: each has its first item drawn before any has its second
     counts = Counter[object]()
     turns = {}
     for position in order:
@@ -250,7 +254,7 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
 
 
 def _depth(public: Problem, bundle: Problem, lift: str) -> int:
-    """Return how often a public image is repeated along a third axis; InputError if dimensions do not go together."""
+    """Return how often a public image is repeated along a third axis; InputError if dimensions do not match."""
     has = _dimensions(public)
     needs = _dimensions(bundle)
     if has == needs:
@@ -274,14 +278,14 @@ def _depth(public: Problem, bundle: Problem, lift: str) -> int:
 
 
 def _dimensions(bundle: Problem) -> int:
-    """Return 2 or 3, from the image's shape in metadata.json; 2 where it says nothing."""
+    """Return 2 or 3, from the image's shape in metadata.json; default 2."""
     inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
     shape = inputs.get("image", {}).get("spatial_shape", ())
     return len(shape) or 2
 
 
 def _size(bundle: Problem, public: Problem, option: int, depth: int) -> Any:
-    """Return the size to which public images are brought, None for their bundle's own; `option`: 0 for none."""
+    """Return the size to which public images are resized, None for their bundle's own; `option`: 0 for none."""
     if option:
         return option
     if bundle.task != "segmentation" or not bundle.dataset or not public.dataset:
@@ -289,7 +293,7 @@ def _size(bundle: Problem, public: Problem, option: int, depth: int) -> Any:
     if not depth:
         return bundle.get("image_size")
 
-    # the sides of the sites' slices, down to a multiple of 16 that a U-Net halves four times
+    # the sides of the sites' slices, rounded down to a multiple of 16 that a U-Net halves four times
     sides = bundle.get("image_size") or bundle.get("patch_size")
     if sides:
         return max(_LEAST_SIDE, min(sides) // 16 * 16)

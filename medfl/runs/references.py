@@ -1,4 +1,4 @@
-"""Reference masks, classes, findings or numbers of new images, found by the images' names, to score with."""
+"""Reference masks, classes, findings or numbers for new images, matched by the images' names, for scoring."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.mappings import without
 from medfl.core.names import as_number
 from medfl.datasets import own
 from medfl.datasets.readers import (
     conventions,
-    label_table,
+    label_columns,
     matching,
     pairs,
     tables,
@@ -22,14 +23,14 @@ from medfl.datasets.readers.volumes import volume_paths
 
 
 def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
-    """Return id -> URI of its reference mask, of the images that have one.
+    """Return id -> URI of its reference mask, for images that have one.
 
     Args:
-        path: a folder of masks, named as data sets of one's own name them (`medfl.datasets.own.paired`).
+        path: a folder of masks, named as in users' data sets (`medfl.datasets.own.paired`).
         files: id -> URI of the images.
 
     Raises:
-        InputError: it is no folder, no mask in it is of an image, or one fits several.
+        InputError: it is not a folder, no mask in it belongs to an image, or one fits several.
     """
     if not path.is_dir():
         raise InputError(f"--reference {path} is no folder", "a folder of masks", "check the path")
@@ -39,8 +40,16 @@ def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
         [(without_ending(ident), uri) for ident, uri in files.items()], masks
     )
     names, matched = matching.match(images, masks)
-    mask_of = {uri: matched[name] for name, uri in names.items() if name in matched}
-    mask_uris = {ident: mask_of[uri] for ident, uri in files.items() if uri in mask_of}
+    # `match` identifies an image by its name alone, and names by their URIs
+    mask_of = {}
+    for name, uri in names.items():
+        if name in matched:
+            mask_of[uri] = matched[name]
+
+    mask_uris = {}
+    for ident, uri in files.items():
+        if uri in mask_of:
+            mask_uris[ident] = mask_of[uri]
 
     if not mask_uris:
         raise _no_match(
@@ -55,18 +64,18 @@ def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
 def labels_of(
     path: Path, files: Mapping[str, str], classes: Sequence[str], columns: Mapping[str, str]
 ) -> dict[str, int]:
-    """Return id -> index of its reference class, of the images that have one.
+    """Return id -> index of its reference class, for images that have one.
 
     Args:
-        path: a folder with one of images for each class, or a table as `label_table.read` reads it, with id and label,
-            where a label is the name or the index of a class. An image has its path there, or its file's name where
-            only one has it, with or without the ending.
+        path: a folder with one folder of images per class, or a table as read by `label_columns.read`, with id and
+            label, where a label is the name or the index of a class. An image is given by its path there, or by its
+            file name if that is unique, with or without extension.
         files: id -> URI of the images.
         classes: names in label order.
-        columns: "file" and "label" -> the table's column of it, of those that it calls otherwise.
+        columns: "file" and "label" -> the table's column, if it has another name.
 
     Raises:
-        InputError: it is neither, names another class, gives an image two, or has none of the images.
+        InputError: it is neither, names another class, gives an image two classes, or matches none of the images.
     """
     if not path.is_dir():
         return _in_table(path, files, classes, columns)
@@ -80,11 +89,11 @@ def labels_of(
     bare = Counter(_forms(ident)[-1] for ident in files)
     for ident in files:
         forms = _forms(ident)
-        # files of one name in several folders are told apart by their paths alone
+        # files with the same name in several folders are distinguished only by their paths
         if bare[forms[-1]] > 1:
             forms = forms[:2]
 
-        # the most exact form comes last, and so counts
+        # the most exact form comes last, and so takes precedence
         labels = set[int]()
         for form in reversed(forms):
             labels = form_labels.get(form, labels)
@@ -113,22 +122,22 @@ def vectors_of(
     task: str,
     columns: Mapping[str, str],
 ) -> dict[str, tuple[float, ...]]:
-    """Return id -> true findings (1 or 0) or numbers, NaN where unknown, of the images of which one is known.
+    """Return id -> true findings (1 or 0) or numbers, NaN if unknown, for images with a known one.
 
     Args:
-        path: a table as `label_table.read` reads it, with a column for each name, or of findings one with | between.
+        path: a table as read by `label_columns.read`, with a column for each name, or one of findings separated by |.
         files: id -> URI of the images.
         names: of findings or numbers.
         task: multilabel or regression.
-        columns: "file" and "label" -> the table's column of it, of those that it calls otherwise.
+        columns: "file" and "label" -> the table's column, if it has another name.
 
     Raises:
-        InputError: no such table or column, a cell that is none of these, or a row for none of the images.
+        InputError: no such table or column, an invalid cell, or rows that match none of the images.
     """
     if not path.is_file():
         raise InputError(f"--reference {path} is no table", "a table", "check the path")
 
-    vectors = label_table.read(path, [*files], _wanted(task, names, columns)).targets
+    vectors = label_columns.read(path, [*files], _wanted(task, names, columns)).targets
     if not vectors:
         raise _no_match(path, "rows", "the path or the name of its image, and something known")
 
@@ -137,13 +146,13 @@ def vectors_of(
 
 def _wanted(task: str, names: Sequence[str], columns: Mapping[str, str]) -> Wanted:
     labels = (columns["label"],) if "label" in columns else ()
-    roles = {role: name for role, name in columns.items() if role != "label"}
+    roles = without(columns, ["label"])
     return Wanted(task, labels, (*names,), roles=roles)
 
 
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     folders = own.class_folders(root)
-    unknown = [name for name in folders if name not in classes]
+    unknown = list(without(folders, classes))
     if unknown or not folders:
         unknown = unknown or ["none"]
         raise InputError(
@@ -156,6 +165,7 @@ def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     for name, folder in folders.items():
         label = classes.index(name)
         for path, _ in tables.image_files(folder):
+            # by its path with the class's folder, and without: the images to predict may not be in such folders
             labels += [(f"{name}/{path}", label), (path, label)]
 
     return labels
@@ -174,7 +184,7 @@ def _in_table(
     if not any(map(as_number, classes)):
         labels |= {str(index): index for index in range(len(classes))}
 
-    label_of = label_table.read(
+    label_of = label_columns.read(
         file, [*files], _wanted("classification", [*labels], columns)
     ).classes
     for ident, label in label_of.items():
@@ -189,7 +199,7 @@ def _in_table(
 
 
 def _forms(name: str) -> tuple[str, ...]:
-    """Return what an image may be called, the most exact first."""
+    """Return the possible names of an image, the most exact first."""
     bare = name.rpartition("/")[2]
     return name, without_ending(name), bare, without_ending(bare)
 

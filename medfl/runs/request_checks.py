@@ -1,4 +1,4 @@
-"""What of a call to run a federation is refused before PyTorch and MONAI are imported, which takes seconds."""
+"""Checks of a request that are made before importing PyTorch and MONAI, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from medfl.core.names import trust_module
 from medfl.core.release import version_of
 from medfl.core.run import Run
 from medfl.core.settings import check_limits
+from medfl.data.partition.draw import check_centre
+from medfl.data.partition.rules import parse
+from medfl.datasets.base import read_table
 from medfl.runtimes import registry
 from medfl.runtimes.launch import Launch
 from medfl.storage.places import (
@@ -31,7 +34,7 @@ from medfl.storage.run_documents import read_run
 
 
 def check_rounds(rounds: int, init: str) -> None:
-    """Raise an InputError for no rounds without weights to examine."""
+    """Raise an InputError for zero rounds without weights to evaluate."""
     if rounds or init:
         return
 
@@ -43,18 +46,34 @@ def check_rounds(rounds: int, init: str) -> None:
 
 
 def check_places(bundle: str, requested: Config) -> None:
-    """Raise an InputError for a preset that a shipped bundle lacks, or a folder without its images."""
+    """Raise an InputError if there is no folder of images, or a shipped bundle lacks the preset, layout or centre."""
+    data = requested.get("data") or PHANTOM
+    is_folder = data != PHANTOM
     if bundle not in shipped():
+        if is_folder and not Path(data).expanduser().exists():
+            raise InputError(f"--data {data}", "a folder that is there", "check the path")
         return
 
     resolved(bundle, read_protocol(bundle), requested.get("presets", ()))
-    data = requested.get("data")
-    if data not in (None, PHANTOM):
+    if is_folder:
         datasets.locate(bundle, data)
+
+    spec = requested.get("partition") or ""
+    if not spec.startswith("centre:"):
+        return
+
+    centres = {*datasets.get(bundle).centres}
+    if is_folder:
+        centres = {record.centre for record in read_table(bundle, data).records}
+
+    # With one centre all limits are unknown, which is reported later.
+    for limit in parse(spec)[1] if len(centres) > 1 else ():
+        check_centre(limit, centres)
 
 
 def check_driver(device: str) -> None:
-    """Raise an InputError for a CUDA device where no driver is installed; PyTorch counts the devices later."""
+    """Raise an InputError for a CUDA device if no driver is installed; PyTorch counts the devices later."""
+    # ROCm's devices are called cuda too, and need no libcuda
     if not device.startswith("cuda") or sys.platform != "linux" or "rocm" in version_of("torch"):
         return
 
@@ -73,7 +92,7 @@ def require_same_settings(planned: Run, recorded: Run) -> None:
         more = f" (and {len(different) - 1} more)" if different[1:] else ""
         raise InputError(
             f"--resume with other settings: {different[0]}{more}",
-            "a run is resumed with its own settings; only --rounds may grow",
+            "a run is resumed with its own settings; only --rounds may grow, unless --decay-per is poly",
             "repeat them, or start in another folder",
         )
 
@@ -86,7 +105,7 @@ def check_before_imports(
     source: Path | None,
     launch: Launch,
 ) -> None:
-    """Refuse, by an InputError, what needs neither data nor a bundle's content to be refused; nothing was written."""
+    """Refuse, by an InputError, what can be refused without data or a bundle's content; nothing was written."""
     out = launch.out
     registry.check_name(launch.runtime)
     for module in (launch.runtime, requested.get("method")):
@@ -122,6 +141,7 @@ def check_before_imports(
             if name != "rounds" and isinstance(getattr(run, name, None), int | float):
                 numbers[name] = value
 
+        # only numbers: texts may have several spellings, and are compared when the plan is made
         require_same_settings(replace(run, **numbers), run)
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")

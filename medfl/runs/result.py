@@ -1,4 +1,4 @@
-"""Result: a run folder as an object, for notebooks: its numbers, its networks, and what they say of any image."""
+"""Result: a run folder as an object, for notebooks: its numbers, its networks, and their predictions for any image."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from medfl.bundle import case_metadata, new_images
 from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import map_values, pick_known
 from medfl.core.run import Run
 from medfl.core.task import OF_VECTORS, SECTIONS
 from medfl.core.type_checks import check_arguments
@@ -50,12 +51,12 @@ class Result(ResultTables):
     Lists of records are plain dicts with the same keys; `to_frame` makes pandas tables of them.
 
     Args:
-        folder: that `medfl run` or `medfl.run` wrote.
-        device: where networks are put.
+        folder: written by `medfl run` or `medfl.run`.
+        device: of the networks.
 
     Attributes:
         path: the folder.
-        run: the record of all that the run depends on.
+        run: the record of everything that the run depends on.
 
     Raises:
         InputError: the folder is not a run's, or its run.json is damaged. Other files are read at their first use;
@@ -63,7 +64,7 @@ class Result(ResultTables):
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
-        """Read the folder; neither images nor networks yet."""
+        """Read the folder, but no images or networks yet."""
         self.path = Path(folder).expanduser()
         self.device = torch.device(device)
         self._files = RunReader(self.path)
@@ -91,21 +92,21 @@ class Result(ResultTables):
 
     @property
     def _key(self) -> str:
-        return str(self._files.key)
+        return self._files.key
 
     @property
     def finished(self) -> bool:
         """Whether all rounds are there, and the summary."""
-        return bool(self._files.finished)
+        return self._files.finished
 
     @property
     def summary(self) -> Document:
         """The content of summary.json: last and best round, sites, bytes, seconds.
 
         Raises:
-            InputError: the run has not come that far.
+            InputError: the run has not got that far.
         """
-        return dict(self._needed(self._files.summary, "summary.json"))
+        return dict(self._needed(self._files.summary or None, "summary.json"))
 
     @property
     def task(self) -> str:
@@ -114,19 +115,25 @@ class Result(ResultTables):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names in label order, names of findings or numbers, () where there are none."""
+        """Class names in label order, names of findings or numbers, () if there are none."""
         return tuple(self._files.record.get("classes") or ())
 
     @cached_property
     def rounds(self) -> list[Record]:
-        """One record a round: seconds, bytes, sites, train_loss, and validation metrics as `val_<name>`."""
+        """One record per round: seconds, bytes, sites, train_loss, and validation metrics as `val_<name>`."""
         columns = (
-            "round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
+            "round",
+            "seconds",
+            "seconds_train",
+            "seconds_server",
+            "seconds_eval",
+            "bytes_up",
+            "bytes_down",
             "train_loss",
-        )  # fmt: skip
+        )
         rows = []
         for entry in self._files.rounds:
-            row = {name: entry[name] for name in columns if name in entry}
+            row = pick_known(entry, columns)
             row["sites"] = len(entry.get("cohort") or ())
             for name, value in (entry.get("val") or {}).items():
                 row[f"val_{name}"] = value
@@ -137,7 +144,7 @@ class Result(ResultTables):
 
     @cached_property
     def site_rounds(self) -> list[Record]:
-        """One record a round and site: its training loss, and metrics as `received_<name>` and `personal_<name>`."""
+        """One record per round and site: its training loss, and metrics as `received_<name>` and `personal_<name>`."""
         rows = []
         for entry in self._files.rounds:
             for site, site_entry in (entry.get("sites") or {}).items():
@@ -153,19 +160,19 @@ class Result(ResultTables):
 
     @cached_property
     def sites(self) -> list[Record]:
-        """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
+        """One record per site: its numbers of items, class counts and test metrics, as in sites.csv."""
         return with_same_keys(list(map(parse_row, self._files.sites)))
 
     @cached_property
     def predictions(self) -> list[Record]:
-        """One record a test case, by the model that the run is judged by; `cases` adds centre, age and the like.
+        """One record per test case, by the judged model of the run; `cases` adds centre, age and the like.
 
-        Classification: id, site ("" where no site has it), label, predicted, and `p_<class>`. Findings: id, site,
-        `label_<finding>` (None where unknown), `predicted_<finding>` and `p_<finding>`; numbers: `target_<number>` and
-        `predicted_<number>`. Else id, site and the case's metrics.
+        Classification: id, site ("" if no site has it), label, predicted, and `p_<class>`. Findings: id, site,
+        `label_<finding>` (None if unknown), `predicted_<finding>` and `p_<finding>`; numbers: `target_<number>` and
+        `predicted_<number>`. Otherwise id, site and the case's metrics.
 
         Raises:
-            InputError: the run has not come that far.
+            InputError: the run has not got that far.
         """
         rows = self._files.prediction_rows()
         return list(map(parse_row, self._needed(rows, "predictions.csv")))
@@ -183,7 +190,7 @@ class Result(ResultTables):
         return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
 
     def report(self) -> Path:
-        """Write the report anew and return the path of the page."""
+        """Rewrite the report and return the path of the page."""
         return write_report(self.path)
 
     # With the data
@@ -193,18 +200,19 @@ class Result(ResultTables):
         """The run's bundle open on its data, checked to be those of the run.
 
         Raises:
-            InputError: bundle or data have changed, or the data are not at hand.
+            InputError: bundle or data have changed, or the data are not available.
         """
+        # the public data trained the network, and are not needed to use it
         run = dataclasses.replace(self.run, public=None, device=str(self.device))
         return repeat(run)
 
     def cases(self) -> list[Record]:
-        """Return the predictions with what the data say of each case: centre, group, age, sex, localisation.
+        """Return the predictions with the data's information on each case: centre, group, age, sex, localisation.
 
-        These are read from the data folder and stay out of the run folder: they are personal data.
+        This is read from the data folder and stays out of the run folder: it is personal data.
 
         Raises:
-            InputError: as `predictions` and `plan`.
+            InputError: as for `predictions` and `plan`.
         """
         metadata = case_metadata.read(self.plan.bundle, "test", self.plan.run.data.folder)
         return [{**row, **metadata.get(row["id"], {})} for row in self.predictions]
@@ -214,24 +222,30 @@ class Result(ResultTables):
 
         Args:
             by: the column.
-            min_count: groups with fewer cases are hidden, as are metrics that rest on fewer cases of a class.
+            min_count: groups with fewer cases are suppressed, as are metrics based on fewer cases of a class.
 
         Raises:
-            InputError: the data have no such column; as `cases`.
+            InputError: the data have no such column; otherwise as for `cases`.
         """
+        # sites are in the run folder; everything else is in the data folder, which must be available
         rows = self.predictions if by == "site" else self.cases()
-        return subgroups.of(
+        groups = subgroups.of(
             rows, by, self.classes, task=self.task, min_count=min_count, seed=self.run.seed
         )
+        if self.task in OF_VECTORS and self._key not in metrics.METRICS:
+            note = f"{self._key}, the bundle's own metric, is of all cases alone"
+            groups = dataclasses.replace(groups, unread=(*groups.unread, note))
+
+        return groups
 
     # Networks
 
     def network(self, which: str = "last", site: str | None = None) -> nn.Module:
-        """Return the trained network in evaluation mode; it takes what the bundle's transforms make of an image.
+        """Return the trained network in evaluation mode; its input is the output of the bundle's transforms.
 
         Args:
             which: weights of the "last" or the "best" round.
-            site: whose, for methods that give each site a model of its own.
+            site: whose, for methods with a model per site.
 
         Raises:
             InputError: no such weights or site; the bundle has changed.
@@ -250,21 +264,21 @@ class Result(ResultTables):
     ) -> list[Record]:
         """Return a trained network's predictions for new images, or for the run's own items.
 
-        New images go through the bundle's validation transforms. In classification a record has id, predicted and
-        `p_<class>`; findings and numbers as in `predictions`, without what is true; in segmentation id and mask, class
-        indices on the grid of the image's file where that is known,
-        else on the network's. The run's own items come with site, and label or metrics.
+        New images go through the bundle's validation transforms. For classification a record has id, predicted and
+        `p_<class>`; for findings and numbers as in `predictions`, without ground truth; for segmentation id and mask,
+        class indices on the grid of the image file if known,
+        else on the network's. The run's own items have site, and label or metrics.
 
         Args:
             images: a folder, a file, or a list of files or of arrays: pictures (H, W) or (H, W, 3) uint8, volumes
-                (D1, D2, D3). None takes the run's items.
-            section: which of the run's items: train, validate or test.
+                (D1, D2, D3). None uses the run's items.
+            section: of the run's items: train, validate or test.
             which: weights of the "last" or the "best" round.
-            site: the site whose model predicts, and whose items where the run's own are taken. None: the global model,
-                or each site's model on its own items.
-            out: new folder for the predictions of new images, as `medfl.runs.predict.predict` writes them; the rows of
+            site: the site whose model predicts, and whose items are used if they are the run's own. None: the global
+                model, or each site's model on its own items.
+            out: new folder for the predictions of new images, as written by `medfl.runs.predict.predict`; the rows of
                 its predictions.csv are returned.
-            reference: folder or table that new images are scored by, in `out`.
+            reference: folder or table for scoring new images, in `out`.
 
         Raises:
             InputError: no such image, section or site; an image that the bundle's transforms refuse.
@@ -308,15 +322,15 @@ class Result(ResultTables):
         return rows
 
     def judges(self, which: str = "last") -> dict[str, nn.Module]:
-        """Return site -> the network that it is judged by, "" -> the one of all sites, in evaluation mode."""
+        """Return site -> the network that it is judged by, "" -> that of all sites, in evaluation mode."""
         return self._networks(which, None if self.plan.method.judged == "global" else "all")
 
     def examined(self, network: nn.Module, section: str, ids: Sequence[str] | None) -> Examined:
-        """Return a network with some of the run's items of a section, None for all, to be examined on them."""
+        """Return a network with some of the run's items of a section, None for all, for evaluation."""
         bundle = self.plan.bundle
         shard = _shard(self._prepared(section), ids)
         shard = site_labels.with_recorded_classes(
-            shard, self._owners(section), self._files.summary or {}, bundle
+            shard, self._owners(section), self._files.summary, bundle
         )
         return Examined(bundle.evaluator, bundle.metadata, network, shard, self.device)
 
@@ -330,24 +344,24 @@ class Result(ResultTables):
         site: str | None = None,
         method: str = "gradcam++",
     ) -> list[ActivationMap]:
-        """Return where in its images a classifier found a class; `medfl.report.activation_maps.draw` draws them.
+        """Return the evidence for a class in a classifier's images; `medfl.report.activation_maps.draw` draws it.
 
         Args:
             images: ids of the run's items, or new images as for `predict`.
-            target: the class, by name or index; None takes the predicted one of each image.
+            target: the class, by name or index; None uses the predicted one of each image.
             section: of the run's items.
             which: weights of the "last" or the "best" round.
             site: whose model.
             method: "gradcam++" or "gradcam".
 
         Raises:
-            InputError: the run is no classification, its network has no convolutions, or as for `predict`.
+            InputError: the run is not a classification, its network has no convolutions, or as for `predict`.
         """
         self._require_classification("activation maps")
         network = self.network(which, site)
         entries = [images] if isinstance(images, str | Path) else list(images)
         ids = [entry for entry in entries if isinstance(entry, str)]
-        # arrays are no ids; a text is an id of the run's items, or else the path of a file
+        # arrays are not ids; a string is an id of the run's items, or else the path of a file
         if entries and len(ids) == len(entries) and self._owners(section).keys() >= set(ids):
             shard = _shard(self._prepared(section), ids)
         else:
@@ -371,22 +385,20 @@ class Result(ResultTables):
         return self._opened[which]
 
     def _networks(self, which: str, site: str | None) -> dict[str, nn.Module]:
-        """Return site -> its network, "" -> the one of all."""
+        """Return site -> its network, "" -> the global one."""
         models = self._trained(which).models(site, None, str)
         return {model.site: model.network.to(self.device).eval() for model in models}
 
     def _prepared(self, section: str) -> Prepared:
         if section not in self._held:
+            # kept: reading the images takes most of the time
             self._held[section] = self.plan.bundle.prepared(section)
         return self._held[section]
 
     def _owners(self, section: str) -> dict[str, str]:
-        """Return id -> site of a section's items, "" where no site has it."""
-        owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
-        for name, sections in self.run.partition.sites.items():
-            owners |= dict.fromkeys(sections.get(section, ()), name)
-
-        return owners
+        """Return id -> site for a section's items, "" if no site has it."""
+        nobody = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
+        return nobody | self.run.partition.owners(section)
 
     def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
         network = self.network(which, site)
@@ -401,6 +413,7 @@ class Result(ResultTables):
 
             rows = self._records(bundle.evaluator(network, shard, self.device), which, site)
 
+        # what is true of new images is made up here, and so not shown
         shown = []
         for row in rows:
             shown.append({key: row[key] for key in row if not key.startswith(("label", "target_"))})
@@ -424,7 +437,11 @@ class Result(ResultTables):
                 for row, mask in zip(rows, masks, strict=True):
                     row["mask"] = mask["mask"]
 
-        return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
+        predictions = []
+        for row in rows:
+            predictions.append({"id": row["id"], "site": owner.get(row["id"], ""), **row})
+
+        return predictions
 
     def _records(self, cases: Cases, which: str, site: str | None) -> list[Record]:
         kind = KINDS[self.task]
@@ -443,7 +460,7 @@ class Result(ResultTables):
                     row[f"p_{name}"] = probability
             elif cases.reference is not None:
                 cells = kind.row(cases, index, self.classes, "")
-                row |= parse_row({name: str(cell) for name, cell in cells.items()})
+                row |= parse_row(map_values(str, cells))
             else:
                 row |= {name: float(numbers[index]) for name, numbers in values.items()}
 
@@ -475,8 +492,8 @@ def load_run(folder: str | Path, device: str = "cpu") -> Result:
     """Open a run folder, finished or not.
 
     Args:
-        folder: that `medfl run` or `medfl.run` wrote.
-        device: where networks are put.
+        folder: written by `medfl run` or `medfl.run`.
+        device: of the networks.
 
     Raises:
         InputError: the folder is not a run's.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.run import Run
 from medfl.evaluation.metrics import title
 
 if TYPE_CHECKING:
@@ -28,35 +30,35 @@ TABLES = tuple(_INDEX)
 
 
 class ResultTables(ABC):
-    """The tables and curves that `medfl.Result` makes of its lists of records."""
+    """The tables and curves that `medfl.Result` makes from its lists of records."""
 
-    run: Any
+    run: Run
 
     @property
     @abstractmethod
     def rounds(self) -> list[Record]:
-        """One record a round."""
+        """One record per round."""
 
     @property
     @abstractmethod
     def site_rounds(self) -> list[Record]:
-        """One record a round and site."""
+        """One record per round and site."""
 
     def to_frame(self, table: str = "rounds") -> pandas.DataFrame:
         """Return one of the run's tables as a pandas DataFrame.
 
         Args:
             table: "rounds" (indexed by the round), "site_rounds" (by round and site), "sites" (by site) or
-                "predictions" (by id), with the columns of the attribute of this name.
+                "predictions" (by id), with the columns of the attribute of that name.
 
         Raises:
-            InputError: no such table, or the run has not come that far.
+            InputError: no such table, or the run has not got that far.
         """
         if table not in TABLES:
             advice = did_you_mean(table, TABLES, "choose one")
             raise InputError(f"table {table!r}", f"tables are {', '.join(TABLES)}", advice)
 
-        import pandas  # here: importing it takes a second
+        import pandas  # imported here because it takes a second
 
         frame = pandas.DataFrame.from_records(getattr(self, table))
         if frame.empty:
@@ -69,7 +71,7 @@ class ResultTables(ABC):
 
         Args:
             metrics: columns of `rounds`, with or without "val_" ("accuracy", "train_loss"); default: the key metric,
-                which chooses the best round.
+                which selects the best round.
             by_site: add a thin line for each scored site, of the model that it received.
             axes: to draw on; default: new ones.
 
@@ -82,7 +84,7 @@ class ResultTables(ABC):
         if not self.rounds:
             raise InputError("curves of a run without rounds", "one round or more", "let it train")
 
-        from matplotlib.ticker import MaxNLocator  # here: importing it takes a second
+        from matplotlib.ticker import MaxNLocator  # imported here because it takes a second
 
         if axes is None:
             from matplotlib import pyplot
@@ -107,12 +109,12 @@ class ResultTables(ABC):
     @property
     @abstractmethod
     def _key(self) -> str:
-        """The metric by which the best round is chosen."""
+        """The metric that selects the best round."""
 
     def _column(self, name: str) -> str:
         """Return the column of a metric, the validation metric first; InputError if no round has it."""
         columns = []
-        # the last round may be without a validation, and then has None; all records have the same keys
+        # the last round may lack a validation, and then has None; all records have the same keys
         for key, value in self.rounds[-1].items():
             is_number = isinstance(value, int | float) and key != "round"
             if is_number or key.startswith("val_"):
@@ -153,17 +155,14 @@ def _label(column: str) -> str:
 
 
 def with_same_keys(rows: list[Record]) -> list[Record]:
-    """Give all records the same keys, None where one has no value."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-
+    """Give all records the same keys, with None for missing values."""
+    names = dict.fromkeys(chain.from_iterable(rows))
     return [{name: row.get(name) for name in names} for row in rows]
 
 
 def parse_row(row: Mapping[str, str]) -> Record:
-    """Return a line of a table with its numbers parsed; ids and sites stay text, even of digits ("007")."""
-    record: Record = {}
+    """Return a line of a table with its numbers parsed; ids and sites stay text, even if numeric ("007")."""
+    record = {}
     for name, cell in row.items():
         record[name] = cell if name in ("id", "site") else _value(cell)
 
@@ -171,7 +170,7 @@ def parse_row(row: Mapping[str, str]) -> Record:
 
 
 def _value(cell: str) -> str | int | float | None:
-    """Return a cell as a number where it is one, None where it is blank."""
+    """Return a cell as a number if it is one, None if it is blank."""
     if cell == "":
         return None
     for number in (int, float):

@@ -1,21 +1,22 @@
-"""Metrics by subgroup: by centre, site, sex, age or localisation, with intervals, and silence where a group is small.
+"""Metrics by subgroup: by centre, site, sex, age or localisation, with intervals, suppressed for small groups.
 
-A group of fewer than `min_count` cases is not told, nor are others with it, so that its size and metrics do not follow
-from those of all cases (`policy.suppression`). The area of a class is told only where it has at least so many
-cases in the group, and so do all others together; balanced accuracy and AUROC only where this holds for every class in
-the group: a number that rests on three patients says little, and may say who they are.
+A group of fewer than `min_count` cases is suppressed, and others with it, so that its size and metrics cannot be
+computed from those of all cases (`policy.suppression`). The area of a class is reported only if it has at least this
+many cases in the group, and so do all others together; balanced accuracy and AUROC only if this holds for every class
+in
+the group: a number based on three patients says little, and may identify them.
 
-Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; of two
-classes the second's area. Intervals are of 95 %: Wilson's for accuracy, DeLong's for an area of a single class
-(`medfl.evaluation.delong`), else by the bootstrap, stratified by class (`medfl.evaluation.bootstrap`).
+Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; with two
+classes the second's area. Intervals are 95 %: Wilson's for accuracy, DeLong's for the area of a single class
+(`medfl.evaluation.delong`), otherwise by the bootstrap, stratified by class (`medfl.evaluation.bootstrap`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from medfl.bundle import case_metadata
 from medfl.core.arrays import Array, Flags, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.mappings import map_values, pick, without
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
 from medfl.evaluation.metrics import Cases, summarise
@@ -34,7 +36,7 @@ from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind, column_names
 from medfl.storage.run_reader import Table
 
-MIN_COUNT = 10
+MIN_COUNT = 10  # cases: a number based on fewer may identify them
 _NO_GROUPS = ("id", "label", "predicted", "group")
 _NO_METRICS = (*_NO_GROUPS, "loss", "age")
 _OF_VECTORS = ("label_", "predicted_", "p_", "target_")
@@ -42,24 +44,24 @@ _OF_VECTORS = ("label_", "predicted_", "p_", "target_")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric and its 95 % interval; `cases` are those that have it, 0 where all do."""
+    """A metric and its 95 % interval, None with few cases; `cases` are those that have it, 0 if all do."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     cases: int = 0
 
 
 @dataclass(frozen=True)
 class Subgroup:
-    """The cases that have one value.
+    """The cases with one value.
 
     Attributes:
         name: the value.
-        count: cases; None where they are too few to be told, or would give away others that are.
-        metrics: name -> estimate; those that rest on too few cases are left out.
-        areas: class -> its area against the others, of the classes that are told.
-        small_classes: classes with a case here but too few to be told; metrics of a segmentation likewise.
+        count: number of cases; None if suppressed, for being small or revealing another.
+        metrics: name -> estimate; those based on too few cases are omitted.
+        areas: class -> its area against the others, for reported classes.
+        small_classes: classes with a case here but too few to be reported; metrics of a segmentation likewise.
     """
 
     name: str
@@ -76,9 +78,9 @@ class Subgroups:
     Attributes:
         by: the column.
         groups: in order; ages from young to old, cases without a value last.
-        total: all cases of the groups that are told, together.
-        min_count: the fewest cases that are told.
-        unread: a line on ages that are no ages, of the cases that count as without one.
+        total: all cases of the reported groups together.
+        min_count: minimum number of cases to be reported.
+        unread: a line on invalid ages, of cases counted as having none.
         findings: whether a case may have several of the classes.
     """
 
@@ -91,35 +93,28 @@ class Subgroups:
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that are told of any group."""
-        names = dict[str, None]()
-        for group in (*self.groups, self.total):
-            names |= dict.fromkeys(group.metrics)
-
-        return [*names]
+        """The metrics reported for any group."""
+        groups = (*self.groups, self.total)
+        return [*dict.fromkeys(chain.from_iterable(group.metrics for group in groups))]
 
     def records(self) -> list[dict[str, object]]:
-        """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
+        """Return one record per group: its name, cases, and value and bounds of each metric; None: suppressed."""
         rows = []
         for group in (*self.groups, self.total):
             row: dict[str, object] = {self.by: group.name, "cases": group.count}
             for name in self.metrics:
                 estimate = group.metrics.get(name)
-                if estimate:
-                    ends: tuple[float | None, ...] = (estimate.value, estimate.low, estimate.high)
-                else:
-                    ends = (None, None, None)
-
-                row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
-                if estimate and estimate.cases:
-                    row[f"{name}_cases"] = estimate.cases
+                value, low, high, cases = astuple(estimate) if estimate else (None, None, None, 0)
+                row |= {name: value, f"{name}_low": low, f"{name}_high": high}
+                if cases:
+                    row[f"{name}_cases"] = cases
 
             rows.append({**row, "silent": ", ".join(group.small_classes)})
 
         return rows
 
     def notes(self) -> list[str]:
-        """Return what a reader of the records must know."""
+        """Return notes for a reader of the records."""
         hidden = []
         thin = []
         for group in self.groups:
@@ -131,8 +126,10 @@ class Subgroups:
 
         notes = []
         if hidden:
-            reason = f"fewer than {self.min_count} cases, or its count would reveal such a group"
-            notes.append(f"not told, {reason}: {', '.join(hidden)}")
+            notes.append(
+                f"not told, fewer than {self.min_count} cases, or its count would reveal such a group: "
+                f"{', '.join(hidden)}"
+            )
 
         if thin:
             reason = "no balanced accuracy and AUROC where a class, or all others, have fewer than"
@@ -167,11 +164,11 @@ def of(
     """Return the metrics of cases by the values of a column.
 
     Args:
-        rows: one record a case, with the columns of predictions.csv.
+        rows: one record per case, with the columns of predictions.csv.
         by: name of the column; ages are put into bands of 20 years.
-        classes: class names in label order, names of findings or numbers, () where there are none.
-        task: its kind; default: classification where there are classes.
-        min_count: the fewest cases that are told.
+        classes: class names in label order, names of findings or numbers, () if there are none.
+        task: its kind; default: classification if there are classes.
+        min_count: minimum number of cases to be reported.
         seed: of the bootstrap.
 
     Raises:
@@ -187,24 +184,24 @@ def of(
     for name in sorted(set(values.tolist()), key=group_order):
         members[name] = np.flatnonzero(values == name)
 
-    counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
+    # a second group is hidden where the first would follow from the total
+    counts, _ = suppress_counts(map_values(len, members), min_count)
 
     kind = KINDS[task or ("classification" if classes else "other")]
     shown = {name: index for name, index in members.items() if counts[name] is not None}
-    # without the hidden groups, whose metrics the total would otherwise reveal
-    together = np.sort(np.concatenate([np.empty(0, np.int64), *shown.values()]))
+    # without suppressed groups, whose metrics the total would otherwise reveal
+    nobody = np.empty(0, np.int64)
+    together = np.sort(np.concatenate([nobody, *shown.values()]))
     measured = _Measured(rows, kind, classes, min_count, seed, [*shown.values()])
     groups = []
     for name in members:
-        if name in shown:
-            groups.append(measured.group(name, shown[name]))
-        else:
-            groups.append(Subgroup(name, None, {}, {}))
+        groups.append(measured.group(name, shown.get(name, nobody)))
 
-    unread = case_metadata.unread(row.get("age") for row in rows if by == "age")
+    ages = [row.get("age") for row in rows] if by == "age" else []
+    unread = case_metadata.unread(ages)
     total = measured.group("all of these", together)
-    if not classes:  # a mean that is not told would follow from that of all
-        for name in itertools.chain(*(subgroup.small_classes for subgroup in groups)):
+    if not classes:  # an unreported mean would follow from the overall one
+        for name in chain.from_iterable(subgroup.small_classes for subgroup in groups):
             total.metrics.pop(name, None)
 
     several = measured.common is not None
@@ -216,14 +213,14 @@ def group_values(rows: Sequence[Config], by: str) -> Array:
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
 
-    # numbers are metrics and not groups, but for the age, which has bands
+    # numbers are metrics rather than groups, except the age, which has bands
     excluded = {*_NO_GROUPS}
     for row in rows:
         for name, value in row.items():
             if isinstance(value, int | float) and name != "age":
                 excluded.add(name)
 
-    columns = [name for name in rows[0] if name not in excluded]
+    columns = list(without(rows[0], excluded))
     if by not in columns:
         raise InputError(
             f"subgroups by {by!r}",
@@ -237,7 +234,7 @@ def group_values(rows: Sequence[Config], by: str) -> Array:
 
 
 def group_order(name: str) -> tuple[bool, float, str]:
-    """Return what a column's values are sorted by: ages from young to old, unknown ones last."""
+    """Return the sort key of a column's values: ages from young to old, unknown ones last."""
     first = name.partition("–")[0].rstrip("+")
     return name == case_metadata.UNKNOWN, float(first) if first.isdecimal() else 0.0, name
 
@@ -257,11 +254,13 @@ def _classified(
             silent.append(title)
 
     times = bootstrap.draw(label, seed)
+    # Wilson's: with few cases, all correct, the bootstrap would give no interval
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
     reported = list(map(int, np.flatnonzero(enough)))
     areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
 
+    # a mean over some classes would not be comparable with other groups
     if len(reported) > 1 and not silent:
         is_class = [label == k for k in reported]
         recall = np.stack([times @ (hit & k) / k.sum() for k in is_class])
@@ -269,6 +268,7 @@ def _classified(
         estimates["balanced_accuracy"] = _estimate(mean_recall, recall.mean(0))
 
     if len(classes) == 2 and 1 in areas:
+        # DeLong's interval exists for a single class only; for a mean over classes the bootstrap is used
         estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
         drawn = bootstrap.areas(label, probabilities, times)[:, reported].mean(1)
@@ -281,7 +281,7 @@ def _classified(
 
 @dataclass(frozen=True)
 class _Measured:
-    """The metrics of groups of cases; means over findings are of those that may be told of each group."""
+    """The metrics of groups of cases; means over findings cover those reportable for every group."""
 
     rows: Sequence[Config]
     kind: Kind
@@ -292,16 +292,16 @@ class _Measured:
 
     @cached_property
     def common(self) -> Flags | None:
-        """Which findings may be told of each group."""
+        """Findings that are reportable for every group."""
         if self.kind.name != "multilabel" or not self.groups:
             return None
-        told: Flags = np.logical_and.reduce(
+        is_told: Flags = np.logical_and.reduce(
             [self._told(self._cases(index)) for index in self.groups]
         )
-        return told
+        return is_told
 
     def group(self, name: str, index: Integers) -> Subgroup:
-        """Return what is told of the cases of these indices."""
+        """Return the reportable values of the cases with these indices."""
         if not len(index):
             return Subgroup(name, None, {}, {})
         if self.kind.name == "classification":
@@ -317,39 +317,46 @@ class _Measured:
             shared = cases.values["findings"].masked_fill(remaining, -1)
             cases = Cases(cases.ids, {**cases.values, "findings": shared})
 
+        # one stratum: these tasks have no classes that a draw could miss
         draws = bootstrap.draw(np.zeros(len(cases), np.int64), self.seed)
-        ends = self.kind.intervals(cases, self.kind.redrawn(cases, draws))
+        redrawn = self.kind.redrawn(cases, draws)
+        ends = self.kind.intervals(cases, redrawn)
         values = summarise(cases)
         estimates = {}
-        for key in values:
+        for key in filter(redrawn.metrics.__contains__, values):
             count = int(values.get(f"{key}_cases", len(cases)))
             if count < self.min_count:
                 silent = (*silent, key)
-            elif key in ends:
+            else:
                 of_some = count * (count < len(cases))
-                estimates[key] = Estimate(values[key], *ends[key], of_some)
+                low, high = ends.get(key, (None, None))
+                estimates[key] = Estimate(values[key], low, high, of_some)
 
         return Subgroup(name, len(cases), estimates, areas, silent)
 
     def _cases(self, index: Integers) -> Cases:
-        """Return the predictions of some rows, without what the data say of the cases."""
+        """Return the predictions of some rows, without metadata of the cases."""
         columns = ["id"]
         for key in self.rows[0]:
             floats = any(isinstance(row[key], float) for row in self.rows)
             if key not in _NO_METRICS and (floats or key.startswith(_OF_VECTORS)):
                 columns.append(key)
 
-        part = [(int(i) + 2, {key: self.rows[i][key] for key in columns}) for i in index]
+        part = []
+        for i in index:
+            # the line of a table: its head is line 1
+            part.append((int(i) + 2, pick(self.rows[i], columns)))
+
         return self.kind.read(Table(Path("predictions.csv"), part), self.classes)
 
     def _told(self, cases: Cases) -> Flags:
-        truth = cases.values["findings"].numpy()
+        truth = cases.array("findings")
         return findings.scored(truth, self.min_count)
 
     def _of_findings(self, cases: Cases) -> tuple[dict[str, Area], tuple[str, ...]]:
         """Return the areas of the findings that are told, and the names of the others that a case has."""
-        truth = cases.values["findings"].numpy()
-        probabilities = cases.values["probabilities"].numpy()
+        truth = cases.array("findings")
+        probabilities = cases.array("probabilities")
         shown = self._told(cases)
         areas = {}
         silent = []
@@ -365,5 +372,5 @@ class _Measured:
 
 def _estimate(value: float, drawn: Array) -> Estimate:
     ends = bootstrap.interval(np.asarray(drawn, dtype=np.float64))
-    assert ends is not None  # every draw has a value: strata are drawn whole
+    assert ends is not None  # every draw has a value: strata are resampled separately
     return Estimate(value, *ends)

@@ -1,7 +1,7 @@
 """The text embeddings of a run: its record has their checksum, and its folder a copy, which is used from then on.
 
 So a run is resumed, repeated or exported without the language model or the user's file of embeddings. A FLARE job
-carries them to its sites. The weights that a run begins with (`medfl.runs.initial_weights`) are kept the same way.
+carries them to its sites. A run's initial weights (`medfl.runs.initial_weights`) are stored in the same way.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs import initial_weights
-from medfl.storage.files import write_atomic
+from medfl.storage.files import load_weights, write_atomic
 
 FILE = "text.safetensors"
-"""Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""
+"""In a run folder: `embeddings` (K, M, D) float32, as used."""
 JOB_FILE = "text.json"
-"""Of a job's configuration, where sites take nothing but JSON: `shape`, and the float32 values in base64."""
-_MAX_BYTES = 1 << 28
+"""In a job's configuration, where sites accept only JSON: `shape`, and the float32 values in base64."""
+_MAX_BYTES = 1 << 28  # of a job's file, which may come from somebody else
 
 
 def fingerprint(embeddings: Tensor) -> str:
     """Return the SHA-256 of the shape and the little-endian float32 values of embeddings."""
     values = embeddings.detach().cpu().float().contiguous()
+    # including the shape: the same values could belong to other classes' prompts
     shape = ",".join(map(str, values.shape)).encode()
     return hashlib.sha256(shape + b"\0" + values.numpy().astype("<f4").tobytes()).hexdigest()
 
@@ -64,7 +65,7 @@ def save(bundle: Problem, run: Run, method: Method, folder: Path) -> None:
 
 
 def write_for_job(bundle: Problem, run: Run, method: Method, folder: Path) -> list[Path]:
-    """Write a run's embeddings and initial weights as a job carries them; return the files written."""
+    """Write a run's embeddings and initial weights in the form that a job carries; return the files written."""
     files = initial_weights.write_for_job(bundle, run, folder)
     if run.text is None:
         return files
@@ -76,13 +77,13 @@ def write_for_job(bundle: Problem, run: Run, method: Method, folder: Path) -> li
 
 
 def restored(bundle: Problem, run: Run, method: Method, folder: Path | None) -> Problem:
-    """Return a recorded run's problem with the embeddings and initial weights that it had.
+    """Return a recorded run's problem with its original embeddings and initial weights.
 
-    Both are read from `folder`, that of the run or of a job's configuration. Embeddings that are not there are made
-    again, and must have the record's checksum; records without a checksum take them as they are.
+    Both are read from `folder`, the run folder or a job's configuration. Missing embeddings are computed again, and
+    must have the record's checksum; records without a checksum accept them as they are.
 
     Raises:
-        InputError: there are none, or others than the record's.
+        InputError: there are none, or they differ from the record's.
     """
     bundle = initial_weights.restored(bundle, run, folder)
     if run.text is None:
@@ -113,7 +114,7 @@ def _read(path: Path) -> Tensor:
         if path.name == JOB_FILE:
             embeddings = _from_job(path)
         else:
-            embeddings = safetensors.torch.load_file(path)["embeddings"]
+            embeddings = load_weights(path)["embeddings"]
 
         if embeddings.ndim != 3 or embeddings.dtype != torch.float32:
             raise ValueError(f"its tensor is {tuple(embeddings.shape)} {embeddings.dtype}")
@@ -130,5 +131,5 @@ def _read(path: Path) -> Tensor:
 def _from_job(path: Path) -> Tensor:
     document = json_values(path, _MAX_BYTES)
     values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
-    # the file's numbers are little-endian, whatever the machine's are
+    # the file's numbers are little-endian on any machine
     return torch.from_numpy(values.astype(np.float32)).reshape(*map(int, document["shape"]))

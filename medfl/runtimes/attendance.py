@@ -1,7 +1,7 @@
-"""What becomes of a round when a site's answer does not come or is refused.
+"""Handling of a site's missing or refused reply in a round.
 
-By default the first failure ends the run, which can be resumed. With a minimum of replies the round goes on without the
-sites that failed, and the user is told which and why.
+By default the first failure ends the run, which can be resumed. With a minimum number of replies, the round continues
+without the sites that failed, and the user is told which and why.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import present
 from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
 
@@ -28,12 +29,12 @@ class FailedReply(NamedTuple):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Fault tolerance of a run; no part of its hash, since it changes nothing unless a site fails.
+    """Fault tolerance of a run; not part of its hash, since it changes nothing unless a site fails.
 
     Attributes:
         min_replies: sites of a cohort that have to reply; None: all of them.
-        deadline: seconds that the sites have for their replies of a round; None: as long as they take.
-        max_share: of the weight that one of three or more sites may have where the run has no cap; None: any.
+        deadline: time limit for the sites' replies in a round, in seconds; None: no limit.
+        max_share: largest weight of one of three or more sites if the run has no cap; None: any.
 
     Raises:
         InputError: the number of replies is below 1, or the deadline not above 0.
@@ -58,7 +59,7 @@ class Tolerance:
             )
 
     def check(self, federation: Federation) -> None:
-        """Compare with a run's cohorts and aggregation.
+        """Check against a run's cohorts and aggregation.
 
         Raises:
             InputError: a cohort has fewer sites, or the aggregation needs more replies.
@@ -73,28 +74,27 @@ class Tolerance:
             raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
 
         if self.min_replies < aggregation.least:
-            needed = f"{aggregation} needs at least {aggregation.least} replies"
             raise InputError(
                 f"{flag} with --aggregation {aggregation}",
-                needed,
+                f"{aggregation} needs at least {aggregation.least} replies",
                 f"give {aggregation.least} or more",
             )
 
     def record(self) -> Document:
         """Return what run.json tells of it."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return present(asdict(self))
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """Which of the sites that were asked have answered.
+    """Which of the requested sites have answered.
 
     Attributes:
         names: the sites.
         least: how many have to answer; None: all of them.
-        left_out: site -> reason, of those that do not; filled here.
-        label: what they were asked for, as "round 3".
-        say: where a missing site is told.
+        left_out: site -> why it did not answer; filled here.
+        label: the request, e.g. "round 3".
+        say: reports a missing site.
     """
 
     names: Sequence[str]
@@ -104,7 +104,7 @@ class Attendance:
     say: Print
 
     def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield (site, answer) of (position of the site, its answer or failure); RunError if too few can answer."""
+        """Yield (site, answer) from (index of the site, its answer or failure); RunError if too few can answer."""
         for index, answer in answers:
             if isinstance(answer, FailedReply):
                 self.drop({self.names[index]: answer.why})
@@ -112,12 +112,12 @@ class Attendance:
                 yield self.names[index], answer
 
     def drop(self, reasons: Mapping[str, str]) -> None:
-        """Go on without the sites that have a reason, and say it; RunError if too few are left."""
+        """Drop the sites that have a reason, and report it; RunError if too few remain."""
         sender = "site {!r}".format
         if self.least is None and reasons:
             lines = []
             for name, reason in reasons.items():
-                # most errors name the site already
+                # most errors already name the site
                 is_named = reason.startswith(sender(name))
                 lines.append(reason if is_named else f"{sender(name)}: {reason}")
 

@@ -1,8 +1,8 @@
 """Callbacks, called after each round of a run: the user's functions, `EarlyStopping`, `BestCheckpoint`.
 
-A callback sees the round's metrics, those of all earlier rounds, and the weights; its only effect on the run is to end
-it. It is called after the round is saved. When a killed run is resumed it is called again for the last saved round: one
-that uses `RoundEnd.history` alone then decides the same.
+A callback sees the round's metrics, those of all earlier rounds, and the weights; its only effect on the run is to
+stop it. It is called after the round is saved. When a killed run is resumed, it is called again for the last saved
+round, so a callback that uses only `RoundEnd.history` makes the same decisions.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Tensors, Weights
-from medfl.evaluation.metrics import higher_is_better
+from medfl.core.message import Tensors, Weights, byte_count
+from medfl.evaluation.metrics import direction
 from medfl.storage.files import atomic_replace, save_weights
 
 
 @dataclass(frozen=True, eq=False)
 class RoundEnd:
-    """A round that is over and saved.
+    """A completed and saved round.
 
     Attributes:
         round: its number, from 1.
-        rounds: how many were asked for.
-        metrics: name -> value on the validation items, of the model that the method is judged by; empty where this
+        rounds: how many were requested.
+        metrics: name -> value on the validation items, for the model that the method is judged by; empty if this
             round was not evaluated.
         train_loss: mean of the sites' training losses.
-        history: number and metrics of every evaluated round so far, this one included.
-        key_metric: the metric by which the best round is chosen.
+        history: number and metrics of every evaluated round so far, including this one.
+        key_metric: the metric that selects the best round.
         folder: of the run.
     """
 
@@ -48,7 +48,7 @@ class RoundEnd:
 
     @cached_property
     def weights(self) -> Tensors:
-        """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
+        """The server's weights as a state dict, copied to the CPU; empty if the method has none."""
         copies = {}
         for name, tensor in self._weights().items():
             if isinstance(tensor, Tensor):
@@ -57,19 +57,23 @@ class RoundEnd:
         return copies
 
     def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float] | None:
-        """Return number and value of the best round so far, the first of equals; None while it was undefined.
+        """Return number and value of the best round so far, the first of equals; None if no value was defined.
 
         Args:
             metric: "" for the key metric.
-            min_delta: a round counts as better only if it improves on the best before it by more.
+            min_delta: a round must improve on the previous best by more than this.
 
         Raises:
-            InputError: no round can have this metric.
+            InputError: this metric does not exist for any round.
         """
         name = metric or self.key_metric
-        scored = [(number, values[name]) for number, values in self.history if name in values]
+        scored = []
+        for number, values in self.history:
+            if name in values:
+                scored.append((number, values[name]))
+
         if not scored:
-            # these alone are left out of a round that has other metrics
+            # only these may be missing from a round that has other metrics
             if name in (self.key_metric, "auroc") or name.startswith("dice_"):
                 return None
 
@@ -80,11 +84,7 @@ class RoundEnd:
             listed = ", ".join(sorted(metrics)) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {listed}", "name one of these")
 
-        if higher_is_better(name):
-            sign = 1.0
-        else:
-            sign = -1.0
-
+        sign = direction(name)
         best_entry = scored[0]
         for number, value in scored[1:]:
             if sign * (value - best_entry[1]) > min_delta:
@@ -94,17 +94,17 @@ class RoundEnd:
 
 
 Callback = Callable[[RoundEnd], object]
-"""Ends the run by returning True, or a text that says why."""
+"""Ends the run by returning True or the reason as text."""
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """End a run whose validation metric has not become better for some rounds.
+    """End a run whose validation metric has not improved for some rounds.
 
     Attributes:
-        patience: rounds since the best one, from 1; those whose metric is undefined do not count.
+        patience: rounds since the best one, at least 1; rounds with an undefined metric do not count.
         metric: "" for the key metric.
-        min_delta: by how much a round has to be better to count.
+        min_delta: minimum improvement for a round to count as better.
     """
 
     patience: int = 5
@@ -113,17 +113,20 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         if self.patience < 1 or self.min_delta < 0:
-            call = f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})"
-            raise InputError(call, "patience from 1, min_delta from 0", "change them")
+            raise InputError(
+                f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})",
+                "patience from 1, min_delta from 0",
+                "change them",
+            )
 
     def __call__(self, ended: RoundEnd) -> str | None:
-        """Return why the run ends, None while it goes on."""
+        """Return why the run ends, None if it continues."""
         name = self.metric or ended.key_metric
-        if ended.metrics:
-            best = ended.best(self.metric, self.min_delta)
-        else:
-            best = None
+        # the round was not evaluated, so there is nothing to decide
+        if not ended.metrics:
+            return None
 
+        best = ended.best(self.metric, self.min_delta)
         if best is None or name not in ended.metrics:
             return None
 
@@ -131,6 +134,7 @@ class EarlyStopping:
         before = best[0]
         for number, values in ended.history:
             if number > best[0]:
+                # rounds, not evaluations: patience means the same for any `eval_every`
                 waited += (number - before) * (name in values)
                 before = number
 
@@ -160,11 +164,10 @@ class BestCheckpoint:
 
     def __call__(self, ended: RoundEnd) -> None:
         """Write the weights if this round is the best."""
-        if ended.metrics:
-            best = ended.best(self.metric)
-        else:
-            best = None
+        if not ended.metrics:
+            return
 
+        best = ended.best(self.metric)
         if best is None or best[0] != ended.round:
             return
 
@@ -180,16 +183,16 @@ class BestCheckpoint:
         if path.suffix == ".safetensors":
             save_weights(path, ended.weights)
         else:
-            size = sum(tensor.nbytes for tensor in ended.weights.values())
+            size = byte_count(ended.weights)
             with atomic_replace(path, size) as temporary:
                 torch.save(ended.weights, temporary)
 
 
 def callback_names(callbacks: Sequence[Callback]) -> list[str]:
-    """Return what a run's record says of its callbacks."""
+    """Return the names of callbacks for a run's record."""
     names = []
     for callback in callbacks:
-        # an address would make the records of two equal runs differ
+        # an address would make the records of two identical runs differ
         plain = re.sub(r" at 0x[0-9a-f]+", "", repr(callback))
         names.append(str(getattr(callback, "__qualname__", "") or plain))
 
@@ -197,10 +200,10 @@ def callback_names(callbacks: Sequence[Callback]) -> list[str]:
 
 
 def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
-    """Call all callbacks, and return why the run ends, "" if it goes on.
+    """Call all callbacks, and return why the run ends, "" if it continues.
 
     Raises:
-        RunError: one fails; names it. The round is saved.
+        RunError: a callback fails; names it. The round is saved.
     """
     reasons = []
     for callback in callbacks:
@@ -208,8 +211,8 @@ def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
         try:
             answer = callback(ended)
         except InputError:
-            raise  # says itself what the user is to change
-        except Exception as error:  # whatever a function of the user's raises
+            raise  # already tells the user what to change
+        except Exception as error:  # a user's function may raise anything
             failure = f"{type(error).__name__}: {error}"
             raise RunError(
                 f"callback {name} fails after round {ended.round}: {failure}; the round is kept"

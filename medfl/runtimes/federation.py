@@ -1,4 +1,4 @@
-"""Federation: the sites of one run, made from its bundle, its method and its record. No runtime logic."""
+"""Federation: the sites of one run, built from its bundle, its method and its record. No runtime logic."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from medfl.core.compression import Compression
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.message_limits import MessageLimits
-from medfl.core.names import listed
+from medfl.core.names import listed, not_among
 from medfl.core.run import Run, examines
 from medfl.core.seeding import derive, stream
+from medfl.core.settings import POLY
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
 from medfl.data.known_labels import AnnotatedClasses
@@ -45,10 +46,10 @@ POOLED = "central"
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What the sites with one network share: the bundle that builds it and its optimiser, and the pool.
+    """What sites with the same network share: the bundle that builds it and its optimiser, and the pool.
 
-    `leaves` is the form of each tensor of the network that may leave, `personal` names those that leave in no group,
-    and `stays` is how many never do.
+    `leaves` is the form of each tensor of the network that may leave; `personal` names the tensors that leave in no
+    group, and `stays` is how many never leave.
     """
 
     bundle: Problem
@@ -59,36 +60,36 @@ class _Architecture:
 
 
 def participants(run: Run, pooled: bool) -> list[str]:
-    """Return who takes part: sites with training images, or one with everybody's; all where nothing is trained."""
+    """Return who takes part: sites with training images, or one that pools all data; all if nothing is trained."""
     if pooled:
         return [POOLED]
 
     sites = run.partition.sites
     trained = [name for name, ids in sites.items() if ids.get("train") or examines(run)]
-    # nobody's images may be known here: those of a federation lie elsewhere
+    # the images may be unknown here: in a federation they are elsewhere
     return trained or list(sites)
 
 
 def site_seed(run: Run, round_: int, name: str) -> int:
-    """Return the seed of what a site draws in a round."""
+    """Return the seed of a site's random draws in a round."""
     return derive(run.seed, "round", round_, name)
 
 
 class Federation:
     """Sites and server of one run.
 
-    All sites have the bundle's network, or each the one that the method deals to it.
+    All sites have the bundle's network, or each has the one that the method assigns to it.
 
     Attributes:
         names: the sites, in the partition's order.
         participants: who trains: the sites, or one participant with everybody's data.
         networks: the pool of the bundle's own network, which is the server's.
-        public: the run's public data, None for a method that uses none.
-        compression: how messages are made smaller.
-        aggregation: how the server makes one set of weights of the replies'.
-        surface_metrics: the metrics of masks' surfaces that test items are scored by.
+        public: the run's public data, None if the method uses none.
+        compression: of messages.
+        aggregation: how the server combines the weights of the replies.
+        surface_metrics: mask surface metrics computed on test items.
         sections: section -> prepared items, shared by all sites.
-        known: site -> structures that its masks show, of sites that do not annotate all.
+        known: site -> structures that its masks annotate, for sites that do not annotate all.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Federation:
         jobs: int = 1,
         progress: bool = False,
     ) -> None:
-        """Prepare the data of all sections once, or share what another federation prepared.
+        """Prepare the data of all sections once, or share those that another federation prepared.
 
         Raises:
             InputError: an item of the partition is not in the data, the method does not support the bundle's task, its
@@ -130,18 +131,19 @@ class Federation:
         )
         self.names = list(run.partition.sites)
         self.participants = participants(run, method.pools_data)
+        # after the participants: a robust rule needs a minimum number of them
         self.aggregation = self._aggregation()
 
         if run.max_share is not None and self.equal_weight_flag:
-            flags = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
-            raise InputError(flags, "sites count the same there", "leave one of them out")
+            raise InputError(
+                f"--max-share {run.max_share:g} with {self.equal_weight_flag}",
+                "sites count the same there",
+                "leave one of them out",
+            )
 
-        if bundle.task == "segmentation":
-            structures = bundle.structures
-        else:
-            structures = None
-
+        structures = bundle.structures if bundle.task == "segmentation" else None
         self.surface_metrics = surface_metrics_of(run.metrics, structures)
+        # before the data are prepared: refuse within seconds what cannot be built or started
         self.networks = self._pool(bundle)
         self._architectures = self._assign_architectures()
         self.public = public
@@ -192,13 +194,19 @@ class Federation:
     def _build_architecture(self, config: Mapping[str, object]) -> _Architecture:
         """Return the architecture with these ids of the bundle's configuration.
 
-        What leaves must fit the server's network, and be personal neither there nor at the site.
+        The tensors that leave must fit the server's network, and must not be personal there or at the site.
         """
         bundle = self.bundle
         networks = self.networks
         # {} is the bundle's own network, which the server has too
         if config:
-            refuse_init_of_mixed_networks(self.run)
+            if self.run.init:
+                raise InputError(
+                    f"--init with method {self.run.method!r}, whose sites have networks of several kinds",
+                    "weights are of one network",
+                    "leave it out, or take another method",
+                )
+
             bundle = bundle.variant(config)
             networks = self._pool(bundle)
 
@@ -207,6 +215,7 @@ class Federation:
             with pool.scope():
                 personal |= self.method.personal_names(pool.lease(pool.initial))
 
+        # a method with personal layers may find them in the server's network, the site's own, or both
         leaves = _forms(self.networks.initial)
         for name in personal:
             leaves.pop(name, None)
@@ -215,12 +224,12 @@ class Federation:
         if not methods.keeps_network(self.method, config):
             staying -= leaves.keys()
 
-        # what only the site's network has, the server could not average
+        # the server could not average a tensor that only the site's network has
         personal |= networks.initial.keys() - self.networks.initial.keys()
         return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
     def _make_compression(self) -> Compression:
-        """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
+        """Return how messages are compressed; all tensors but matrices and kernels stay exact."""
         messages = Compression.parse(self.run.messages)
         exact = set()
         if messages.lossless:
@@ -235,15 +244,16 @@ class Federation:
                 exact |= network.state_dict().keys() - large
 
         lossy = [group.name for group in self.method.groups() if group.smaller]
+        # biases and normalisation are few numbers, and rounding them costs accuracy
         return replace(messages, exact=frozenset(exact), groups=frozenset(["weights", *lossy]))
 
     @cached_property
     def like_weights(self) -> frozenset[str]:
-        """Groups of any message whose tensors have names and forms of the network's, beside the weights."""
+        """Message groups, other than the weights, whose tensors have names and forms of the network's."""
         return frozenset(group.name for group in self.method.groups() if group.like_weights)
 
     def _aggregation(self) -> Aggregation:
-        """Return how replies are made into one; all but the mean stand in for it where FedAvg's server half is kept."""
+        """Return how replies are combined; rules other than the mean require FedAvg's server half."""
         aggregation = Aggregation.parse(self.run.aggregation)
         size = len(self.cohort(1))
         if not aggregation.is_mean and not methods.has_fedavg_server(self.method):
@@ -263,7 +273,7 @@ class Federation:
 
     @property
     def equal_weight_flag(self) -> str:
-        """The setting by which each site counts the same; "" where they count by their numbers of items."""
+        """The setting that gives all sites equal weight; "" if they are weighted by their numbers of items."""
         if not self.aggregation.counts_samples:
             return f"--aggregation {self.aggregation}"
 
@@ -277,7 +287,7 @@ class Federation:
 
     @cached_property
     def message_limits(self) -> MessageLimits:
-        """How much of a message is taken, by the largest network."""
+        """Limits on the size of messages, set by the largest network."""
         return MessageLimits.for_networks(*(pool.initial for pool in self._pools))
 
     @cached_property
@@ -291,7 +301,7 @@ class Federation:
         shards = {}
         for name, ids_of_site in self.run.partition.sites.items():
             ids = ids_of_site.get(section, [])
-            missing = [ident for ident in ids if ident not in position]
+            missing = not_among(ids, position)
             if missing:
                 raise InputError(
                     f"site {name!r} has {section} item {missing[0]!r}, which is not in the data ({len(missing)} such)",
@@ -304,7 +314,7 @@ class Federation:
         return shards
 
     def hold(self, free: Free = free_gpu_memory) -> str:
-        """Hold the data on the networks' device, as far as they fit in half of its free memory; say what is held."""
+        """Keep the data on the networks' device, as far as they fit in half of its free memory; say what is kept."""
         prepared = dict(self.sections)
         if self.public is not None:
             prepared["public"] = self.public.shard.prepared
@@ -326,16 +336,17 @@ class Federation:
         return self._shards[section][name]
 
     def participant_shard(self, participant: str, section: str) -> Shard:
-        """Return what a participant trains on: its own items, or everybody's where the method pools the data."""
+        """Return what a participant trains on: its own items, or everybody's if the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
-        # in the order of the data, whichever site has an item: the partition is not to be seen in the result
+        # in the order of the data, whichever site has an item: the result must not depend on the partition
         union = torch.cat([self.shard(name, section).indices for name in self.names]).sort().values
         return Shard(self.sections[section], union)
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section, whether or not a site has them."""
         prepared = self.sections[section]
+        # a global model is scored on the structures that each image's own site annotates
         shown: dict[int, AnnotatedClasses] = {}
         for shard in self._shards[section].values():
             shown.update(shard.shown)
@@ -343,38 +354,61 @@ class Federation:
         return replace(Shard.of(prepared, range(len(prepared))), shown=shown)
 
     def site(self, name: str, round_: int) -> Site:
-        """Return a participant as it is in a round."""
+        """Return a participant's state for a round."""
         run = self.run
         arch = self._architectures.get(name) or self._of_newcomers
-        by_epoch = self.run.decay_per == "epoch"
         bundle = arch.bundle
-        first = (
-            max(0, round_ - 1) * run.local_epochs
-        )  # epochs before this round: rounds count from 1
+        # epochs before this round: rounds count from 1, and nothing is trained in round 0
+        rounds_before = max(0, round_ - 1)
+        first = rounds_before * run.local_epochs
+        lr_factor = run.lr_decay ** (round_ - 1)
+        epoch_factor = 1.0
+        if run.decay_per == "epoch":
+            lr_factor = run.lr_decay**first
+            epoch_factor = run.lr_decay
+        elif run.decay_per == POLY:
+            # a host of MONAI FL that counts further trains at the rate of the last round
+            last = max(1, run.rounds)
+            lr_factor = (1 - min(rounds_before, last - 1) / last) ** 0.9
+
+        # the bundle's schedule continues from the last round, although the optimiser is new
+        def rates(epoch: int) -> Sequence[float]:
+            return bundle.rates(first + epoch, run.lr)
+
         settings = LocalSettings(
-            run.local_epochs, run.batch_size, partial(bundle.optimizer, lr=run.lr, epoch=first),
-            lr_factor=run.lr_decay ** (first if by_epoch else round_ - 1), amp=run.amp, lr_decay=run.lr_decay,
-            rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
-            epoch_factor=run.lr_decay if by_epoch else 1.0,
-        )  # fmt: skip
+            run.local_epochs,
+            run.batch_size,
+            partial(bundle.optimizer, lr=run.lr, epoch=first),
+            lr_factor=lr_factor,
+            amp=run.amp,
+            rates=rates if bundle.is_scheduled else None,
+            epoch_factor=epoch_factor,
+        )
         train, validate, test = hide_labels(
             run, name, [self.participant_shard(name, section) for section in SECTIONS]
         )
         classes = self.known.get(name)
-        if run.keep_optimizer:
-            optimizer_states = dict[str, State]()
-        else:
-            optimizer_states = None
-
         return Site(
-            name, site_seed(run, round_, name), train, validate, test,
-            site_labels.loss_at(self.bundle, run, classes), settings, arch.networks, round_, self.task, known=classes,
-            common=self.networks, public=self.public, method=run.method, optimizer_states=optimizer_states,
-        )  # fmt: skip
+            name,
+            site_seed(run, round_, name),
+            train,
+            validate,
+            test,
+            site_labels.loss_at(self.bundle, run, classes),
+            settings,
+            arch.networks,
+            round_,
+            self.task,
+            known=classes,
+            common=self.networks,
+            public=self.public,
+            method=run.method,
+            optimizer_states={} if run.keep_optimizer else None,
+        )
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Compute as the run says inside; then take every network leased there back, whichever pool it is from."""
+        """Use the run's compute settings inside; then return every network leased there to its pool."""
         with ExitStack() as stack:
             stack.enter_context(run_precision(self.run))
             if self.run.compile:
@@ -396,7 +430,7 @@ class Federation:
         )
 
     def describe_exchange(self) -> str:
-        """Say what leaves a site and what of the network stays, and how much of it in smaller messages."""
+        """Describe what leaves a site and what of the network stays, and how much is compressed."""
         used = self._architectures.values()
         leave = _span([len(arch.leaves) for arch in used])
         stay = _span([arch.stays for arch in used])
@@ -425,36 +459,39 @@ class Federation:
             smaller.append(number)
             exact.append(len(arch.leaves) - number)
 
-        # the largest entries are of a change, and a broadcast is none
+        # topk selects the largest entries of a change, and a broadcast is not a change
         text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
 
         return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
     def message_rules(self, name: str) -> MessageRules:
-        """Return what a message between the server and a participant may have in it."""
+        """Return the rules for messages between the server and a participant."""
         arch = self._architectures[name]
         groups = self.method.groups()
         return MessageRules(
-            name, arch.leaves, _forms(arch.networks.initial), arch.personal,
+            name,
+            arch.leaves,
+            _forms(arch.networks.initial),
+            arch.personal,
             uploads=frozenset(["weights", *(group.name for group in groups if group.up)]),
             like_weights=self.like_weights,
             fedavg=methods.has_fedavg_server(self.method),
             limits=self.message_limits,
-        )  # fmt: skip
+        )
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
-        """Return a broadcast as it crosses to a site, made smaller."""
+        """Return a broadcast compressed for transmission to a site."""
         return self.compression.broadcast(
             broadcast, derive(self.host(round_).seed, "messages", name)
         )
 
     def decode_reply(self, name: str, arrived: Wire) -> Message:
-        """Return what a site sent, as `MessageRules.decode_reply`, on this device."""
+        """Return a site's reply on this device, as `MessageRules.decode_reply` does."""
         message = self.message_rules(name).decode_reply(arrived)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
     def aggregate(self, round_: int, server: State, replies: Messages) -> State:
-        """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.
+        """Return the server's next State: the method's, or with FedAvg's mean replaced by a robust rule.
 
         Raises:
             RunError: there are too few replies.
@@ -471,13 +508,14 @@ class Federation:
             )
             weights = after.get("weights")
             if weights:
+                # a mean gives a tied tensor a copy under each name, but they must stay one tensor
                 return {**after, "weights": self.networks.under_one_name(weights)}
 
             return after
 
     def leave_out(self, names: Collection[str]) -> None:
         """Drop participants for the rest of the run."""
-        self.participants = [name for name in self.participants if name not in names]
+        self.participants = not_among(self.participants, names)
 
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""
@@ -487,7 +525,7 @@ class Federation:
         if count == len(self.participants) or (rule is not None and rule.everyone):
             return list(self.participants)
 
-        # by round: a resumed run draws the same cohorts
+        # seeded by round: a resumed run draws the same cohorts
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]
@@ -504,20 +542,20 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{min(numbers)} to {max(numbers)}"
 
 
-# The weights that all networks of a run begin with where they are given and not drawn: `--init`.
+# The initial weights of all networks of a run if they are given by `--init` instead of drawn.
 
 
-_NAMED = 3  # tensors that an error names
+_NAMED = 3  # tensors named in an error
 
 
 def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) -> Tensors:
-    """Return the state dict that a run's network begins with.
+    """Return the initial state dict of a run's network.
 
-    The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the
-    method adds is drawn from the run's seed.
+    The given weights belong to the bundle's network, or to the network that the method adapts from it; in the first
+    case the tensors that the method adds are drawn from the run's seed.
 
     Raises:
-        InputError: they are of another network, or not at hand.
+        InputError: they belong to another network, or are missing.
     """
     if bundle.start is None:
         raise InputError(
@@ -526,7 +564,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             "restore the file, or start a new run with --init",
         )
 
-    # on the stream of a drawn network, so that what the method adds is what it would be without --init
+    # from the stream of a drawn network, so that the method's additions are the same without --init
     with stream(run.seed, "network"):
         plain = bundle.network()
         is_plain = not _differences(plain, bundle.start)
@@ -539,11 +577,8 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
     if not is_plain:
         if _differences(adapted, bundle.start):
             # compared with the network that the weights resemble, so that the error lists few tensors
-            if len(adapted.state_dict()) == len(bundle.start):
-                network = adapted
-            else:
-                network = plain
-
+            similar = len(adapted.state_dict()) == len(bundle.start)
+            network = adapted if similar else plain
             raise InputError(
                 f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
@@ -556,7 +591,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
 
 
 def _differences(network: nn.Module, weights: Weights) -> str:
-    """Say in which tensors weights are not a network's, "" if in none: of other forms, missing, and odd ones."""
+    """Describe how weights differ from a network's, "" if they do not: other forms, missing and unexpected tensors."""
     state = network.state_dict()
     forms = []
     for name, tensor in state.items():
@@ -572,18 +607,8 @@ def _differences(network: nn.Module, weights: Weights) -> str:
 
 
 def _form(tensor: Tensor) -> str:
-    if tensor.dtype == torch.float32:
-        kind = ""
-    else:
+    kind = ""
+    if tensor.dtype != torch.float32:
         kind = f" {str(tensor.dtype).removeprefix('torch.')}"
+
     return f"({', '.join(map(str, tensor.shape))}){kind}"
-
-
-def refuse_init_of_mixed_networks(run: Run) -> None:
-    """Raise an InputError if sites with networks of their own were to begin with the weights of one."""
-    if run.init:
-        raise InputError(
-            f"--init with method {run.method!r}, whose sites have networks of several kinds",
-            "weights are of one network",
-            "leave it out, or take another method",
-        )

@@ -1,4 +1,4 @@
-"""Launch: how a run is carried out, in one record; nothing in it changes a weight. Needs no PyTorch."""
+"""Launch: how a run is executed, in one record; nothing in it changes a weight. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from medfl.core.type_checks import type_mismatches
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a run, or each run of a comparison, is carried out.
+    """How a run, or each run of a comparison, is executed.
 
     Attributes:
-        out: run folder, or the folder of a comparison; None: one below runs/.
+        out: run folder, or the folder of a comparison; None: a new one in runs/.
         resume: continue the run in `out`, perhaps with more rounds.
-        jobs: worker processes, or the runs of a comparison at the same time; None: the cores, at most the cohort and
+        jobs: worker processes, or concurrent runs of a comparison; None: the number of cores, at most the cohort and
             what fits in memory.
         with_local: run the method Local first, into `out`/local, as each site's reference; a run that has one is
             resumed with it.
-        cross_site: score the sites' own models on the test images of every site too, into cross_site.csv.
-        contribution: estimate in each evaluated round what each site contributes to it, into contribution.csv.
-        save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
-        profile: say where the time went, and write profile.json, a trace for a viewer; all in one process, whatever
+        cross_site: also score the sites' own models on the test images of every site, into cross_site.csv.
+        contribution: estimate each site's contribution in each evaluated round, into contribution.csv.
+        save_predictions: write the masks predicted for the test items, on the grid of their image files.
+        profile: report where the time went, and write profile.json, a trace for a viewer; in one process, whatever
             `jobs` says.
-        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
+        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": also log the numbers there.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
             "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator.
         min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
-        deadline: seconds that the sites have for a round, with the runtime "flare".
+        deadline: time limit for the sites in a round, in seconds, with the runtime "flare".
         callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.
-        untested: end before anything is scored on test items, with trial.json in the place of summary.json: the best
+        untested: stop before anything is scored on test items, with trial.json instead of summary.json: the best
             round by the validation metric. With `resume` it can be tested later.
-        followed_by: runs of as many rounds that the same command makes afterwards; counted in the time that is left.
+        followed_by: number of runs of equal length that the same command runs afterwards; used for the time estimate.
         progress: show bars on stderr.
-        command: what run.json says about how the run was made.
-        say: where lines for the user go.
+        command: the run's origin, for run.json.
+        say: prints lines for the user.
     """
 
     out: Path | None = None
@@ -63,7 +63,7 @@ class Launch:
     say: Print = str
 
     def having(self, **settings: Any) -> Launch:
-        """Return a launch with other values of these fields; `out` may be text.
+        """Return a launch with other values of these fields; `out` may be a string.
 
         Raises:
             InputError: there is no such field, or a value is not of its type.
@@ -71,16 +71,17 @@ class Launch:
         names = [field.name for field in dataclasses.fields(self)]
         for name in settings:
             if name not in names:
-                allowed = f"arguments are {', '.join(names)}"
                 raise InputError(
-                    f"argument {name!r}", allowed, did_you_mean(name, names, "choose one")
+                    f"argument {name!r}",
+                    f"arguments are {', '.join(names)}",
+                    did_you_mean(name, names, "choose one"),
                 )
 
-        # "" is no folder, but Path("") would be the present one
+        # "" is not a folder, but Path("") would be the current one
         if isinstance(settings.get("out"), str):
             settings["out"] = Path(settings["out"]) if settings["out"] else None
 
-        # a dataclass does not look at types: a text in the place of a number would fail rounds later
+        # a dataclass does not check types: a string instead of a number would fail rounds later
         for name, value, allowed in type_mismatches(Launch, settings):
             raise InputError(
                 f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument"
@@ -90,7 +91,7 @@ class Launch:
 
     @property
     def folder(self) -> Path:
-        """`out`, of what is never carried out without one; InputError where it is None."""
+        """`out`, for launches that need one; InputError if it is None."""
         if self.out is None:
             raise InputError("no --out", "a new folder, or that of the same runs", "add --out DIR")
         return self.out

@@ -1,4 +1,4 @@
-"""The rules for what the server and one site send each other, held at both ends."""
+"""The rules for messages between the server and a site, enforced at both ends."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from medfl.core.message import Message, Weights, is_finite
 from medfl.core.message_limits import MessageLimits
 
 Wire = Mapping[Any, Any]
-"""What some transport restored, before anything of it is checked."""
+"""What a transport restored, before any check."""
 
 Form = tuple[torch.Size, torch.dtype]
 """Shape and type of a tensor."""
-# of a broadcast; methods send less than a tenth of it
+# for a broadcast; methods send less than a tenth of it
 _MOST_NUMBERS = 1024
 _MOST_GROUPS = 256
 
 
 @dataclass(frozen=True)
 class MessageRules:
-    """What a message between the server and one site may have in it.
+    """What a message between the server and one site may contain.
 
     Attributes:
         site: its name.
@@ -36,7 +36,7 @@ class MessageRules:
         personal: names of the tensors that leave in no group.
         uploads: groups that a site may send, "weights" among them.
         like_weights: groups whose tensors have names and forms of the network's.
-        fedavg: the server takes the mean of the weights by the numbers of items, so that every reply has both.
+        fedavg: the server averages the weights by numbers of items, so every reply must have both.
         limits: on the size of a message.
     """
 
@@ -51,21 +51,21 @@ class MessageRules:
 
     @property
     def sender(self) -> str:
-        """The site, as errors about what it sends name it."""
+        """The site, as named in errors about what it sends."""
         return f"site {self.site!r}"
 
     # What the server receives
 
     def decode_reply(self, arrived: Wire) -> Message:
-        """Return what a site sent, restored by some transport under the names of `Message.flat`.
+        """Return a site's message, restored by a transport under the names of `Message.flat`.
 
         Raises:
-            RunError: it is no message, or more than the limits; names the site.
+            RunError: it is not a message, or exceeds the limits; names the site.
         """
         return Message.from_wire(self.limits.checked(arrived, self.sender), self.sender)
 
     def check_reply(self, message: Message) -> None:
-        """Check what a site says: declared groups, no personal tensor, known forms, finite values.
+        """Check a site's message: declared groups, no personal tensor, known forms, finite values.
 
         A tensor is personal by its name in the network, whichever group it is in.
 
@@ -93,7 +93,7 @@ class MessageRules:
                 )
 
     def check_complete(self, reply: Message) -> None:
-        """Check that a reply lacks none of the weights, nor for FedAvg's server half the number of items.
+        """Check that a reply lacks none of the weights and, for FedAvg's server half, has the number of items.
 
         Raises:
             RunError: names the site and what is missing.
@@ -112,12 +112,12 @@ class MessageRules:
     # What the site receives
 
     def decode_broadcast(self, tensors_arrived: Wire, compression: Compression) -> Message:
-        """Return a broadcast that arrived under the names of `Message.flat`, made smaller by `compression`.
+        """Return a broadcast received under the names of `Message.flat` and compressed by `compression`.
 
-        Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
+        It contains all weights that leave a site, or none; groups known only to the method are limited in size.
 
         Raises:
-            RunError: something in it is not what it should be; names the site and the tensor.
+            RunError: it violates a rule; names the site and the tensor.
         """
         sender = self._sender_of_broadcast
         arrived = Message.from_wire(self.limits.checked(tensors_arrived, sender), sender)
@@ -143,10 +143,10 @@ class MessageRules:
         return message
 
     def decode_average(self, arrived: Wire) -> Message:
-        """Return weights that arrived under their own names, from a host that knows of nothing else.
+        """Return weights received under their own names, from a host that knows nothing else.
 
-        Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
-        the counters rounded.
+        Such hosts average in their own precision, counters included: numbers are converted back to the network's types,
+        counters rounded.
 
         Raises:
             RunError: they are not all that leave a site, or not finite; names the site and the tensor.
@@ -155,7 +155,7 @@ class MessageRules:
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
             if name not in self.leaves:
-                continue  # refused below, with all others of no known name
+                continue  # refused below, with all other unknown names
 
             dtype = self.leaves[name][1]
             if tensor.is_floating_point() and dtype != tensor.dtype:
@@ -165,7 +165,7 @@ class MessageRules:
                     average = tensor.round()
 
                 weights[name] = average.to(dtype)
-                # a number that is too large for a smaller type is infinite in it
+                # a number too large for a smaller type becomes infinite
                 self._check_finite(f"weights/{name}", weights[name])
 
         self._check_same_names(weights)
@@ -175,7 +175,7 @@ class MessageRules:
         return Message({"weights": weights})
 
     def require(self, holds: bool, problem: str) -> None:
-        """Raise RunError about the server's message unless something holds."""
+        """Raise RunError about the server's message unless a condition holds."""
         if not holds:
             raise RunError(f"{self._sender_of_broadcast}: {problem}")
 

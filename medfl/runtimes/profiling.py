@@ -1,7 +1,7 @@
-"""Where the time of a run goes: PyTorch's profiler around the parts of a run, as a table and as a trace for a viewer.
+"""Where the time of a run goes: PyTorch's profiler around the parts of a run, as a table and a trace for a viewer.
 
-`torch.profiler.record_function` names the parts; it does next to nothing unless a `PartsProfile` is recording. Perfetto
-and chrome://tracing open the trace.
+`torch.profiler.record_function` names the parts; it costs next to nothing unless a `PartsProfile` is recording.
+Perfetto and chrome://tracing open the trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-DATA = "data"  # as `Shard.batches` names the making of a batch
+DATA = "data"  # the name that `Shard.batches` gives to making a batch
 TRAINING = "training"
 OPTIMISER = "optimiser"
 AGGREGATION = "aggregation"
@@ -29,25 +29,25 @@ PARTS = (DATA, TRAINING, OPTIMISER, AGGREGATION, EVALUATION, MESSAGES, CHECKPOIN
 
 
 class PartsProfile(profiler.profile):
-    """PyTorch's profiler, which records the named parts alone, not the operators that are called in them.
+    """PyTorch's profiler, recording only the named parts, not the operators called within them.
 
-    A run calls operators by the million: recording them takes longer than the training, and no viewer opens the trace.
+    A run calls millions of operators: recording them takes longer than the training, and no viewer opens the trace.
 
     Args:
-        enabled: without it nothing is recorded.
+        enabled: if false, nothing is recorded.
     """
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled, use_kineto=True)
 
     def _start_trace(self) -> None:
-        # The C++ profiler can be told which kinds of ranges to record, but the Python class does not pass that on.
+        # The C++ profiler can select which kinds of ranges to record, but the Python class does not expose that.
         enable = partial(_enable_profiler, scopes={RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         with patch.object(profiler, "_enable_profiler", enable):
             super()._start_trace()  # type: ignore[no-untyped-call]
 
     def seconds(self) -> dict[str, float]:
-        """Return part -> seconds, without those of the parts inside it, so that they add up to the wall clock."""
+        """Return part -> seconds, excluding nested parts, so that they add up to the wall clock."""
         seconds = dict.fromkeys(PARTS, 0.0)
         for average in self.key_averages():  # type: ignore[no-untyped-call]
             part = average.key
@@ -63,7 +63,7 @@ class PartsProfile(profiler.profile):
         return seconds
 
     def parts_table(self) -> str:
-        """Return the table that is shown at the end of a run."""
+        """Return the table shown at the end of a run."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         rule = "─" * 32
@@ -79,7 +79,7 @@ class PartsProfile(profiler.profile):
 
 @contextmanager
 def during(part: str) -> Iterator[None]:
-    """Record the block as a part of the run, a round ("round 3") or a visit to a site, if anything is recorded."""
+    """Record the block as a part of the run, a round ("round 3") or a visit to a site, if a profile is recording."""
     _wait_for_gpu()
     with record_function(part):
         yield
@@ -87,6 +87,6 @@ def during(part: str) -> Iterator[None]:
 
 
 def _wait_for_gpu() -> None:
-    """Let a GPU finish, so that its work counts for the part that asked for it."""
+    """Wait for the GPU, so that its work counts for the part that requested it."""
     if torch.autograd._profiler_enabled() and torch.cuda.is_available():  # type: ignore[attr-defined]
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Runtimes by name: who runs the sites of a federation. `load` also takes a dotted path to a runtime of your own.
+"""Runtimes by name: they run the sites of a federation. `load` also takes a dotted path to a runtime of your own.
 
-A runtime is a `Runtime` in a module; its dotted path, `mypackage.mymodule:RUNTIME`, is its name on the command line too
-(`:RUNTIME` may be left out). Those of medfl have short names.
+A runtime is a `Runtime` in a module; its dotted path, `mypackage.mymodule:RUNTIME`, is also its name on the command
+line (`:RUNTIME` may be omitted). medfl's own have short names.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SHIPPED = {
     "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
     "flare": "medfl.flare.job",
 }
-# runtimes that a command of their own asks for, and that the records of its runs name
-_OF_COMMANDS = {"flare-poc": "medfl.flare.poc"}
+# the last one is started by a command of its own, and named in the records of its runs
+_MODULES = {**SHIPPED, "flare-poc": "medfl.flare.poc"}
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What a runtime is asked for: a run in its folder.
+    """A runtime's task: a run in its folder.
 
     Attributes:
         federation: sites and server.
-        folder: where the run is written; `run.json` is there already.
-        launch: how; `resume` says here whether the folder holds rounds to go on from, `jobs` is a number (None: 1).
-        max_share: of the weight that one of three or more sites may have where the run has no cap; None: any.
+        folder: where the run is written; `run.json` is already there.
+        launch: options; `resume` says here whether the folder holds rounds to continue, `jobs` is a number (None: 1).
+        max_share: largest weight of one of three or more sites if the run has no cap; None: any.
     """
 
     federation: Federation
@@ -47,14 +47,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Who runs the sites.
+    """Runs the sites.
 
     Attributes:
-        execute: runs all rounds that are left and returns the summary.
-        no_jobs: why there are no worker processes to choose, "" where there are.
-        remote: whether the sites are processes that keep their States and hold their images themselves; only they can
-            be held to a deadline, and only here can they be resumed.
-        require: raises an InputError where what it needs is not installed.
+        execute: runs all remaining rounds and returns the summary.
+        no_jobs: why the number of worker processes cannot be chosen, "" if it can.
+        remote: whether the sites are processes that keep their own States and images; only they can have a deadline,
+            and only here can they be resumed.
+        require: raises an InputError if a dependency is not installed.
     """
 
     execute: Callable[[Execution], Document]
@@ -63,7 +63,7 @@ class Runtime:
     require: Callable[[], object] = lambda: None
 
     def check(self, launch: Launch) -> None:
-        """Raise an InputError if it cannot carry out a launch."""
+        """Raise an InputError if it cannot execute a launch."""
         jobs = launch.jobs
         deadline = launch.deadline
         name = launch.runtime
@@ -73,7 +73,7 @@ class Runtime:
                 "a whole number of at least 1, or None for the cores",
                 "give 1 or more",
             )
-        # 1 is what it has anyway
+        # 1 is its only value anyway
         if self.no_jobs and jobs not in (None, 1):
             raise InputError(
                 f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out"
@@ -96,10 +96,11 @@ class Runtime:
 
 def check_name(name: str) -> None:
     """Raise an InputError if this is neither a shipped runtime nor a dotted path."""
-    if name not in {**SHIPPED, **_OF_COMMANDS} and "." not in name and ":" not in name:
-        allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
+    if name not in _MODULES and "." not in name and ":" not in name:
         raise InputError(
-            f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one")
+            f"--runtime {name}",
+            f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path",
+            did_you_mean(name, tuple(SHIPPED), "choose one"),
         )
 
 
@@ -110,7 +111,7 @@ def load(name: str) -> Runtime:
         InputError: there is none.
     """
     check_name(name)
-    module, _, attribute = {**SHIPPED, **_OF_COMMANDS}.get(name, name).partition(":")
+    module, _, attribute = _MODULES.get(name, name).partition(":")
     try:
         runtime = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
 """Checks of what a method returns, mainly for user-written methods: an error names the method and the broken rule.
 
-A method's mistake is no site's fault: it ends the run instead of counting as a missing reply.
+A method's mistake is not a site's fault: it ends the run instead of counting as a missing reply.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Versions = dict[str, tuple[int, int]]
 
 
 def check_update(method: str, site: Site, result: object) -> tuple[State, Message]:
-    """Return what `local_update` gave.
+    """Return the result of `local_update` after checking it.
 
     Raises:
-        BrokenRule: it is no State with a reply, or nothing was trained by `fit`.
+        BrokenRule: it is not a State with a reply, or nothing was trained by `fit`.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Message)):
         returned = type(result).__name__
@@ -53,10 +53,10 @@ def check_update(method: str, site: Site, result: object) -> tuple[State, Messag
 
 
 def check_state(method: str, which: str, state: object) -> None:
-    """See that a State can be saved.
+    """Check that a State can be saved.
 
     Raises:
-        BrokenRule: something in it is neither a tensor, a number nor text; names it.
+        BrokenRule: it contains something other than tensors, numbers and text; names it.
     """
     if isinstance(state, dict):
         wrong = _flaw(state, "")
@@ -72,12 +72,12 @@ def check_state(method: str, which: str, state: object) -> None:
 
 
 def object_versions(state: object, path: str = "") -> Versions:
-    """Note what is in a State, to see later whether it was changed in place."""
+    """Record the objects in a State, to detect later whether it was changed in place."""
     if isinstance(state, Tensor):
-        # PyTorch counts writes to a tensor, but not to one of inference mode
+        # PyTorch counts writes to a tensor, except in inference mode
         return {path: (id(state), 0 if state.is_inference() else state._version)}
 
-    # not into other mappings: one on disk makes new tensors whenever it is read
+    # only dicts: a mapping on disk makes new tensors whenever it is read
     parts: Iterable[tuple[object, object]] = ()
     size = 0
     if isinstance(state, dict):
@@ -95,14 +95,14 @@ def object_versions(state: object, path: str = "") -> Versions:
 
 
 def check_unchanged(method: str, state: State, before: Versions) -> None:
-    """See that `aggregate` left the server's State as it was.
+    """Check that `aggregate` left the server's State unchanged.
 
     Raises:
         BrokenRule: something in it was changed in place; names it.
     """
     after = object_versions(state)
     if after != before:
-        # the longest path is the innermost part: what holds it has changed with it
+        # the longest path is the innermost part: its containers have changed with it
         changed = [path for path in (*before, *after) if before.get(path) != after.get(path)]
         raise BrokenRule(
             f"aggregate of method {method!r} changed {max(changed, key=len) or 'its entries'!r} of the server's State "
@@ -113,18 +113,19 @@ def check_unchanged(method: str, state: State, before: Versions) -> None:
 
 
 def _flaw(node: object, path: str) -> str:
-    """Say what in a State cannot be saved, "" if all can."""
+    """Describe what in a State cannot be saved, "" if all can."""
     if isinstance(node, dict):
         for key in node:
             if not isinstance(key, str):
+                place = ""
                 if path:
                     place = f" in {path!r}"
-                else:
-                    place = ""
 
                 return f"the key {key!r}{place} is a {type(key).__name__}"
 
-        parts = [(f"{path}/{key}".lstrip("/"), part) for key, part in node.items()]
+        parts = []
+        for key, part in node.items():
+            parts.append((f"{path}/{key}".lstrip("/"), part))
     elif isinstance(node, list | tuple):
         parts = [(f"{path}/{index}", part) for index, part in enumerate(node)]
     elif isinstance(node, _VALUES):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -16,8 +15,9 @@ import torch
 from medfl.core import terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import pick
 from medfl.core.message import Message
-from medfl.report.formatting import duration
+from medfl.report.formatting import time_left
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
@@ -35,9 +35,8 @@ from medfl.runtimes.profiling import (
     during,
 )
 from medfl.runtimes.registry import Execution, Runtime
-from medfl.runtimes.server.dispatch import Dispatcher
+from medfl.runtimes.server.dispatch import Dispatcher, RoundTraining
 from medfl.runtimes.server.next_state import first_state, next_state, resumed_state
-from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
@@ -46,12 +45,15 @@ from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 
+Bar = Any
+"""A progress bar of tqdm, which has no type annotations."""
+
 
 class Simulator:
     """One run in one folder.
 
-    No process holds more than one site's State or broadcast, and the server's no more replies than a budget: what it
-    needs of memory does not grow with the number of sites, but for names and scores.
+    A process holds at most one site's State or broadcast, and the server's process only a limited amount of replies:
+    except for names and scores, memory does not grow with the number of sites.
 
     Raises:
         InputError: the tolerance does not fit the run.
@@ -69,13 +71,13 @@ class Simulator:
         self.tolerance = Tolerance(launch.min_replies, launch.deadline, execution.max_share)
         self.tolerance.check(federation)
         self._make_workers = workers
-        # masks that an earlier part of the run wrote are kept up to date
+        # masks written by an earlier part of the run are kept up to date
         self.save_predictions = (
             launch.save_predictions or (self.folder.path / "predictions").is_dir()
         )
         self.method = federation.method
         self.run = federation.run
-        # a GPU is not shared by processes, and a profile is of one
+        # processes do not share a GPU, and a profile covers one process
         alone = self.run.device != "cpu" or launch.profile
         self.jobs = 1 if alone else launch.jobs or 1
         self.key = federation.bundle.key_metric
@@ -97,7 +99,7 @@ class Simulator:
         }
 
     def execute(self) -> Document:
-        """Run all rounds that are left, score, write everything, and return the summary.
+        """Run all remaining rounds, score, write everything, and return the summary.
 
         Raises:
             InputError: a run to be resumed is damaged, or has more rounds; nothing was changed.
@@ -107,6 +109,7 @@ class Simulator:
         if manifest:
             self.done = manifest["round"]
             self.record = {**self.record, **manifest["record"]}
+            # before the State is read: it belongs to the sites that introduced themselves
             self.federation.leave_out(self.record["absent"])
             if not self.federation.participants:
                 raise InputError(
@@ -136,7 +139,7 @@ class Simulator:
             self.dispatcher = Dispatcher(
                 self.federation, self.folder, self.workers, self.tolerance, self.say
             )
-            # a matrix that an earlier part of the run wrote is kept up to date
+            # a matrix written by an earlier part of the run is kept up to date
             cross_site = self.launch.cross_site or (self.folder.path / CROSS_SITE).is_file()
             self.scoring = Scoring(
                 self.federation,
@@ -148,8 +151,11 @@ class Simulator:
             )
             summary = self._execute(bool(manifest))
 
-        write = self.folder.write_trial if self.launch.untested else self.folder.write_summary
-        write(summary)
+        if self.launch.untested:
+            self.folder.write_trial(summary)
+        else:
+            self.folder.write_summary(summary)
+
         if self.launch.profile:
             self.say(self.profile.parts_table())
             self.profile.export_chrome_trace(  # type: ignore[no-untyped-call]
@@ -178,7 +184,7 @@ class Simulator:
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
 
-            # before anything looks at a test item
+            # before any test item is used
             if self.launch.untested:
                 return self._trial_summary()
 
@@ -188,8 +194,9 @@ class Simulator:
                 reason = "" if written else ": channels that overlap are no mask"
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
 
+            # before memory is measured: the system counts only processes that have ended
             self.workers.close()
-            # with that of the workers, which have ended
+            # including the workers, which have ended
             summary["peak_memory_bytes"] = _peak_memory()
             summary |= _peak_device_memory(self.run.device)
             pictures.finish(self.done, self.server)
@@ -201,6 +208,7 @@ class Simulator:
 
     def _start(self) -> None:
         federation = self.federation
+        # like replies: those of thousands of sites may not fit in memory
         introductions = Replies(federation.participants, self.folder.path)
         for name, message in self.dispatcher.introductions(self.record["absent"]):
             introductions.add(name, message)
@@ -217,7 +225,7 @@ class Simulator:
             self.run.eval_every > 0 and round_ % self.run.eval_every == 0
         )
 
-    def _bar(self) -> Any:
+    def _bar(self) -> Bar:
         size = len(self.federation.cohort(1))
         bar = terminal.bar(
             total=self.run.rounds * size,
@@ -231,23 +239,23 @@ class Simulator:
 
         return bar
 
-    def _rounds(self, events: Events, pictures: Pictures, bar: Any) -> None:
-        """Run the rounds that are left.
+    def _rounds(self, events: Events, pictures: Pictures, bar: Bar) -> None:
+        """Run the remaining rounds.
 
-        Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
-        fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
+        If the workers support it, the next round trains while this one is evaluated, which fills the gaps. Its results
+        are not used before this round is committed, so the order of everything else is unchanged.
         """
         first = self.done + 1
         began = time.perf_counter()
         training = None
-        # a resumed run may have been over already
+        # a resumed run may already have finished
         if self.done and self._run_callbacks(self.folder.rounds()[-1]):
             return
 
         for round_ in range(first, self.run.rounds + 1):
             with during(f"round {round_}"):
                 entry, results = self._train(training or self._start_training(round_, bar))
-                # the first commit of a process removes what a kill has left: all States that it does not know
+                # the first commit of a process removes what a kill left behind: all States that it does not know
                 overlaps = (
                     self.workers.overlaps
                     and first < round_ < self.run.rounds
@@ -280,9 +288,15 @@ class Simulator:
                 history.append((past["round"], past["val"]))
 
         ended = RoundEnd(
-            entry["round"], self.run.rounds, entry["val"], entry["train_loss"], history, self.key, self.folder.path,
+            entry["round"],
+            self.run.rounds,
+            entry["val"],
+            entry["train_loss"],
+            history,
+            self.key,
+            self.folder.path,
             lambda: self.server.get("weights") or {},
-        )  # fmt: skip
+        )
         self.stopped = asked_to_stop(self.callbacks, ended)
 
         if self.stopped and self.done < self.run.rounds:
@@ -290,7 +304,7 @@ class Simulator:
 
         return bool(self.stopped)
 
-    def _start_training(self, round_: int, bar: Any) -> RoundTraining:
+    def _start_training(self, round_: int, bar: Bar) -> RoundTraining:
         cohort = self.federation.cohort(round_)
         evaluate = self._is_eval_round(round_)
         scored: tuple[str, ...] = ()
@@ -308,7 +322,7 @@ class Simulator:
     def _train(self, training: RoundTraining) -> tuple[Document, dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation = self.federation
-        # what ran beside the last evaluation is counted already, in `overlap`
+        # time shared with the last evaluation is already counted, in `overlap`
         since = time.perf_counter() if training.overlap else training.started
         round_ = training.round
         cohort = training.cohort
@@ -321,7 +335,7 @@ class Simulator:
         for name, (result, saved) in training.results:
             with during(MESSAGES):
                 replies.add(name, result.reply)
-            # the replies are kept once, in `replies`, which spills them to disk
+            # only `replies`, which spills to disk, keeps the replies
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
 
@@ -331,35 +345,48 @@ class Simulator:
                 federation, round_, self.server, replies, self.tolerance, left_out, self.say
             )
 
+        # contributions measure this round's changes, so they need the State before them
         before = self.server
         self.server = outcome.server
-        # in the cohort's order, not in which they came: sums over sites depend on it
+        # in the cohort's order, not the order of arrival: sums over sites depend on it
         present = [name for name in cohort if name in results and name not in left_out]
-        results = {name: results[name] for name in present}
+        results = pick(results, present)
         self.folder.accept_states(round_, [name for name in renewed if name in results])
-        # a refused reply never happened, and neither did the State that came with it
+        # a refused reply never happened, nor did the State that came with it
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
         bytes_up = 0
         bytes_down = 0
-        for result in results.values():
+        trained_on = 0
+        losses = []
+        for name, result in results.items():
             bytes_up += result.bytes_up
             bytes_down += result.bytes_down
+            trained_on += samples[name]
+            losses.append(result.loss * samples[name])
 
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
-        trained_on = sum(samples[name] for name in results)
-        loss = sum(result.loss * samples[name] for name, result in results.items()) / max(
-            1, trained_on
-        )
-        entry: Document = {
-            "round": round_, "cohort": cohort, **_unless_empty(left_out=left_out), "seconds": 0.0,
-            "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
-            "seconds_eval": 0.0, "bytes_up": bytes_up, "bytes_down": bytes_down, "train_loss": loss,
-            "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
+        # the order of the keys is that of the lines in rounds.jsonl
+        entry = {
+            "round": round_,
+            "cohort": cohort,
+            **_unless_empty(left_out=left_out),
+            "seconds": 0.0,
+            "seconds_train": training.overlap + trained - since,
+            "seconds_server": time.perf_counter() - trained,
+            "seconds_eval": 0.0,
+            "bytes_up": bytes_up,
+            "bytes_down": bytes_down,
+            "train_loss": sum(losses) / max(1, trained_on),
+            "judged": self.method.judged,
+            "val": {},
+            "val_global": None,
+            "val_personal": None,
+            "sites": {},
             **_unless_empty(observed=outcome.observed),
-        }  # fmt: skip
+        }
         if self.launch.contribution and self._is_eval_round(round_):
             with during(EVALUATION):
                 entry["contribution"] = self.scoring.contributions(round_, before, outcome.replies)
@@ -372,7 +399,7 @@ class Simulator:
         results: Mapping[str, StepResult],
         training: RoundTraining | None,
     ) -> None:
-        """Complete a round's entry: score its models if it is their turn, while the next round trains."""
+        """Complete a round's entry: score its models if it is due for evaluation, while the next round trains."""
         round_ = entry["round"]
         started = time.perf_counter()
         if self._is_eval_round(round_):
@@ -391,10 +418,10 @@ class Simulator:
         with during(CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _show(self, bar: Any, entry: Document, seconds: float) -> None:
-        """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays.
+    def _show(self, bar: Bar, entry: Document, seconds: float) -> None:
+        """Show loss and best metric on the bar, short enough for 80 columns, and the round in a permanent line.
 
-        `seconds` is what a round took in the mean, of which the line says how long all that is left takes.
+        `seconds` is the mean time of a round, from which the line computes the remaining time.
         """
         loss = f"loss {entry['train_loss']:.3f}"
         best = self.record["best"]
@@ -414,7 +441,7 @@ class Simulator:
         left = self.run.rounds * (1 + following) - entry["round"]
         parts.append(f"{entry['seconds']:.1f} s")
         if left:
-            parts.append(f"about {duration(math.ceil(seconds * left))} left")
+            parts.append(time_left(seconds * left))
             if following:
                 parts[-1] += f" with {following} more run{'s' * (following > 1)}"
 
@@ -424,7 +451,7 @@ class Simulator:
     # End
 
     def _finish(self) -> Final:
-        """Score on the test items, write tables and weights, and say what the run cost."""
+        """Score on the test items, write tables and weights, and report the cost of the run."""
         started = time.perf_counter()
         run = self.run
         record = self.record
@@ -433,7 +460,7 @@ class Simulator:
         self.dispatcher.progress = self.launch.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
-        public: Document = {}
+        public = {}
 
         if run.public:
             public["public"] = {
@@ -465,16 +492,20 @@ class Simulator:
         return Final(summary, cases)
 
     def _trial_summary(self) -> Document:
-        """Return what is said of a run that is not tested: its best round by the validation metric, and its cost."""
+        """Return the summary of an untested run: its best round by the validation metric, and its cost."""
         best = self.record["best"]
         return {
-            "rounds": self.done, "status": "finished", "seconds": self.record["seconds"],
-            "best": best and {"round": best["round"], self.key: best["value"]}, "run_hash": self.run.run_hash,
-            **self.scoring.undefined_lines(), **_peak_device_memory(self.run.device),
-        }  # fmt: skip
+            "rounds": self.done,
+            "status": "finished",
+            "seconds": self.record["seconds"],
+            "best": best and {"round": best["round"], self.key: best["value"]},
+            "run_hash": self.run.run_hash,
+            **self.scoring.undefined_lines(),
+            **_peak_device_memory(self.run.device),
+        }
 
     def _missing(self) -> Iterator[str]:
-        """Say which sites' work is not in the result."""
+        """Report which sites' work is not in the result."""
         if self.record["absent"]:
             yield f"without these sites, which did not introduce themselves: {', '.join(self.record['absent'])}"
         if self.record["left_out"]:
@@ -484,7 +515,7 @@ class Simulator:
 
 
 def _unless_empty(**entries: Mapping[str, object]) -> Document:
-    """Return the entries that have something in them: a record has no others, so that older ones are equal."""
+    """Return the non-empty entries: a record has no others, so that it equals older ones."""
     return {name: entry for name, entry in entries.items() if entry}
 
 

@@ -1,24 +1,27 @@
-"""Which channels of the images each site has, as the run says; the others are zero there."""
+"""Which image channels each site has, as the run says (others are zero), and which files may be missing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.setting_values import by_site
+from medfl.core.setting_values import by_site, site_names
+from medfl.core.task import SECTIONS
 from medfl.data.prepared import Channels, Prepared
+from medfl.data.source import LACKS
 from medfl.problem.described import tensor_described
 from medfl.problem.problem import Problem
+from medfl.problem.sections import ReplacedSections
 from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-channels"
 
 
 def names(bundle: Problem) -> tuple[str, ...]:
-    """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
+    """Return the channel names of a bundle's images, or their numbers from 0 if it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
     count = int(image.get("num_channels") or 0) or bundle.channels
@@ -28,13 +31,13 @@ def names(bundle: Problem) -> tuple[str, ...]:
 def read(
     text: str, channels: Collection[str], sites: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return site -> ascending positions of the channels that it has, of the sites that a run says it of.
+    """Return site -> ascending indices of its channels, for the sites for which a run gives them.
 
     Raises:
-        InputError: a name is no channel, or no site of the run.
+        InputError: a name is not a channel, or not a site of the run.
     """
     numbers = {str(index): index for index in range(len(channels))}
-    # a channel that is called by a number is meant by its name
+    # a channel whose name is a number is meant by its name
     numbers |= {name.lower(): index for index, name in enumerate(channels)}
     allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
     advice = "choose among them, by name or number from 0"
@@ -50,16 +53,15 @@ def read(
 
 
 def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> None:
-    """Raise an InputError where what a run says of channels does not fit its bundle or sites."""
+    """Raise an InputError if a run's channel settings do not fit its bundle or sites."""
     if not text and not drop:
         return
 
+    flag = "--channel-drop"
     if text:
         flag = _FLAG
-    else:
-        flag = "--channel-drop"
 
-    # such a trainer has batches of its own, which nothing here could fill in
+    # such a trainer makes its own batches, in which nothing could be filled in here
     if bundle.custom_trainer:
         raise InputError(
             f"{flag} with a bundle whose trainer takes its steps by itself",
@@ -81,7 +83,7 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
     Raises:
         InputError: as for `check`.
     """
-    # sections of another federation may have been filled in already
+    # sections of another federation may already be filled in
     bare = dict(sections)
     for name, prepared in sections.items():
         if isinstance(prepared, Channels):
@@ -99,20 +101,14 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
 
     for section, prepared in bare.items():
         present = torch.ones(len(prepared), count, dtype=torch.bool)
-        site_of: dict[str, str] = {}
-        for site in has:
-            site_of |= dict.fromkeys(sites[site].get(section, ()), site)
-
+        site_of = run.partition.owners(section)
         for index, ident in enumerate(prepared.ids(range(len(prepared)))):
-            if ident in site_of:
+            channels_of_site = has.get(site_of.get(ident, ""))
+            if channels_of_site is not None:
                 present[index] = False
-                present[index, list(has[site_of[ident]])] = True
+                present[index, list(channels_of_site)] = True
 
-        if section == "train":
-            drop = run.channel_drop
-        else:
-            drop = 0.0
-
+        drop = run.channel_drop * (section == "train")
         filled_sections[section] = Channels(prepared, present, drop)
 
     return filled_sections
@@ -131,3 +127,57 @@ def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
             lines.append(f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images")
 
     return tuple(lines)
+
+
+# What a site's files may lack, or need not be read for: labels of unlabelled sites, missing channels.
+
+
+def without_absent(bundle: Problem, run: Run) -> Problem:
+    """Return a problem that reads no training label of unlabelled sites, and a missing channel of a site as zero.
+
+    Otherwise a crop might depend on such a label, or a mean on such a channel.
+
+    Raises:
+        InputError: a channel's file is missing, but its item's site has the channel.
+    """
+    sites = run.partition.sites
+    channels: Sequence[str] = ()
+    if run.site_channels:
+        channels = names(bundle)
+
+    site_lacks = {}
+    for site, present in read(run.site_channels, channels, sites).items():
+        site_lacks[site] = sorted({*range(len(channels))} - {*present})
+
+    unlabelled_ids: set[str] = set()
+    for site in site_names(run.unlabelled):
+        unlabelled_ids.update(sites.get(site, {}).get("train", ()))
+
+    replaced = {}
+
+    for section in SECTIONS[: 2 + bundle.has_test]:
+        site_of = run.partition.owners(section)
+        absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
+        hidden = set()
+        if section == "train":
+            hidden = unlabelled_ids
+
+        for item in bundle.items(section):
+            ident = str(item["id"])
+            # channels without a file that the site is said to have
+            missing = {*item.get(LACKS, ())} - {*absent.get(ident, ())}
+            if missing:
+                site = site_of.get(ident, "")
+                raise InputError(
+                    f"{section} image {ident!r} of site {site!r} has no file of channel {min(missing)}",
+                    "a file of each channel, or of those that --site-channels says of its site",
+                    f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
+                )
+
+        if bundle.section(section).source.is_list and (hidden or any(absent.values())):
+            replaced[section] = bundle.section(section).hiding(hidden, absent, len(channels))
+
+    if not replaced:
+        return bundle
+
+    return bundle.replaced(sections=ReplacedSections(bundle.sections, replaced))

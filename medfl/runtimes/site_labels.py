@@ -26,10 +26,10 @@ _FLAG = "--site-labels"
 def read(
     text: str, structures: Sequence[str], sites: Collection[str]
 ) -> dict[str, tuple[int, ...] | None]:
-    """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
+    """Return site -> ascending indices of its structures among those of the bundle, None to look into its masks.
 
     Raises:
-        InputError: a name is no structure, or no site of the run.
+        InputError: a name is not a structure, or not a site of the run.
     """
     position = {slug(structures[index]): index for index in sorted(foreground_classes(structures))}
     allowed = f"the names of the bundle are {', '.join(position) or 'not named'}"
@@ -54,17 +54,20 @@ def names_of(bundle: Problem) -> tuple[str, ...]:
 
 
 def foreground_classes(structures: Sequence[str]) -> set[int]:
-    """Return the positions of all that a site may annotate: of the structures without the background."""
+    """Return the indices of all that a site may annotate: for structures all but the background."""
     slugs = map(slug, structures)
     return {index for index, name in enumerate(slugs) if name != "background"}
 
 
 def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) -> None:
-    """Raise an InputError where what a run says of the sites' labels does not fit its bundle, method or sites."""
+    """Raise an InputError if a run's settings for the sites' labels do not fit its bundle, method or sites."""
     if not text:
         return
 
-    kind = "" if bundle.task in ("segmentation", "multilabel") else f"a {bundle.task} task"
+    kind = ""
+    if bundle.task not in ("segmentation", "multilabel"):
+        kind = f"a {bundle.task} task"
+
     if bundle.custom_trainer:
         kind = "a bundle whose trainer takes its steps by itself"
 
@@ -77,9 +80,10 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
 
     if method.pools_data:
         raise InputError(
-            f"{_FLAG} with a method that pools the images", "each site's masks need the loss of this site",
+            f"{_FLAG} with a method that pools the images",
+            "each site's masks need the loss of this site",
             "take another method, or leave it out: all masks are then taken for complete",
-        )  # fmt: skip
+        )
 
     read(text, names_of(bundle), sites)
 
@@ -87,10 +91,10 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
 def known_labels(
     bundle: Problem, method: Method, run: Run, shards: Mapping[str, Shard]
 ) -> dict[str, AnnotatedClasses]:
-    """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
+    """Return what each site's masks annotate, without sites that annotate everything or have their masks elsewhere.
 
     Raises:
-        InputError: as for `check`; masks show none of the structures; or the bundle's loss cannot leave some out.
+        InputError: as for `check`; or masks show none of the structures; or the bundle's loss cannot omit structures.
     """
     check(run.site_labels, bundle, method, shards)
     if not run.site_labels:
@@ -111,7 +115,7 @@ def known_labels(
                     "give the site labels that it annotated, or leave it out",
                 )
 
-        # a site that annotates everything has the bundle's own loss
+        # a site that annotates everything uses the bundle's own loss
         if {*classes} != everything:
             label_sets[site] = _annotated(classes, bundle)
             _check_loss_supports(
@@ -124,7 +128,7 @@ def known_labels(
 def annotate(
     shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses]
 ) -> dict[str, Shard]:
-    """Return the sites' items of a section, which say what their masks show."""
+    """Return the sites' items of a section, together with what their masks annotate."""
     annotated = dict(shards)
     for site in known.keys() & shards.keys():
         shown = dict.fromkeys(shards[site].indices.tolist(), known[site])
@@ -136,7 +140,7 @@ def annotate(
 def for_summary(
     known: Mapping[str, AnnotatedClasses], bundle: Problem
 ) -> dict[str, dict[str, list[str]]]:
-    """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
+    """Return {"labels": site -> names of what its masks annotate}, {} if all sites annotate everything."""
     if not known:
         return {}
 
@@ -150,7 +154,7 @@ def for_summary(
 def with_recorded_classes(
     shard: Shard, owner: Mapping[str, str], summary: Config, bundle: Problem
 ) -> Shard:
-    """Return a finished run's items, which say what their masks show."""
+    """Return a finished run's items, together with what their masks annotate."""
     labels = summary.get("labels") or {}
     annotated = {}
     for site, names in labels.items():
@@ -170,22 +174,22 @@ def _annotated(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
 
 
 def exclusive(bundle: Problem) -> bool:
-    """Return whether a segmentation's pixel has one class; else the network says yes or no in each channel."""
+    """Return whether each pixel of a segmentation has exactly one class; otherwise each channel is binary."""
     return slug(names_of(bundle)[0]) == "background" and not _is_sigmoid(
         inspect.unwrap(bundle.loss)
     )
 
 
 def described(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> str:
-    """Return a line's words on what the masks show, "" where all sites annotate everything."""
+    """Describe in words what the masks annotate, "" if all sites annotate everything."""
     labels = for_summary(known, bundle).get("labels", {})
     lists = [f"{site} {' and '.join(names)}" for site, names in labels.items()]
     return f"; masks show: {', '.join(lists)}" if lists else ""
 
 
 def _classes_in_masks(shard: Shard, count: int) -> set[int]:
-    """Return the values of a shard's masks, or the channels that are not empty."""
-    values: set[int] = set()
+    """Return the values in a shard's masks, or its non-empty channels."""
+    values = set()
     for _, y in shard.deterministic(uncropped=True).batches(1):
         if y.ndim == 2:  # findings
             values.update((y >= 0).any(0).nonzero().flatten().tolist())
@@ -202,19 +206,19 @@ def _classes_in_masks(shard: Shard, count: int) -> set[int]:
 
 
 def _is_sigmoid(loss: object) -> bool:
-    """Return whether a loss takes each channel for a yes or no."""
+    """Return whether a loss treats each channel as binary."""
     parts = [*loss.modules()] if isinstance(loss, nn.Module) else [loss]
     flags = [getattr(part, "sigmoid", None) for part in parts]
     flags = [flag for flag in flags if isinstance(flag, bool)]
-    # MONAI's DiceCELoss has both a flag and a BCEWithLogitsLoss, which it may not use
+    # MONAI's DiceCELoss has both a flag and a BCEWithLogitsLoss that may be unused
     return any(flags or [isinstance(part, nn.BCEWithLogitsLoss) for part in parts])
 
 
 def _check_loss_supports(
     bundle: Problem, site: str, classes: AnnotatedClasses, shard: Shard, naive: bool
 ) -> None:
-    """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
-    # one item is enough to see whether the loss takes fewer channels
+    """Raise an InputError if the bundle's loss cannot be computed over a site's structures alone."""
+    # one item is enough to see whether the loss accepts fewer channels
     for _, y in shard.batches(1) if len(shard) else ():
         logits = torch.zeros(len(y), classes.count, *y.shape[2:], device=bundle.device)
         try:
@@ -232,7 +236,7 @@ def _check_loss_supports(
 
 
 def loss_at(bundle: Problem, run: Run, classes: AnnotatedClasses | None) -> Callable[..., Tensor]:
-    """Return the loss of a site: the bundle's, or that over what its masks show."""
+    """Return the loss of a site: the bundle's, or its restriction to what the masks annotate."""
     if classes is None:
         return bundle.loss
 

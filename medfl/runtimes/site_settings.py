@@ -1,4 +1,4 @@
-"""What a run says of single sites: which structures each annotates, which channels it has, whether it has labels."""
+"""A run's settings for single sites: which structures each annotates, which channels it has, whether it has labels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from medfl.core.setting_values import by_site, site_names
 from medfl.core.terminal import Print
 
 EMPTY: Mapping[str, str] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
-"""The settings of single sites, at the values that set nothing."""
+"""The settings of single sites, at values that have no effect."""
 
 
 def of_request(bundle: str, requested: Config) -> Document:
-    """Return these settings of a request, else of the bundle's protocol."""
+    """Return these settings from a request, else from the bundle's protocol."""
     values = resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
     settings = {}
     for name in EMPTY:
@@ -29,9 +29,9 @@ def of_request(bundle: str, requested: Config) -> Document:
 
 
 def of_request_for(site: str, bundle: str, requested: Config) -> Document:
-    """Return these settings reduced to one site, "" where they say nothing of it."""
+    """Return these settings reduced to one site, "" if they do not mention it."""
     settings = of_request(bundle, requested)
-    # a list of sites, the others map a site to names
+    # a list of sites; the others map a site to names
     without = site in site_names(settings.pop("unlabelled"))
     of_site = {}
     for name, text in settings.items():
@@ -41,7 +41,7 @@ def of_request_for(site: str, bundle: str, requested: Config) -> Document:
 
 
 def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], say: Print) -> Run:
-    """Return a run with what a site declares of itself in the place of the run's word; `say` a difference."""
+    """Return a run with a site's own declarations in place of the run's; `say` reports a difference."""
     settings = {}
     for setting, names in declared.items():
         if not names:
@@ -68,7 +68,7 @@ def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
 
 
 def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> Document:
-    """Return setting -> its text, of setting -> site -> names."""
+    """Convert setting -> site -> names to setting -> its text."""
     texts = {}
     for setting, by_name in settings.items():
         texts[setting] = ";".join(f"{site}={','.join(names)}" for site, names in by_name.items())
@@ -77,7 +77,7 @@ def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> Document:
 
 
 def require_sites(flag: str, names: Iterable[str], sites: Collection[str], value: str = "") -> None:
-    """Raise an InputError for the first of some names that is no site of the run; a value may follow it in the flag."""
+    """Raise an InputError for the first name that is not a site of the run; a value may follow it in the flag."""
     for name in names:
         if name not in sites:
             advice = did_you_mean(name, [*sites], "name one of these")
@@ -85,7 +85,7 @@ def require_sites(flag: str, names: Iterable[str], sites: Collection[str], value
 
 
 def allowed_sites(sites: Collection[str]) -> str:
-    """Say which sites a run has, in an error's words."""
+    """List the sites of a run, for an error message."""
     listed = [*sites]
     if len(listed) > 10:
         listed[10:] = ["…"]
@@ -101,9 +101,9 @@ def positions(
     allowed: str,
     advice: str,
 ) -> tuple[int, ...]:
-    """Return the ascending positions of the labels or channels that a site has.
+    """Return the ascending indices of the labels or channels that a site has.
 
-    `names` has them as they are given -> as they stand in `position`, which has all that there are of this `kind`.
+    `names` maps given names to keys of `position`, which has all labels or channels of this `kind`.
     """
     for name, plain in names.items():
         if plain not in position:

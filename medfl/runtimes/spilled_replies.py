@@ -1,6 +1,6 @@
-"""Replies of many sites in bounded memory: tensors past a budget wait in a file and are read one at a time.
+"""Replies of many sites in bounded memory: tensors beyond a budget wait in a file and are read one at a time.
 
-Where a tensor lies changes no bit of it, so neither does the budget change a result.
+The location of a tensor changes none of its bits, so the budget does not change a result.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from medfl.core.message import Message, Weights
+from medfl.core.mappings import map_values
+from medfl.core.message import Message, Weights, byte_count
 from medfl.data.prepare import free_ram
 from medfl.storage.files import writing
 
 BUDGET: int | None = None
-"""Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MAX_BUDGET`."""
+"""Bytes of one round's replies that stay in memory; None: an eighth of free memory, at most `_MAX_BUDGET`."""
 _MAX_BUDGET = 2 * 2**30
 
 
 class TensorStore:
-    """Tensors that stay in memory while they fit, and then in an unnamed file, which is gone when the process is.
+    """Tensors kept in memory while they fit, then in an unnamed file that vanishes with the process.
 
     Args:
-        folder: where there is room.
+        folder: a place with enough space.
         budget: bytes that stay in memory; None: `BUDGET`.
     """
 
@@ -48,18 +49,18 @@ class TensorStore:
         Raises:
             RunError: the disk is full.
         """
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        size = byte_count(tensors)
         if self.held + size <= self._budget:
             self.held += size
             return tensors
-        return _TensorsOnDisk(self, {name: self._write(tensor) for name, tensor in tensors.items()})
+        return _TensorsOnDisk(self, map_values(self._write, tensors))
 
     def read(self, extent: _Extent) -> Tensor:
-        """Return a tensor of the file in memory of its own."""
+        """Return a tensor from the file in new memory."""
         return self.part(extent, 0, extent.shape.numel()).reshape(extent.shape)
 
     def part(self, extent: _Extent, start: int, stop: int) -> Tensor:
-        """Return the numbers start..stop of a tensor of the file."""
+        """Return the numbers start..stop of a tensor in the file."""
         if start == stop:
             return torch.empty(0, dtype=extent.dtype, device=extent.device)
         data = bytearray((stop - start) * extent.dtype.itemsize)
@@ -82,14 +83,14 @@ class TensorStore:
         return _Extent(offset, tensor.shape, tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         if getattr(self, "_file", None) is not None:
             with suppress(OSError):
                 self._file.close()
 
 
 class _Extent(NamedTuple):
-    """Where a tensor lies in the file, and its form."""
+    """Position of a tensor in the file, and its form."""
 
     offset: int
     shape: torch.Size
@@ -98,7 +99,7 @@ class _Extent(NamedTuple):
 
 
 class _ByName(Mapping[str, Tensor]):
-    """Tensors under names, each read when it is asked for."""
+    """Named tensors, each read on access."""
 
     _stored: Mapping[str, Any]
 
@@ -113,7 +114,7 @@ class _ByName(Mapping[str, Tensor]):
 
 
 class _TensorsOnDisk(_ByName):
-    """Named tensors of a store's file; each access reads one anew."""
+    """Named tensors in a store's file; each access reads one again."""
 
     def __init__(self, store: TensorStore, extents: Mapping[str, _Extent]) -> None:
         self._store = store
@@ -123,7 +124,7 @@ class _TensorsOnDisk(_ByName):
         return self._store.read(self._stored[name])
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the numbers start..stop of a tensor, and read no others."""
+        """Return the numbers start..stop of a tensor, reading no others."""
         return self._store.part(self._stored[name], start, stop)
 
 
@@ -137,7 +138,7 @@ class Replies(Mapping[str, Message]):
 
     def add(self, name: str, message: Message) -> None:
         """Take a site's message."""
-        groups = {group: self._store.keep(members) for group, members in message.tensors.items()}
+        groups = map_values(self._store.keep, message.tensors)
         self._messages[name] = Message(groups, message.scalars)
 
     def __getitem__(self, name: str) -> Message:
@@ -158,7 +159,7 @@ class SitesWeights(_ByName):
         self._stored: dict[str, tuple[Weights, str]] = {}
 
     def add(self, name: str, weights: Weights) -> None:
-        """Take a site's weights."""
+        """Add a site's weights."""
         stored = self._store.keep(weights)
         self._stored |= {f"{name}/{key}": (stored, key) for key in stored}
 

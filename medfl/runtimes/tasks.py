@@ -1,8 +1,8 @@
-"""Tasks: what the server has a runtime do at one site, or with the server's model.
+"""Tasks: work that the server asks a runtime to do at one site, or with the server's model.
 
-A task has all that it needs but the federation, so a runtime may run it in this process, in a worker process, or ask a
-site on another machine for it. A site's State is read from its file where the task runs: no process holds the States of
-all sites, and none of them passes through the server's.
+A task contains all it needs except the federation, so a runtime may run it in this process, in a worker process, or on
+another machine. A site's State is read from its file where the task runs: no process holds the States of all sites,
+and none of them passes through the server's process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import nn
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
@@ -36,6 +38,9 @@ from medfl.runtimes.step import (
 from medfl.storage.files import State, load_state, save_state, to_device
 from medfl.storage.run_folder import StateFile
 
+Answer = Any
+"""Result of a task; its kind defines the type."""
+
 
 class WorkerTask(ABC):
     """One piece of work."""
@@ -45,15 +50,15 @@ class WorkerTask(ABC):
         """Do the work and return its result."""
 
 
-Results = Iterator[tuple[int, Any]]
-"""(position of the task, its result) as they come; a `FailedReply` is the result where a site fails."""
+Results = Iterator[tuple[int, Answer]]
+"""(index of the task, its result) as they arrive; the result is a `FailedReply` if a site fails."""
 
 MakeTask = Callable[[], WorkerTask]
-"""Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
+"""Makes a task when its turn comes, so that the messages of thousands of sites need not be ready."""
 
 
 def result_or_failure(task: WorkerTask, run: Callable[[], object]) -> object:
-    """Run a task; where a site fails, return its `FailedReply`.
+    """Run a task; if a site fails, return its `FailedReply`.
 
     Raises:
         RunError: a task of the server failed.
@@ -63,6 +68,7 @@ def result_or_failure(task: WorkerTask, run: Callable[[], object]) -> object:
     except RunError as error:
         if not isinstance(task, SiteTask):
             raise
+        # drop the exception itself: its traceback would keep the site's tensors alive
         return FailedReply(task.site, str(error))
 
 
@@ -78,7 +84,7 @@ class SiteTask(WorkerTask):
 
 @dataclass(frozen=True)
 class Introduce(SiteTask):
-    """Return what a site tells the server before round 1."""
+    """Return a site's message to the server before round 1."""
 
     def run(self, federation: Federation) -> Message:
         """Return the introduction."""
@@ -90,34 +96,34 @@ class RoundTask(SiteTask):
     """A task at one site in a round.
 
     Attributes:
-        round: which round.
+        round: its number.
         state: the site's State, None before its first training.
         broadcast: what the server sends it.
-        function: of `step`, which does the work: (federation, round, site, State, broadcast, *arguments).
-        part: of the profile that its time counts as.
+        function: of `step`, does the work: (federation, round, site, State, broadcast, *arguments).
+        part: of the profile that its time is assigned to.
     """
 
     round: int
     state: StateFile | None
     broadcast: Message
 
-    function: ClassVar[Callable[..., Any]]
+    function: ClassVar[Callable[..., Answer]]
     part: ClassVar[str] = EVALUATION
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[object, ...]:
         """Further arguments of the function: the fields that a kind of task adds."""
         # dataclass fields of a base come first
         common = len(fields(RoundTask))
         return tuple(getattr(self, field.name) for field in fields(self)[common:])
 
-    def run(self, federation: Federation) -> Any:
+    def run(self, federation: Federation) -> Answer:
         """Call the function at the site."""
         with during(f"site {self.site}"):
             return self._call(federation)
 
-    def _call(self, federation: Federation) -> Any:
-        state: State | None = None
+    def _call(self, federation: Federation) -> Answer:
+        state = None
         if self.state is not None:
             with during(CHECKPOINT):
                 state = to_device(load_state(self.state.path), federation.networks.device)
@@ -137,7 +143,7 @@ class RoundTask(SiteTask):
 
 @dataclass(frozen=True)
 class Train(RoundTask):
-    """Train at one site, write its next State, if it has any, and score the trained model on some sections."""
+    """Train at one site, write its next State, if any, and score the trained model on some sections."""
 
     new_state: Path
     sections: tuple[str, ...] = ()
@@ -146,18 +152,18 @@ class Train(RoundTask):
     part = TRAINING
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[object, ...]:
         """The sections."""
         return (self.sections,)
 
     def run(self, federation: Federation) -> tuple[StepResult, bool]:
-        """Return what the step gave, without the State, and whether that was written."""
+        """Return the result of the step, without the State, and whether that was written."""
         with during(f"site {self.site}"):
             result = self._call(federation)
             if result.state:
                 with during(CHECKPOINT):
                     save_state(self.new_state, result.state, self.round)
-        # the State lies in its file; through the server's process it would not fit
+        # the State is in its file; the server's process could not hold all of them
         return replace(result, state={}), bool(result.state)
 
 
@@ -187,7 +193,7 @@ class ScoreSite(RoundTask):
 
 @dataclass(frozen=True)
 class ScoreSiteOnAll(RoundTask):
-    """Score the network that a site is judged by on everybody's test items."""
+    """Score the network that a site is judged by on all test items."""
 
     function = score_site_on_all
 
@@ -205,7 +211,7 @@ class SegmentSite(RoundTask):
 
     Attributes:
         ids: cases whose masks are returned.
-        folder: where the masks of all its cases are written, None for nowhere.
+        folder: where the masks of all its cases are written, None for none.
     """
 
     ids: list[str]
@@ -218,38 +224,49 @@ class SegmentSite(RoundTask):
 
 
 @dataclass(frozen=True)
-class ScoreGlobal(WorkerTask):
-    """Score the server's network on the positions start..stop of all items of a section."""
+class ServerTask(WorkerTask):
+    """A task that uses the server's State after a round."""
 
     round: int
     server: State
-    section: str
-    start: int
-    stop: int
 
-    def run(self, federation: Federation) -> Cases | None:
-        """Return the outcomes, None if there is no such network."""
+    def run(self, federation: Federation) -> Answer:
+        """Return the result of the work with the server's network, None if there is no such network."""
         with during(EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return None
 
-            pooled = federation.pooled(self.section)
-            part = replace(pooled, indices=pooled.indices[self.start : self.stop])
-            return score(federation, network, part, self.section)
+            return self.work(federation, network)
+
+    def work(self, federation: Federation, network: nn.Module) -> object:
+        """Do the work with the server's network."""
 
 
 @dataclass(frozen=True)
-class ScoreNewcomer(WorkerTask):
-    """Score on the items of a site that has trained nothing what it is given: section -> outcomes."""
+class ScoreGlobal(ServerTask):
+    """Score the server's network on the items start..stop of a section."""
 
-    round: int
-    server: State
+    section: str
+    start: int
+    stop: int
+
+    def work(self, federation: Federation, network: nn.Module) -> Cases:
+        """Return the outcomes."""
+        pooled = federation.pooled(self.section)
+        part = replace(pooled, indices=pooled.indices[self.start : self.stop])
+        return score(federation, network, part, self.section)
+
+
+@dataclass(frozen=True)
+class ScoreNewcomer(ServerTask):
+    """Score the model of a site that has not trained on the site's items: section -> outcomes."""
+
     site: str
     sections: tuple[str, ...]
 
     def run(self, federation: Federation) -> CasesByName | None:
-        """Return the outcomes, None where the server has something for each of its sites, and nothing for others."""
+        """Return the outcomes, None if the server has a model for each of its sites but none for others."""
         with during(EVALUATION):
             try:
                 with federation.networks.scope():
@@ -262,20 +279,13 @@ class ScoreNewcomer(WorkerTask):
 
 
 @dataclass(frozen=True)
-class SegmentGlobal(WorkerTask):
+class SegmentGlobal(ServerTask):
     """Segment a site's test items with the server's network, as `SegmentSite`."""
 
-    round: int
-    server: State
     site: str
     ids: list[str]
     folder: str | None
 
-    def run(self, federation: Federation) -> dict[str, Masks]:
+    def work(self, federation: Federation, network: nn.Module) -> dict[str, Masks]:
         """Return id -> masks."""
-        with during(EVALUATION), federation.scope():
-            network = federation.method.global_predictor(federation.host(self.round), self.server)
-            if network is None:
-                return {}
-
-            return segment(federation, network, self.site, self.ids, self.folder)
+        return segment(federation, network, self.site, self.ids, self.folder)

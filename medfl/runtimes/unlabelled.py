@@ -1,4 +1,4 @@
-"""Sites without labels, hidden or not there: which they are, what they train on, and which runs can have some."""
+"""Sites whose labels are hidden or missing: which they are, what they train on, and which runs allow them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medfl.training.site import Site
 
 
 def hide_labels(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
-    """Return a site's sections, the first, which it trains on, without labels where the run says that it has none."""
+    """Return a site's sections, with the labels of the first (training) removed if the run marks it as unlabelled."""
     train, *held_out = sections
     return [unlabelled(train) if name in site_names(run.unlabelled) else train, *held_out]
 
@@ -30,12 +30,12 @@ def check_unlabelled(
     sites: Mapping[str, Mapping[str, Collection[str]]],
     items: Sequence[Item] = (),
 ) -> None:
-    """Check that the sites without labels are some, not all, of a run's sites, and that its method is made for them.
+    """Check that some but not all sites of a run are unlabelled, and that its method supports this.
 
-    Items of the training data without a label have to be at sites without labels.
+    Training items without a label must be at unlabelled sites.
 
     Raises:
-        InputError: one is no site, none has labels, or the method cannot train without.
+        InputError: a name is not a site, no site has labels, or the method cannot train without.
     """
     without = site_names(text)
     require_sites("--unlabelled", without, sites)
@@ -61,7 +61,7 @@ def check_unlabelled(
             "check the data folder",
         )
 
-    # else such an item would be trained on as if it had a label
+    # otherwise such an item would be trained on as if it had a label
     for site in sites.keys() - {*without}:
         here = sorted(unlabelled_ids & {*sites[site].get("train", ())})
         if here:
@@ -73,7 +73,7 @@ def check_unlabelled(
 
 
 def unlabelled_notes(run: Run) -> tuple[str, ...]:
-    """Return a note on the sites without labels, for the user and the report."""
+    """Return a note on the unlabelled sites, for the user and the report."""
     without = ", ".join(site_names(run.unlabelled))
     if without:
         return (f"without labels in training: {without}",)
@@ -86,7 +86,7 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
-            # a structure and the background: yes or no in one channel is the same as one of two classes
+            # a structure and the background: one binary channel is the same as two classes
             is_binary = len(bundle.structures) == 2 and bundle.structures[0] == "background"
             if bundle.structures and not is_binary and not site_labels.exclusive(bundle):
                 raise InputError(

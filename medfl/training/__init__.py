@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from medfl.training.layers import NORMS, evaluating, one_sample_safe, split_names, train_only
+from medfl.training.layers import (
+    NORMS,
+    evaluating,
+    one_sample_safe,
+    split_names,
+    train_only,
+)
 from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
 from medfl.training.site import (
@@ -14,6 +20,7 @@ from medfl.training.site import (
     Site,
     autocast,
     clip,
+    copied,
     fit,
     in_turn,
     merged,
@@ -21,11 +28,34 @@ from medfl.training.site import (
     push,
     snapshot,
     summed,
+    trainable,
     zeros_of,
 )
 
 __all__ = [
-    "NORMS", "Feed", "FitReport", "GradientHook", "Host", "LocalSettings", "Networks", "Objective", "Site", "autocast",
-    "clip", "evaluating", "fit", "in_turn", "merged", "one_sample_safe", "pull", "push", "snapshot", "split_names",
-    "summed", "train_only", "zeros_of",
-]  # fmt: skip
+    "NORMS",
+    "Feed",
+    "FitReport",
+    "GradientHook",
+    "Host",
+    "LocalSettings",
+    "Networks",
+    "Objective",
+    "Site",
+    "autocast",
+    "clip",
+    "copied",
+    "evaluating",
+    "fit",
+    "in_turn",
+    "merged",
+    "one_sample_safe",
+    "pull",
+    "push",
+    "snapshot",
+    "split_names",
+    "summed",
+    "train_only",
+    "trainable",
+    "zeros_of",
+]

@@ -1,4 +1,4 @@
-"""Networks: the networks of one worker, built once from the bundle and filled with the weights that a step asks for."""
+"""Networks: one worker's networks, built once from the bundle and filled with the weights that a step needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import stream
@@ -16,12 +16,12 @@ from medfl.core.seeding import stream
 class Networks:
     """The networks of one worker: built once from the bundle, weights swapped in place.
 
-    Within one `scope` every `lease` is a different network, so a method may hold several; when the scope ends all of
-    them go back to the pool.
+    Within one `scope` every `lease` returns a different network, so a method may hold several; when the scope ends, all
+    of them return to the pool.
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
-        """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
+        """Store the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
         self._factory = factory
         self.seed = seed
         self.device = device
@@ -32,15 +32,15 @@ class Networks:
         self._start: Weights | None = None
 
     def set_initial_weights(self, weights: Weights) -> None:
-        """Give every network these weights instead of drawn ones: a complete state dict."""
+        """Start every network from these weights instead of drawn ones: a complete state dict."""
         self._start = weights
 
     def fresh(self, *path: str | int) -> nn.Module:
         """Build a new network with the run's initial weights; it belongs to the caller.
 
         Args:
-            path: names another draw of the weights, the same one in every round of the run; drawn also where the
-                run begins with given weights.
+            path: names another random draw of the weights, constant over the rounds of the run; also drawn if the
+                run starts from given weights.
         """
         with stream(self.seed, "network", *path):
             network = self._factory()
@@ -50,7 +50,7 @@ class Networks:
 
     @property
     def initial(self) -> Tensors:
-        """The run's initial weights (a copy kept on the device); read only."""
+        """The run's initial weights (a copy on the device); read only."""
         if self._initial is None:
             pooled = _PooledNetwork(self.fresh())
             self._initial = {name: tensor.clone() for name, tensor in pooled.tensors.items()}
@@ -59,15 +59,16 @@ class Networks:
         return self._initial
 
     def under_one_name(self, weights: Weights) -> Weights:
-        """Return weights in which every name of a shared tensor has what its first name has.
+        """Return weights in which all names of a shared tensor have the value of its first name.
 
-        A method that corrects the parameters at the server knows a shared one by its first name only.
+        A method that corrects the parameters at the server knows a shared one only by its first name.
         """
-        _ = self.initial
-        return {
-            name: weights.get(self._shared.get(name, name), tensor)
-            for name, tensor in weights.items()
-        }
+        _ = self.initial  # which finds the shared names
+        unified = {}
+        for name, tensor in weights.items():
+            unified[name] = weights.get(self._shared.get(name, name), tensor)
+
+        return unified
 
     def lease(self, weights: Weights) -> nn.Module:
         """Return a pooled network in training mode holding a copy of `weights`, a complete state dict.
@@ -83,7 +84,7 @@ class Networks:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Take every network leased inside back when the block ends."""
+        """Return every network leased inside to the pool when the block ends."""
         outer = self._leased.networks
         self._leased.networks = []
         try:
@@ -101,27 +102,32 @@ class _Leased(threading.local):
 
 
 class _PooledNetwork:
-    """A network, its state tensors, and a copy of all other state from when it was built."""
+    """A network, its state tensors, and a copy of all its other state at construction."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.tensors = {name: t.detach() for name, t in network.state_dict().items()}
-        first: dict[int, str] = {}
-        names = {
-            name: first.setdefault(id(t), name)
-            for name, t in network.state_dict(keep_vars=True).items()
-        }
-        self.shared = {name: one for name, one in names.items() if one != name}
+        self.shared: dict[str, str] = {}
+        first_names: dict[int, str] = {}
+        # with `keep_vars` a tied tensor is one object under all of its names
+        for name, tensor in network.state_dict(keep_vars=True).items():
+            first_name = first_names.setdefault(id(tensor), name)
+            if first_name != name:
+                self.shared[name] = first_name
+
         self.trainable = [(p, p.requires_grad) for p in network.parameters()]
-        self.buffers = [
-            (module, dict(module._buffers)) for module in network.modules() if module._buffers
-        ]
-        self.unsaved = [
-            (buffer, buffer.detach().clone())
-            for module, buffers in self.buffers
-            for name, buffer in buffers.items()
-            if buffer is not None and name in module._non_persistent_buffers_set
-        ]
+        self.buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        for module in network.modules():
+            if module._buffers:
+                self.buffers.append((module, dict(module._buffers)))
+
+        # not in the state dict, so no weights restore them
+        self.unsaved: list[tuple[Tensor, Tensor]] = []
+        for module, buffers in self.buffers:
+            for name in module._non_persistent_buffers_set:
+                buffer = buffers.get(name)
+                if buffer is not None:
+                    self.unsaved.append((buffer, buffer.detach().clone()))
 
     def load(self, weights: Weights) -> None:
         if weights.keys() != self.tensors.keys():
@@ -130,10 +136,8 @@ class _PooledNetwork:
                 f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)"
             )
 
-        for (
-            module,
-            buffers,
-        ) in self.buffers:  # a forward pass may put another tensor in a buffer's place
+        # a forward pass may replace the tensor of a buffer
+        for module, buffers in self.buffers:
             module._buffers.clear()
             module._buffers.update(buffers)
 
@@ -148,6 +152,7 @@ class _PooledNetwork:
 
                 target.copy_(weights[self.shared.get(name, name)])
 
+        # the last lease may have frozen a part of it
         for parameter, flag in self.trainable:
             parameter.requires_grad_(flag)
 

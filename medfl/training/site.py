@@ -1,6 +1,6 @@
 """A site and its local training: Site, Host, and `fit`, the one training loop.
 
-A Site has one site's private data; a Host, which the server half of a method uses, never does. A method changes the
+A Site holds one site's private data; a Host, used by the server half of a method, never does. A method changes the
 loss or the gradients of `fit`, never the loop.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.message import Tensors, Weights
+from medfl.core.message import Message, Tensors, Weights
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.data.known_labels import AnnotatedClasses
@@ -31,21 +31,24 @@ from medfl.training.layers import one_sample_safe
 from medfl.training.local_settings import LocalSettings, restore_state, saved_state, set_rates
 from medfl.training.network_pool import Networks
 
+Collated = Any
+"""Inputs or targets of a batch: usually a tensor, but a bundle's data set may collate anything."""
+
 Objective = Callable[..., Tensor]
-"""(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""
+"""(model, inputs, targets, *further values of the feed) -> scalar loss, mean over the batch."""
 
 GradientHook = Callable[[Sequence[nn.Parameter]], None]
 """Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits
 `.grad`."""
 
-Feed = Callable[[Any, Any], tuple[Any, ...]]
-"""(inputs, targets) of a batch, on the device -> what the step trains on in its place: (inputs, targets, *more), on the
-device too. The objective gets it all."""
+Feed = Callable[[Collated, Collated], tuple[Collated, ...]]
+"""(inputs, targets) of a batch, on the device -> what the step trains on instead: (inputs, targets, *more), also on
+the device. All of it is passed to the objective."""
 
-Penalty = Callable[[Tensor, Any], Tensor]
+Penalty = Callable[[Tensor, Collated], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""
 
-# of the scale of a step's float16 gradients: from 2^16 to below the smallest float16
+# for the scale of a step's float16 gradients: from 2^16 to below the smallest float16
 _HALVINGS = 40
 
 
@@ -80,12 +83,12 @@ class Site(_WithNetworks):
         round: the round, from 1; 0 before the first.
         task: the bundle's problem: kind, classes, class texts.
         journal: what `fit` did in this step (its reports, in order); stays at the site.
-        optimizer_states: of optimisers that go on from round to round, by `fit`'s name for each; None: all are new.
-        penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
-        common: the pool of the bundle's own network, also where this site's network is another.
-        public: the run's public data, for the methods that use some.
-        method: the run's method, named in messages.
-        known: the structures that its masks show, over which its loss is; None: all.
+        optimizer_states: of optimisers that persist between rounds, by `fit`'s name for each; None: all are new.
+        penalty: added by `fit` to any method's loss; set by `replace` if a method shapes the features.
+        common: the pool of the bundle's own network, even if this site's network is another.
+        public: the run's public data, for the methods that use it.
+        method: the run's method, used in messages.
+        known: the structures annotated in its masks, to which its loss is restricted; None: all.
     """
 
     name: str
@@ -98,17 +101,17 @@ class Site(_WithNetworks):
     networks: Networks
     round: int = 0
     task: Task = Task()
-    journal: list[Any] = field(default_factory=list)
+    journal: list[FitReport] = field(default_factory=list)
     penalty: Penalty | None = None
     common: Networks | None = None
     public: Public | None = None
     method: str = ""
-    optimizer_states: dict[str, Any] | None = None
+    optimizer_states: dict[str, State | None] | None = None
     known: AnnotatedClasses | None = None
 
     @property
     def still(self) -> Shard:
-        """The training items without random transforms, for what is measured on them rather than learned."""
+        """The training items without random transforms, for measurements on them rather than training."""
         return self.train.deterministic()
 
     @property
@@ -129,19 +132,23 @@ class Site(_WithNetworks):
         return optimizer
 
     def learning_rate(self, model: nn.Module) -> float:
-        """Return the learning rate of this round (of the first parameter group, the mean over the epochs)."""
+        """Return the learning rate of this round (of the first parameter group, averaged over the epochs)."""
         settings = self.settings
         first = float(self.optimizer(model).param_groups[0]["lr"])
         rates = settings.rates
         if rates is None and settings.epoch_factor == 1:
             return first
 
-        decay = settings.epoch_factor
-        epoch_rates = [
-            (rates(e)[0] * settings.lr_factor if rates else first) * decay**e
-            for e in range(settings.epochs)
-        ]
+        epoch_rates = []
+        for epoch in range(settings.epochs):
+            rate = rates(epoch)[0] * settings.lr_factor if rates else first
+            epoch_rates.append(rate * settings.epoch_factor**epoch)
+
         return sum(epoch_rates) / settings.epochs
+
+    def reply(self, weights: Weights, **groups: Weights) -> Message:
+        """Return trained weights in the form for FedAvg's server half: weighted by the site's number of items."""
+        return Message({"weights": weights, **groups}, {"samples": self.num_samples})
 
     def for_epochs(self, epochs: int) -> Site:
         """Return the same site with another number of local epochs."""
@@ -157,7 +164,7 @@ class Host(_WithNetworks):
         networks: the worker's network pool.
         round: the round, from 1; 0 before the first.
         task: the bundle's problem: kind, classes, class texts.
-        public: the run's public data, for the methods that use some.
+        public: the run's public data, for the methods that use it.
     """
 
     seed: int
@@ -167,22 +174,28 @@ class Host(_WithNetworks):
     public: Public | None = None
 
 
+def copied(tensors: Weights) -> Tensors:
+    """Return detached copies of tensors."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
 def snapshot(network: nn.Module) -> Tensors:
     """Copy a network's state dict (parameters and persistent buffers), detached from the network."""
-    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    return copied(network.state_dict())
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name; a shared one once, as an optimiser has it."""
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
 def zeros_of(network: nn.Module) -> Tensors:
     """Return a zero tensor for each trainable parameter, under its name."""
-    return {
-        name: torch.zeros_like(p.detach())
-        for name, p in network.named_parameters()
-        if p.requires_grad
-    }
+    return {name: torch.zeros_like(p.detach()) for name, p in trainable(network).items()}
 
 
 def merged(shared: Weights, personal: Weights) -> Tensors:
-    """Return the complete weights made of the received and the personal tensors; personal ones win."""
+    """Merge the received and the personal tensors to complete weights; personal ones win."""
     return {**shared, **personal}
 
 
@@ -193,7 +206,7 @@ class FitReport:
     Attributes:
         steps: optimiser updates.
         loss: mean training loss over the steps (NaN if there was none).
-        optimizer_state: the optimiser's state, only if it was asked for.
+        optimizer_state: the optimiser's state, only if requested.
     """
 
     steps: int
@@ -213,21 +226,21 @@ def fit(
 ) -> FitReport:
     """Train `model` in place on the site's data for its local epochs.
 
-    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, the same
-    dropout and the same random transforms.
+    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, dropout
+    and random transforms.
 
     Args:
         model: network in training mode on the site's device.
         site: data, loss and settings.
         objective: the loss; default `site.loss(model(x), y)`.
         gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
-        feed: changes each batch before its step, or adds to it.
+        feed: replaces each batch before its step, or adds to it.
         purpose: name of the random stream.
-        optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
-            optimiser, not kept; where the site keeps optimisers, the state that the same call left in its last round.
+        optimizer_state: state to continue from; `{}` requests the state without continuing. Default: a new optimiser
+            that is discarded; if the site keeps optimisers, the state that the same call left in its last round.
 
     Raises:
-        InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
+        InputError: the bundle's trainer has its own training step, and this call needs more than another gradient.
         RunError: the loss became NaN or infinite, or the network cannot be compiled; names the site and the step.
     """
     trainer: Any = vars(model).get("custom_trainer")
@@ -247,8 +260,9 @@ def fit(
         report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
         return report
 
-    model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before
+    model.zero_grad()  # an optimiser of all parameters would update a frozen one by a leftover gradient
     optimizer = site.optimizer(model)
+    # by its position among the site's calls: a method may train several networks in a visit
     visit_name = f"{purpose} {len(site.journal)}"
     states_of_visits = site.optimizer_states if optimizer_state is None else None
 
@@ -263,19 +277,22 @@ def fit(
     step = training_step(model, site, optimizer, objective, gradient_hook, calls)
     losses: list[Tensor] = []
 
+    # one stream per purpose: random draws of one call of `fit` do not shift those of another
     with stream(site.seed, purpose) as generator, calls.visit():
         for epoch in range(site.settings.epochs):
+            # before the batches: the rate of the first step is already that of the epoch
             set_rates(optimizer, site.settings, epoch)
             epoch_start = len(losses)
 
             for x, y in site.train.batches(site.settings.batch_size, generator):
-                batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
+                batch: tuple[Collated, ...] = moved(x, site.device), moved(y, site.device)
                 if feed is not None:
                     batch = feed(*batch)
                 losses.append(step(*batch))
 
             check_finite(losses, epoch_start, site)
 
+    # once: each `float` would make a GPU wait for its steps
     mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
     state = None if optimizer_state is None else saved_state(optimizer)
     if states_of_visits is not None:
@@ -294,12 +311,12 @@ def training_step(
     gradient_hook: GradientHook | None,
     calls: NetworkCalls,
 ) -> Callable[..., Tensor]:
-    """Return the function that takes one step on a batch, and returns its loss, detached."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """Return the function that takes one step on a batch and returns its detached loss."""
+    parameters = list(trainable(model).values())
     scaler = gradient_scaler(site)
 
-    def step(x: Any, y: Any, *more: Any) -> Tensor:
-        # also those that the optimiser leaves out, which a hook may read
+    def step(x: Collated, y: Collated, *more: Collated) -> Tensor:
+        # also those that the optimiser omits, since a hook may read them
         for parameter in parameters:
             parameter.grad = None
 
@@ -318,7 +335,7 @@ def training_step(
 
 
 def summed(reports: Sequence[FitReport]) -> FitReport:
-    """Return all that some calls of `fit` did together: their steps, and the mean loss over these."""
+    """Return the combined report of several calls of `fit`: their steps, and the mean loss over these."""
     steps = sum(report.steps for report in reports)
     if not steps:
         return FitReport(0, float("nan"))
@@ -336,27 +353,35 @@ def pull(model: nn.Module, anchor: Weights, strength: float) -> GradientHook:
 
     Args:
         model: the network to be trained; only its trainable parameters are pulled.
-        anchor: tensor name -> where to pull; copied, so it may be the model's own parameters.
+        anchor: tensor name -> target of the pull; copied, so it may be the model's own parameters.
         strength: mu of FedProx, lambda of Ditto.
     """
     if strength == 0:
         return lambda parameters: None  # adding 0 would turn a gradient of -0.0 into 0.0
 
-    anchors = [
-        anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad
-    ]
+    # copies: the anchor may be the tensors of a network that is being trained
+    anchors = [anchor[name].detach().clone() for name in trainable(model)]
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
-        pairs = [(p, a) for p, a in zip(parameters, anchors, strict=True) if p.grad is not None]
-        apart = torch._foreach_sub([p.detach() for p, _ in pairs], [a for _, a in pairs])
-        torch._foreach_add_([p.grad for p, _ in pairs if p.grad is not None], apart, alpha=strength)
+        gradients = []
+        values = []
+        fixed = []
+        for parameter, value in zip(parameters, anchors, strict=True):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                values.append(parameter.detach())
+                fixed.append(value)
+
+        # a few launches on a GPU instead of two per parameter
+        apart = torch._foreach_sub(values, fixed)
+        torch._foreach_add_(gradients, apart, alpha=strength)
 
     return hook
 
 
 def push(model: nn.Module, terms: Weights) -> GradientHook:
     """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss."""
-    added = [terms[name] for name, p in model.named_parameters() if p.requires_grad]
+    added = [terms[name] for name in trainable(model)]
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
         for parameter, term in zip(parameters, added, strict=True):
@@ -367,7 +392,7 @@ def push(model: nn.Module, terms: Weights) -> GradientHook:
 
 
 def clip(max_norm: float) -> GradientHook:
-    """Return a gradient hook that clips the norm of all gradients together; 0 never clips."""
+    """Return a gradient hook that clips the norm of all gradients together; 0 disables it."""
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
         if max_norm:
@@ -377,7 +402,7 @@ def clip(max_norm: float) -> GradientHook:
 
 
 def in_turn(*hooks: GradientHook) -> GradientHook:
-    """Return the gradient hook that calls these one after the other."""
+    """Return the gradient hook that calls these one after another."""
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
         for edit in hooks:
@@ -389,8 +414,8 @@ def in_turn(*hooks: GradientHook) -> GradientHook:
 # The loss of a step
 
 
-def check_one_number(loss: Any, site: Site) -> Tensor:
-    """Return the loss of a step; raise InputError if a method's objective gave anything but one number."""
+def check_one_number(loss: object, site: Site) -> Tensor:
+    """Return the loss of a step; raise InputError if a method's objective returned anything but one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     if isinstance(loss, Tensor):
@@ -406,7 +431,7 @@ def check_one_number(loss: Any, site: Site) -> Tensor:
 
 
 def check_finite(losses: list[Tensor], start: int, site: Site) -> None:
-    """Raise RunError if a loss from `start` on is not finite: an epoch at once, so that no step stops a GPU."""
+    """Raise RunError if a loss from `start` on is not finite: once per epoch, so that no step stalls a GPU."""
     if len(losses) == start:
         return
     bad = (~torch.isfinite(torch.stack(losses[start:]))).nonzero()
@@ -419,11 +444,11 @@ def check_finite(losses: list[Tensor], start: int, site: Site) -> None:
 
 
 def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Callable[..., Tensor]:
-    """Return an objective with a penalty on the features added: on what entered the head in its first pass."""
+    """Add a penalty on the features to an objective: on the input of the head in its first pass."""
     if penalty is None:
         return objective
 
-    def with_penalty(network: nn.Module, x: Any, y: Any, *more: Any) -> Tensor:
+    def with_penalty(network: nn.Module, x: Collated, y: Collated, *more: Collated) -> Tensor:
         with entering_head(network) as features:
             loss = objective(network, x, y, *more)
         return loss + penalty(features[0], y)
@@ -435,15 +460,15 @@ _OF_KNOWN = "is_mean_of_known"
 
 
 def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it.
+    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer does.
 
-    Of targets that are numbers, (B,) or (B, K), those that are NaN are unknown, and the mean is over the others. A loss
-    that is one already, as in a bundle whose trainer has it for MONAI's own run, stays as it is.
+    NaN in numerical targets, (B,) or (B, K), means unknown, and the mean is over the others. A loss that is already
+    reduced, as in a bundle whose trainer reduces it for MONAI's own run, is unchanged.
     """
     if getattr(function, _OF_KNOWN, False):
         return function
 
-    def loss(prediction: Any, target: Any) -> Tensor:
+    def loss(prediction: Collated, target: Collated) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)
@@ -454,6 +479,7 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         value = function(prediction, target)
         return value if value.ndim == 0 else value.mean()
 
+    # wrapped twice, it would be the mean of a mean
     setattr(loss, _OF_KNOWN, True)
     return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself
 
@@ -461,18 +487,19 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _mean_of_known(
     function: Callable[..., Tensor], prediction: Tensor, target: Tensor, is_known: Tensor
 ) -> Tensor:
-    """Return the mean of a loss over the known targets, 0 without any.
+    """Return the mean of a loss over the known targets, 0 if there are none.
 
     Raises:
-        InputError: the loss has no value for each target.
+        InputError: the loss does not return a value per target.
     """
     values = None
     filled = target.nan_to_num(0.0)
+    # a copy, because the bundle's own module may be in use elsewhere
     if isinstance(function, nn.Module) and hasattr(function, "reduction"):
         elementwise = copy.copy(function)
         elementwise.reduction = "none"  # type: ignore[assignment]
         values = elementwise(prediction, filled)
-    elif "reduction" in getattr(function, "__annotations__", {}):  # as of torch.nn.functional
+    elif "reduction" in getattr(function, "__annotations__", {}):  # as in torch.nn.functional
         values = function(prediction, filled, reduction="none")
 
     if values is None or values.shape != target.shape:
@@ -482,7 +509,7 @@ def _mean_of_known(
             "take such a loss, as BCEWithLogitsLoss or L1Loss, or leave these images out",
         )
 
-    # a product, not an index: an unknown target has the gradient 0, also where none is known
+    # a product, not an index: an unknown target has the gradient 0, even if none is known
     mean: Tensor = (values * is_known).sum() / is_known.sum().clamp(min=1)
     return mean
 
@@ -490,7 +517,7 @@ def _mean_of_known(
 # Mixed precision
 
 
-def autocast(site: Site) -> AbstractContextManager[Any]:
+def autocast(site: Site) -> AbstractContextManager[object]:
     """Return the mixed-precision context of the site's settings (float16 on CUDA, bfloat16 on CPU), or a null one."""
     if not site.settings.amp:
         return nullcontext()
@@ -500,7 +527,7 @@ def autocast(site: Site) -> AbstractContextManager[Any]:
 
 
 def gradient_scaler(site: Site) -> torch.amp.GradScaler:
-    """Return what scales float16 gradients; disabled where the site computes with another precision."""
+    """Return the scaler of float16 gradients; disabled if the site uses another precision."""
     return torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
 
 
@@ -511,10 +538,10 @@ def backward(
     parameters: Sequence[nn.Parameter],
     site: Site,
 ) -> None:
-    """Leave finite gradients of the loss in `.grad`: where its scale is too large, half the scale is tried.
+    """Put finite gradients of the loss in `.grad`: if its scale is too large, half the scale is tried.
 
-    So a hook never reads an infinite gradient, and every batch is trained on: a scaler alone leaves such batches out,
-    which for a site of few batches are all of them. A disabled scaler scales nothing.
+    So a hook never reads an infinite gradient, and every batch is trained on: a scaler alone skips such batches,
+    which for a site with few batches may be all of them. A disabled scaler scales nothing.
 
     Raises:
         RunError: the gradients are not finite at any scale; names the site.
@@ -523,14 +550,19 @@ def backward(
         loss.backward()  # type: ignore[no-untyped-call]
         return
 
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    # the scaler leaves these alone, but a hook may read them
+    stepped = set[int]()
+    for group in optimizer.param_groups:
+        stepped.update(map(id, group["params"]))
+
+    # the scaler ignores these, but a hook may read them
     unscaled = [p for p in parameters if id(p) not in stepped]
+    # no step is skipped, unlike with scalers: the number of steps is the same on every device
     for _ in range(_HALVINGS):
         scaler.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
-        for gradient in (p.grad for p in unscaled if p.grad is not None):
-            gradient.div_(scaler.get_scale())
+        for parameter in unscaled:
+            if parameter.grad is not None:
+                parameter.grad.div_(scaler.get_scale())
 
         scaler.update()
         norms = torch._foreach_norm(

@@ -17,7 +17,7 @@ from torch import nn
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Geometry, Shard, Stacked
-from medfl.data.sampled import Sampled
+from medfl.data.samples import Sampled
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import SURFACE_METRICS, scores
 from medfl.evaluation.metrics import summarise
@@ -36,7 +36,8 @@ def test_classes() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [0.0, 0.0, 0.0]])
     labels = torch.tensor([0, 1, 2])
     one, two = (
-        ClassEvaluator(size)(nn.Identity(), shard(logits, labels), CPU) for size in (1, 256)
+        ClassEvaluator(batch_size=size)(nn.Identity(), shard(logits, labels), CPU)
+        for size in (1, 256)
     )
     assert one.ids == ("i0", "i1", "i2")
     assert torch.equal(one.values["probabilities"], logits.softmax(1))

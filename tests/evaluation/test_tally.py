@@ -44,6 +44,47 @@ def test_tables_of_two_sites_have_the_metrics_of_all_cases(classes: int) -> None
         assert low <= found.metrics[name] <= high
 
 
+def numbers_of(count: int, offset: float, seed: int, known: float = 0.8) -> Cases:
+    draws = torch.Generator().manual_seed(seed)
+    target = offset + 40 * torch.randn(count, 2, generator=draws, dtype=torch.float64)
+    prediction = target + 9 * torch.randn(count, 2, generator=draws, dtype=torch.float64)
+    target[torch.rand(count, 2, generator=draws) > known] = torch.nan
+    values = {"prediction": prediction, "target": target, "loss": torch.rand(count)}
+    return Cases(tuple(f"{seed}-{i}" for i in range(count)), values)
+
+
+@pytest.mark.parametrize("offset", [0.0, 130.0, 1e5])
+def test_sums_of_numbers_have_the_metrics_of_all_cases(offset: float) -> None:
+    """RMSE, R² and r are no means over cases; of two numbers, of which some are unknown, each is its own."""
+    north, south = numbers_of(70, offset, 0), numbers_of(40, offset + 30, 1, known=1.0)
+    expected = summarise(Cases.concat([north, south]))
+    found = tally.outcome(tally.added([tally.of(north), tally.of(south)]))
+    assert {"mae", "rmse", "r2", "pearson"} <= expected.keys()
+    for name in ("mae", "rmse", "r2", "pearson"):
+        assert found.metrics[name] == pytest.approx(expected[name], rel=1e-6), name
+        if offset < 1000:
+            assert found.metrics[name] == pytest.approx(expected[name], rel=1e-10), name
+
+
+def test_equal_numbers_have_no_correlation() -> None:
+    equal = numbers_of(30, 0.0, 2, known=1.0)
+    for changes in ({"target": 0.1}, {"prediction": 0.7}):
+        values = dict(equal.values)
+        for name, value in changes.items():
+            values[name] = torch.full_like(values[name], value)
+
+        cases = Cases(equal.ids, values)
+        names = {"rmse", "r2", "pearson"}
+        assert (
+            tally.outcome(tally.of(cases)).metrics.keys() & names == summarise(cases).keys() & names
+        )
+
+
+def test_sums_of_few_numbers_stay() -> None:
+    cases = numbers_of(30, 0.0, 3, known=0.2)
+    assert not any(name.startswith("numbers/") for name in tally.released(tally.of(cases), 10))
+
+
 def test_findings_are_decided_by_thresholds_of_all_validation_cases() -> None:
     sites = {name: (with_findings(80, i), with_findings(90, 9 + i)) for i, name in enumerate("ab")}
     validation = Cases.concat([pair[0] for pair in sites.values()])

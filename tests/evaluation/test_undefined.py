@@ -53,6 +53,16 @@ def test_reasons() -> None:
     assert reason("hd95", summarise(odd), odd).startswith("it is none of dice, ")
 
 
+def test_numbers_of_which_one_is_unknown() -> None:
+    """Their mean is of all numbers, and was called none of those that there are."""
+    nan = float("nan")
+    target = torch.tensor([[1.0, nan], [2.0, nan]], dtype=torch.float64)
+    cases = Cases(("a", "b"), {"prediction": torch.zeros_like(target), "target": target})
+    assert reason("mae", summarise(cases), cases) == "1 of the 2 numbers are known of none"
+    target[:] = nan
+    assert reason("mae", summarise(cases), cases) == "the number of none is known"
+
+
 def test_rounds_are_counted_and_named() -> None:
     assert of_rounds("iou", {1: "", 2: ""}) == []
     assert of_rounds("iou", {}) == []

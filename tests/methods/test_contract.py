@@ -187,7 +187,8 @@ def test_states_survive_files_and_messages_the_wire(
 def test_a_run_continues_from_saved_states(name: str, classes: Toy, tmp_path: Path) -> None:
     """Round 3 after a restart equals round 3 without one; the optimiser has a state of its own here."""
     method, toy = load(name), replace(classes, optimizer=adam(0.01))
-    two, three = simulate(method, toy, 2), simulate(method, toy, 3)
+    two = simulate(method, toy, 2)
+    three = simulate(method, toy, 3, after=two)
     restarted = replace(toy)
 
     def loaded(state: dict) -> dict:
@@ -217,9 +218,10 @@ def test_the_order_of_replies_is_no_matter(name: str, classes: Toy) -> None:
 @every_method
 def test_it_changes_nothing_that_it_is_given(name: str, classes: Toy) -> None:
     method, toy = load(name), replace(classes, optimizer=sgd(0.1, momentum=0.9))
-    before, after = simulate(method, toy, 1), simulate(method, toy, 2)
+    before = simulate(method, toy, 1)
     given = [before.server, before.states, before.replies, before.history]
     kept = bits([*given, dict(toy.networks.initial)])
+    after = simulate(method, toy, 2, after=before)
     with toy.networks.scope():
         for site in participants(method, toy):
             down = method.broadcast(toy.host(2), before.server, site)
@@ -252,13 +254,13 @@ def test_it_declares_the_groups_of_its_messages(name: str, classes: Toy) -> None
     """Also with prototypes shared beside the weights, and other options; forms are the network's where so said."""
     forms = {key: (tensor.shape, tensor.dtype) for key, tensor in classes.initial.items()}
     other = {"fedproto": {"weights": "samples"}, "pfedpm": {"agg": "uniform"}, "fedmr": {"mu2": 0}}
-    options = [{}, other.get(name, {})]
+    options = [other[name]] if name in other else []
     if methods.method_class(name).takes_prototypes:
         options.append({"prototypes": True})
-    for given in options:
-        method = load(name, given)
+    outcomes = [(load(name), played(name))]
+    outcomes += [(load(name, given), simulate(load(name, given), classes, 2)) for given in options]
+    for method, outcome in outcomes:
         declared = {group.name: group for group in method.groups()}
-        outcome = simulate(method, classes, 2)
         for reply in outcome.replies.values():
             assert reply.tensors.keys() - {"weights"} == {
                 group.name for group in declared.values() if group.up
@@ -302,8 +304,7 @@ def test_sites_may_be_absent(name: str, classes: Toy) -> None:
 
 @every_method
 def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy) -> None:
-    method = load(name)
-    outcome = simulate(method, classes, 1)
+    method, outcome = load(name), played(name)
     key, counter = "1.running_mean", "1.num_batches_tracked"
     source = next(iter(outcome.replies.values()))
     if "weights" not in source or key not in source["weights"]:
@@ -317,7 +318,7 @@ def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy)
         return Message({**source.tensors, "weights": weights}, {**source.scalars, "samples": 5})
 
     replies = {"a": made(1.0, 3), "b": made(4.0, 8), "c": made(4.0, 6)}
-    weights = method.aggregate(classes.host(), outcome.history[0], replies, 3)["weights"]
+    weights = method.aggregate(classes.host(2), outcome.history[1], replies, 3)["weights"]
     torch.testing.assert_close(weights[key], torch.full((6,), 3.0))
     assert (weights[counter].item(), weights[counter].dtype) == (8, torch.int64)
 
@@ -328,11 +329,10 @@ def test_the_predictor_is_usable_before_and_after_training(name: str, classes: T
     start = (
         {"personal_start": "zero"} if name == "fedrod" else {}
     )  # else a copy of the generic head
-    method = load(
-        name, {**start, **{option: 0 for option in options if option.startswith("finetune")}}
-    )
-    for rounds in (0, 2):
-        outcome = simulate(method, classes, rounds)
+    given = {**start, **{option: 0 for option in options if option.startswith("finetune")}}
+    method = load(name, given)
+    trained = simulate(method, classes, 2) if given else played(name)
+    for rounds, outcome in ((0, simulate(method, classes, 0)), (2, trained)):
         for site in participants(method, classes):
             weights = judged(method, classes, outcome, site)
             for prefix in prefixes(name, site):

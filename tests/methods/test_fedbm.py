@@ -6,6 +6,7 @@ classifier is in test_text_classifier.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from medfl.networks import build
 from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
-from medfl.storage.files import load_state, save_state
+from medfl.storage.files import State, load_state, save_state
+from medfl.training.site import Host
 from tests.support.grey_squares import EMBEDDINGS, federation, images, quick, run
 from tests.support.options import numbers
 from tests.support.toy import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate
@@ -82,20 +84,26 @@ def test_synthetic_images_change_training_from_the_round_after() -> None:
 
 def test_messages() -> None:
     """E once; the generator only where the site's copy is stale; weights each round; replies as FedAvg's."""
-    method = quick(g_every=2, g_start=2)  # trained after rounds 2 and 4
+    sent: list[dict[str, list[object]]] = [{} for _ in range(6)]
+
+    class Heard(FedBM):
+        def broadcast(self, host: Host, server: State, site_name: str) -> Message:
+            told = super().broadcast(host, server, site_name)
+            groups: list[object] = sorted(set(told.tensors) - {"weights"})
+            version = [int(told.scalars["version"])] if told.scalars else []
+            sent[host.round - 1][site_name] = groups + version
+            return told
+
+        def aggregate(
+            self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+        ) -> State:
+            for reply in replies.values():
+                assert (set(reply.tensors), set(reply.scalars)) == ({"weights"}, {"samples"})
+            return super().aggregate(host, server, replies, num_sites)
+
+    method = Heard(**vars(quick(g_every=2, g_start=2)))  # trained after rounds 2 and 4
     cohorts = [["a"], ["a", "b"], ["a"], ["a", "c"], ["a", "b"], ["c"]]
-    sent = []
-    for rounds in range(1, 7):
-        outcome = run(method, rounds, cohorts)
-        sent.append(
-            {
-                name: sorted(set(m.tensors) - {"weights"})
-                + ([int(m.scalars["version"])] if m.scalars else [])
-                for name, m in outcome.down.items()
-            }
-        )
-        for reply in outcome.replies.values():
-            assert (set(reply.tensors), set(reply.scalars)) == ({"weights"}, {"samples"})
+    outcome = run(method, 6, cohorts)
     assert sent == [
         {"a": ["text"]},
         {"a": [], "b": ["text"]},

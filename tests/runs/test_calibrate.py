@@ -17,16 +17,20 @@ import medfl
 from medfl import datasets
 from medfl.cli.verbs import main
 from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.core.setting_values import WAYS
 from medfl.data.prepared import Shard
 from medfl.evaluation.conformal import class_scores, half_width
 from medfl.evaluation.metrics import Cases
+from medfl.policy.policy import Policy
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Examined
-from medfl.runs.calibrate import Options, calibrate
+from medfl.runs.calibrate import Calibration, Options, SiteSums, calibrate
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
 from medfl.runs.result import load_run
+from medfl.runtimes.monai_fl.client import MedflClientAlgo, exchange_object
+from medfl.storage.files import load_weights
 from tests.problem.test_task_kinds import parts_of
 from tests.support.run_folders import Page
 
@@ -129,6 +133,62 @@ def test_a_classification_from_run_to_bundle(
         row["set"] for row in written["predictions"]
     ]
     assert len(predictions) == len(label)
+
+
+def test_a_host_of_monai_fl_calibrates_by_what_its_sites_tell(run: Path) -> None:
+    expected = calibrate(load_run(run), Options(0.8))["rows"]
+    result = load_run(run)
+    federation = result.plan.federation()
+    weights = Message({"weights": load_weights(run / "weights.safetensors")})
+    sums = {}
+    for name in federation.names:
+        site = MedflClientAlgo(federation, name)
+        site.initialize()
+        tables = site.calibrate(exchange_object(weights.flat(), {"round": 2}))
+        sums[name] = SiteSums.told(tables, result.run.seed)
+        site.finalize()
+
+    assert Calibration(sums, Options(0.8)).rows() == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("jobs: [train]", "a calibration, which is a job to evaluate; train, as the policy says"),
+        ("outbound: {keys: [weights]}", "'metrics/validate/sets' is not among its keys"),
+    ],
+)
+def test_a_policy_counts_on_one_machine(
+    policy: str, told: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(policy)
+    assert main(["calibrate", str(run), "--policy", str(file)]) != 0
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (run / "calibration.json").exists()
+
+
+def test_a_policy_s_least_count_is_that_of_the_command(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("outbound: {min_count: 3}\njobs: [evaluate]\n")
+    plain = calibrate(load_run(run), Options(0.5, min_count=3))
+    assert calibrate(load_run(run), Options(0.5), policy=Policy.read(file)) == plain
+
+
+def test_counts_at_several_thresholds_do_not_tell_of_few_cases_between_them(run: Path) -> None:
+    """What two thresholds lose differs by a bin's cases or not at all."""
+    rows = calibrate(load_run(run), Options(0.5, min_count=5))["rows"]
+    lost: dict[str, list[int]] = {}
+    for row in rows[:-3]:
+        if "test" in row:
+            lost.setdefault(row["name"], []).append(round((1 - row["coverage"]) * row["test"]))
+
+    for counts in lost.values():
+        for first in counts:
+            for second in counts:
+                assert first == second or abs(first - second) >= 5
 
 
 def test_the_threshold_of_a_site(run: Path, scans: Path, tmp_path: Path) -> None:
@@ -277,7 +337,7 @@ def test_masks_miss_no_more_than_promised(lungs: Path, tmp_path: Path) -> None:
         (["--coverage", "0"], "--coverage 0; a share above 0 and below 1"),
         (["--coverage", "0.999"], "coverage 0.999 takes at least 999"),
         (["--scores", "raps"], "scores raps of a classification task; lac or aps"),
-        (["--share", "none"], "invalid choice: 'none'"),
+        (["--share", "none"], "--share 'none'; one of alone, pooled, shrunken"),
         (["--which", "first"], "last or best"),
         (["--by", "height"], "subgroups by 'height'"),
     ],

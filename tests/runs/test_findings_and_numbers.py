@@ -33,6 +33,15 @@ from tests.problem.test_task_kinds import parts_of, pictures
 from tests.support.run_folders import Page, build
 
 NAMES = ("Effusion", "Mass")
+OUTPUTS = {
+    "classification": ("none", "one", "two"), "multilabel": NAMES, "regression": ("grey",), "other": ("grey",),
+}  # fmt: skip
+LOSSES: dict[str, Any] = {
+    "classification": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "multilabel": {"_target_": "torch.nn.BCEWithLogitsLoss"},
+    "regression": {"_target_": "torch.nn.L1Loss"},
+    "other": "$lambda output, target: torch.nn.functional.mse_loss(output, target[:, :1])",
+}
 
 
 @pytest.fixture(scope="module")
@@ -331,11 +340,20 @@ def bundle(root: Path, task: str) -> Path:
         label = [float(left), float(right)]
         if task == "regression":
             label = [float(pixels.mean() / 100)]
+        if task == "other":
+            label = [float(pixels.mean() / 100), 7.0]
         image = f"$@bundle_root + '/images/{path.name}'"
-        items.append({"image": image, "label": label, "id": path.name})
+        one_class = int(left + right)
+        items.append(
+            {
+                "image": image,
+                "label": one_class if task == "classification" else label,
+                "id": path.name,
+            }
+        )
         lines.append([path.name, *label])
 
-    names = NAMES if task == "multilabel" else ("grey",)
+    names = OUTPUTS[task]
     with (folder / "truth.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["file", *names], *lines])
 
@@ -347,12 +365,11 @@ def bundle(root: Path, task: str) -> Path:
             {"_target_": "EnsureTyped", "keys": ["image", "label"], "allow_missing_keys": True},
         ],
     }  # fmt: skip
-    loss = "BCEWithLogitsLoss" if task == "multilabel" else "L1Loss"
     config = {
         "bundle_root": ".", "device": "$torch.device('cuda')",
         "network_def": f"$torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, {len(names)}))",
         "network": "$@network_def.to(@device)",
-        "loss": {"_target_": f"torch.nn.{loss}"},
+        "loss": LOSSES[task],
         "optimizer": {"_target_": "torch.optim.Adam", "params": "$@network.parameters()", "lr": 0.02},
         "train": {
             "preprocessing": read,
@@ -405,6 +422,7 @@ def test_new_images_are_predicted_and_scored(trained: Any, tmp_path: Path) -> No
         expected = mean_absolute_error(grey, [row["predicted_grey"] for row in rows])
         assert document["scores"]["mae"] == pytest.approx(expected, rel=1e-5)
         assert list(rows[0]) == ["id", "predicted_grey"]
+        assert "loss" not in document["scores"]
     else:
         areas = [
             roc_auc_score([float(row[name]) for row in truth], [row[f"p_{name}"] for row in rows])

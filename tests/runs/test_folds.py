@@ -56,6 +56,32 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, di
     return data, bundle, root / "out", document
 
 
+def test_a_matrix_of_each_fold_is_made_later(
+    done: tuple[Path, Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(done[2], tmp_path / "again"))
+    assert not list(root.rglob("cross_site.csv"))
+    folds.resume(root, cross_site=True, jobs=1)
+    assert len(list(root.rglob("cross_site.csv"))) == K
+
+
+def test_a_resumed_cross_validation_keeps_what_was_asked_of_each_fold(
+    done: tuple[Path, Path, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shutil.copytree(done[2], tmp_path / "again"))
+    record = json.loads((root / "folds.json").read_text())
+    record["settings"] |= {"cross_site": True, "contribution": True}
+    (root / "folds.json").write_text(json.dumps(record))
+    asked = []
+
+    def noted(*_: Any, launch: Any, **__: Any) -> None:
+        asked.append((launch.cross_site, launch.contribution))
+
+    monkeypatch.setattr(folds, "federate", noted)
+    folds.resume(root)
+    assert asked == [(True, True)] * K
+
+
 def rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((path / "predictions.csv").read_text().splitlines()))
 

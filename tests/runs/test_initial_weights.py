@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,24 @@ def test_a_file_with_code_in_it_is_read_as_no_weights(tmp_path: Path) -> None:
     assert not done.exists()
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.pth", "a.safetensors"])
+@pytest.mark.parametrize(
+    "text", ["version https://git-lfs.github.com/spec/v1\n", "<html>", "name,x\n"]
+)
+def test_a_text_in_the_place_of_weights_is_shown(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=re.escape(f"it begins {text[:40].strip()!r}")):
+        initial_weights.read(str(tmp_path / name))
+
+
+def test_another_archive_is_no_checkpoint(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("weights.txt", "1")
+
+    with pytest.raises(InputError, match="it is another archive"):
+        initial_weights.read(str(tmp_path / "a.pt"))
+
+
 def test_a_run_whose_beginning_was_exchanged_is_not_resumed(
     scans: Path,
     tmp_path: Path,
@@ -218,6 +239,13 @@ def _trained() -> dict[str, Any]:
 CHECKPOINTS = {
     "DistributedDataParallel": lambda w: _before("module.", w),
     "torch.compile": lambda w: _before("_orig_mod.", w),
+    "compiled within": lambda w: {
+        f"net.{name.replace('.', '._orig_mod.', 1)}": tensor for name, tensor in w.items()
+    },
+    "parallel within": lambda w: {
+        f"module.{name.replace('.', '.module.', number % 2)}": tensor
+        for number, (name, tensor) in enumerate(w.items())
+    },
     "stacked": lambda w: _before("module._orig_mod.net.model.", w),
     "net": lambda w: {
         "net": _before("module.", w),
@@ -252,15 +280,16 @@ def test_weights_are_found_in_a_checkpoint_by_their_names(
     assert (name == "numbers beside") == (said == [])
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float64"])
 def test_weights_of_another_precision_are_read_as_the_network_s(
     scans: Path,
     tmp_path: Path,
     weights: dict[str, torch.Tensor],
     capsys: pytest.CaptureFixture[str],
-    kind: str,
 ) -> None:
-    stored = {name: tensor.to(getattr(torch, kind)) for name, tensor in weights.items()}
+    kinds = itertools.cycle([torch.bfloat16, torch.float16, torch.float64])
+    stored = {
+        name: tensor.to(kind) for (name, tensor), kind in zip(weights.items(), kinds, strict=False)
+    }
     torch.save(stored, tmp_path / "c.pt")
     words = [
         "run",
@@ -275,7 +304,8 @@ def test_weights_of_another_precision_are_read_as_the_network_s(
     ]
     assert cli.main([*map(str, words), "--init", str(tmp_path / "c.pt")]) == 0
     assert (
-        f"{len(weights)} tensors are {kind}, read as the network's type" in capsys.readouterr().err
+        f"{len(weights)} tensors are bfloat16 and float16 and float64, read as the network's type"
+        in capsys.readouterr().err
     )
     begun = load_weights(tmp_path / "out" / initial_weights.FILE)
     for name, tensor in begun.items():

@@ -14,12 +14,11 @@ from medfl.bundle.bundle import Bundle
 from medfl.core.run import PartitionRecord
 from medfl.runs import launch
 from medfl.runs.launch import federate
-from tests.support.phantoms import draw_small
 
 
 def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     """What is said of sites of these sizes, where at most three are listed."""
-    monkeypatch.setattr(launch, "_LISTED", 3)
+    monkeypatch.setattr(launch, "LISTED", 3)
     sites = {
         f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)
     }
@@ -61,7 +60,6 @@ def test_a_run_with_hundreds_of_sites_ends_with_its_report(tmp_path: Path) -> No
 
 def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is new, resumed or repeated; its images are given to the bundle that is open already."""
-    draw_small(monkeypatch)
     opened, init = list[str](), Bundle.__init__
 
     def counted(bundle: Bundle, name: str, *rest: Any, **named: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.methods.local import Local
-from medfl.runs import resume as begun
+from medfl.runs import launch as begun
 from medfl.storage.files import file_sha256
 from tests.storage.test_run_integrity import aged
 

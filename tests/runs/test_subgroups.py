@@ -161,6 +161,21 @@ def test_a_structure_s_mean_says_over_how_many_cases_and_is_not_told_of_few(
     assert everyone.value == pytest.approx(np.nanmean([row["dice_liver"] for row in made]))
 
 
+def test_metrics_of_fewer_cases_than_an_interval_needs_are_told_without_one() -> None:
+    """They were left out unsaid, although `min_count` allows them."""
+    made = []
+    for number in range(8):
+        dice = {"dice": number / 10, "dice_liver": math.nan if number % 4 else 0.5}
+        made.append({"id": str(number), "site": "ab"[number % 2], **dice})
+    found = of(made, "site", min_count=1)
+    first = found.groups[0].metrics
+    assert first["dice"].value == pytest.approx(np.mean([0.0, 0.2, 0.4, 0.6]))
+    assert (first["dice"].low, first["dice_liver"].cases) == (None, 2)
+    assert "dice_liver" not in found.groups[1].metrics
+    assert found.records()[0]["dice_low"] is None
+    assert "0.300 (too few for an interval)" in "\n".join(text(found))
+
+
 @pytest.mark.parametrize("by", ["age", "label", "p_a", "nothing"])
 def test_a_column_that_is_none_is_refused_with_those_there_are(by: str) -> None:
     with pytest.raises(InputError, match="site, centre"):

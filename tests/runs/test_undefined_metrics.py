@@ -18,8 +18,8 @@ from torch import nn
 import medfl
 from medfl.compare.comparison import read
 from medfl.compare.grid import Cell, Grid, compare
-from medfl.compare.grid_page import write_grid_page
 from medfl.compare.search import entry, trials
+from medfl.compare.side_by_side import write_grid_page
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import tune
 from medfl.report import result_table, write_report

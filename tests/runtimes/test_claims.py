@@ -16,9 +16,10 @@ from medfl.methods import load
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.server.claims import FARTHEST, check_counts, far_replies
 from medfl.storage.files import load_weights
-from tests.runtimes.test_robust_server import Faulty, every_runtime, run
+from tests.runtimes.test_robust_server import Faulty, every_runtime, forked, run
 from tests.support.toy import ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
@@ -38,8 +39,14 @@ def moved(factor: float) -> Spoil:
 # Numbers of items
 
 
-@every_runtime
-@pytest.mark.parametrize("count", [1e12, 2.5, 0.0, -3.0, 6.0])
+@pytest.mark.parametrize(
+    ("count", "workers"),
+    [
+        *((count, Workers) for count in (1e12, 2.5, 0.0, -3.0, 6.0)),
+        (1e12, forked),
+        (6.0, Exchange),
+    ],
+)
 def test_a_number_of_items_that_the_site_does_not_have_is_refused(
     tmp_path: Path, workers: Any, count: float
 ) -> None:

@@ -147,6 +147,13 @@ def test_the_learning_rate_decays_per_round_or_per_local_epoch() -> None:
             assert seen == pytest.approx([1.353330e-3] * 2, rel=1e-6)
 
 
+def test_a_poly_schedule_falls_to_almost_nothing_in_the_last_round() -> None:
+    """(1 - (r - 1) / R)^0.9 in round r of R, whatever lr_decay says; a host that counts on stays there."""
+    made = federation(lr_decay=0.5, local_epochs=3, decay_per="poly", rounds=4)
+    factors = [made.site("x", round_).settings.lr_factor for round_ in (0, 1, 2, 3, 4, 9)]
+    assert factors == pytest.approx([1, 1, 0.75**0.9, 0.5**0.9, 0.25**0.9, 0.25**0.9], rel=1e-12)
+
+
 def test_what_follows_the_rate_in_a_method_decays_with_the_local_epochs() -> None:
     made = federation(lr_decay=0.5, local_epochs=3, decay_per="epoch")
     assert [made.site("x", round_).settings.lr_factor for round_ in (0, 1, 2)] == [1, 1, 0.125]

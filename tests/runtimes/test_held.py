@@ -228,6 +228,29 @@ def test_what_a_worker_says_of_its_data_is_positions_of_a_kind_that_is_known(
         held(federation(), put("facts", facts))
 
 
+@pytest.mark.parametrize("rules", [None, Outbound(clip=1.0)], ids=["as it is", "clipped"])
+def test_what_was_not_sent_is_added_as_the_keeper_kept_it_whatever_a_worker_says(
+    rules: Outbound | None,
+) -> None:
+    """It joins a reply behind the checks: tensors of other forms, or of no number, would leave."""
+    made = federation(messages="topk:0.1")
+
+    def lie(answer: State) -> None:
+        if "state" in answer:
+            answer["state"]["unsent"] = {"0.weight": torch.full((64, 64), float("nan"))}
+
+    changes: tuple[Change, ...] = (lambda answer: None, lie)
+    told = []
+    for change in changes:
+        algo = MedflClientAlgo(lambda change=change: held(made, change), "x", outbound=rules)
+        algo.initialize()
+        for round_ in (1, 2):
+            algo.train(broadcast(made, "x", round_))
+        told.append(bits(algo.get_weights().weights))
+
+    assert told[0] == told[1]
+
+
 def test_a_worker_gets_no_state_of_another_run_whatever_run_it_says_it_works_for(
     tmp_path: Path,
 ) -> None:

@@ -169,11 +169,17 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(tmp_path_factory.mktemp("good") / "run", load("fedper"), rounds=2)
 
 
-@every_runtime
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *((kind, Workers) for kind in BAD),
+        *((kind, other) for other in (forked, Exchange) for kind in ("NaN", "oversized", "failed")),
+    ],
+)
 def test_a_bad_reply_is_left_out_and_said_and_the_round_goes_on(
     tmp_path: Path, good: Ran, kind: str, workers: Any
 ) -> None:
+    """What is wrong with a reply is looked for in one place; a failure comes from each runtime in its own way."""
     spoil, text = BAD[kind]
     method = Faulty(spoil=spoil)
     ran = run(tmp_path / "bad", method, workers, Tolerance(2), rounds=2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from medfl.runtimes.server import round_training
-from medfl.runtimes.server.round_training import RoundTraining
+from medfl.runtimes.server import dispatch
+from medfl.runtimes.server.dispatch import RoundTraining
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(round_training.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(dispatch.time, "perf_counter", lambda: self.now)
         self.told = 0
         self.training = RoundTraining(3, ["x", "y"], self.tell)
 

@@ -140,8 +140,8 @@ def test_a_server_that_is_down_is_said_once_and_the_run_goes_on(tmp_path: Path) 
     assert "the run goes on without it" in said[0]
     assert "\n" not in said[0]
     assert len(run.rounds()) == 3
-    (place,) = tracked(run, None, str)
-    assert (place.uri, place.id) == ("http://127.0.0.1:9", "")
+    place = Tracking(run, None, str)
+    assert (place.place, place.id) == ("http://127.0.0.1:9", "")
 
 
 def test_a_password_in_the_uri_is_neither_said_nor_kept(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_password_in_the_uri_is_neither_said_nor_kept(tmp_path: Path) -> None:
     assert said[0].startswith("MLflow at http://127.0.0.1:9/path: ")
     assert "secret" not in said[0] + (run.path / FILE).read_text()
     assert (
-        Tracking(run, "http://me:secret@127.0.0.1:9/path", str).uri
+        Tracking(run, "http://me:secret@127.0.0.1:9/path", str).place
         == "http://me:secret@127.0.0.1:9/path"
     )
 
@@ -180,24 +180,31 @@ def test_what_mlflow_lacks_is_written_when_the_run_is_resumed(
 
 def test_where_it_goes(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = folder(tmp_path / "run")
-    assert Tracking(run, None, str).uri == f"sqlite:///{run.path / STORE}"
+    assert Tracking(run, None, str).place == f"sqlite:///{run.path / STORE}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://example.org")
-    assert Tracking(run, None, str).uri == "http://example.org"
-    assert Tracking(run, store, str).uri == store
+    assert Tracking(run, None, str).place == "http://example.org"
+    assert Tracking(run, store, str).place == store
     play(run, store, range(1, 2))
     again, elsewhere = Tracking(run, None, str), Tracking(run, "http://other", str)
-    assert (again.uri, bool(again.id)) == (store, True)
-    assert (elsewhere.uri, elsewhere.id) == ("http://other", "")
+    assert (again.place, bool(again.id)) == (store, True)
+    assert (elsewhere.place, elsewhere.id) == ("http://other", "")
 
 
-def test_a_run_that_was_tracked_goes_on_being_so(tmp_path: Path, store: str) -> None:
+def test_a_run_that_was_tracked_goes_on_at_a_place_that_the_user_has_named(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of somebody else's may name any machine or file."""
     run = folder(tmp_path / "run")
     assert tracked(run, None, str) == []
     play(run, store, range(1, 2))
-    (place,) = tracked(run, None, str)
-    assert place.uri == store
+    said: list[str] = []
+    assert tracked(run, None, said.append) == []
+    assert said[0].endswith(f"to go on in MLflow, add --track mlflow:{store}")
     (place,) = tracked(run, "mlflow:http://other:5000", str)
-    assert place.uri == "http://other:5000"
+    assert place.place == "http://other:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    (place,) = tracked(run, None, str)
+    assert (place.place, bool(place.id)) == (store, True)
 
 
 def test_the_experiment_is_called_as_mlflow_s_variable_says(

@@ -110,10 +110,9 @@ def test_every_task_is_a_frozen_dataclass() -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
-@pytest.mark.parametrize("tasks", [0, 1, 7])
-def test_results_come_in_the_order_of_the_tasks(jobs: int, tasks: int) -> None:
+def test_results_come_in_the_order_of_the_tasks(jobs: int) -> None:
     with Workers(STAND_IN, jobs) as workers:
-        for _ in range(2):
+        for tasks in (7, 0, 1, 7):
             given = [call(add, i, 0.02 * (i % 2)) for i in range(tasks)]
             assert workers.all(given) == [7 + i for i in range(tasks)]
             assert dict(workers.run(given)) == {i: 7 + i for i in range(tasks)}
@@ -253,14 +252,16 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_values_travel_bit_for_bit(value: Any) -> None:
+def test_values_travel_bit_for_bit() -> None:
     with Workers(STAND_IN, 2) as workers:
-        (received,) = workers.all([call(echo, value)])
-        assert bits(received) == bits(value)
-        if isinstance(received, torch.Tensor):
-            received.fill_(0)  # writable, and not the sender's memory
-            assert bits(workers.all([call(echo, value)])[0]) == bits(value)
+        for _ in range(2):
+            received = dict(
+                zip(VALUES, workers.all([call(echo, v) for v in VALUES.values()]), strict=True)
+            )
+            for name, value in VALUES.items():
+                assert bits(received[name]) == bits(value), name
+                if isinstance(received[name], torch.Tensor):
+                    received[name].fill_(0)  # writable, and not the sender's memory
 
 
 BUILDING = {"fedhelp"}
@@ -281,11 +282,11 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
         for n in federation.participants * 2
     ]
     results = []
-    for jobs in (1, 2, 3):
+    for jobs in (1, 2):
         with Workers(federation, jobs) as workers:
             found = workers.all(tasks)
         results.append([bits([r.state, r.reply, r.loss, r.steps]) for r in found])
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
     half = len(federation.participants)
     assert results[0][:half] == results[0][half:], "a step run twice gives the same"
 

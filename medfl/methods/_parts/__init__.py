@@ -1,1 +1,1 @@
-"""What several methods share; what one method alone needs lies in that method's file or package."""
+"""Code shared by several methods; code of a single method is in that method's file or package."""

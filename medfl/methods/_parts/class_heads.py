@@ -1,4 +1,4 @@
-"""Heads with one output a class, for each item or each pixel, and their training on features alone."""
+"""Heads with one output per class, for each item or each pixel, and their training on features alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 
 from medfl.core.errors import InputError
 from medfl.core.task import Task
-from medfl.networks.heads import head, head_name
+from medfl.networks.heads import Head, head, head_name
 
 
 def class_head(network: nn.Module, task: Task) -> nn.Linear:
-    """Return the head of a classification network: a linear layer with one output a class.
+    """Return the head of a classification network: a linear layer with one output per class.
 
     Raises:
-        InputError: the head is another one.
+        InputError: the head is of another kind.
     """
     layer = head(network)
     if not isinstance(layer, nn.Linear) or layer.out_features != task.num_classes:
@@ -32,26 +32,25 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
 
 def class_count(network: nn.Module) -> int:
     """Return K, the number of outputs of a head."""
-    layer: Any = head(network)
-    return len(layer.weight)
+    return len(head(network).weight)
 
 
 def with_class_head(network: nn.Module, task: Task) -> nn.Module:
-    """Return the network if its head has one output a class: a linear layer, in segmentation a convolution of size 1.
+    """Return the network if its head has one output per class: a linear layer, or for segmentation a 1x1 convolution.
 
     Raises:
-        InputError: the head is another one.
+        InputError: the head is of another kind.
     """
     if task.kind != "segmentation":
         class_head(network, task)
         return network
 
-    layer: Any = head(network)
+    layer = head(network)
     outputs = 0
     if isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}:
         outputs = len(layer.weight)
 
-    # A task may not tell its number of classes; then the head's counts.
+    # A task may not state its number of classes; then the head's counts.
     if outputs < 2 or outputs != (task.num_classes or outputs):
         raise InputError(
             f"a network whose head {head_name(network)!r} is {layer}",
@@ -62,7 +61,7 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
     return network
 
 
-def head_like(layer: nn.Module, outputs: int) -> nn.Module:
+def head_like(layer: Head, outputs: int) -> nn.Module:
     """Return a new linear layer, or convolution of size 1, with another number of outputs for the same features."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, outputs)
@@ -71,7 +70,7 @@ def head_like(layer: nn.Module, outputs: int) -> nn.Module:
 
 
 def logits(layer: nn.Module, features: Tensor) -> Tensor:
-    """Return what a head makes of features (N, d): (N, K). A convolution takes each as a map of one pixel."""
+    """Apply a head to features (N, d): (N, K). A convolution treats each as a map of one pixel."""
     dims = next(layer.parameters()).ndim - 2
     # (N, d) for a linear layer, (N, d, 1, 1[, 1]) for a convolution.
     output: Tensor = layer(features[(..., *[None] * dims)])
@@ -91,13 +90,14 @@ def fit_head(
 
     Args:
         layer: the head, in place.
-        optimizer: of its parameters, anew.
+        optimizer: of its parameters, new.
         features: (N, d), on its device.
-        labels: (N,) class indices, there too.
+        labels: (N,) class indices, likewise.
         epochs: passes over them.
-        size: features a step.
+        size: features per step.
         generator: draws the order.
     """
+    # drawn on the CPU, so that a GPU sees the same order
     for _ in range(epochs):
         order = torch.randperm(len(features), generator=generator).to(features.device)
         for chosen in torch.split(order, size):

@@ -1,4 +1,4 @@
-"""Losses by which one network learns from what another one predicts."""
+"""Losses with which one network learns from another's predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(softmax(teacher) || softmax(student)) over dimension 1, mean over all others; the teacher is constant.
+    """Return KL(softmax(teacher) || softmax(student)) over dimension 1, averaged over all others; teacher is constant.
 
     Args:
         student: logits (B, K) or maps of them (B, K, H, W[, D]); a single channel is the logit of a sigmoid.
@@ -23,8 +23,9 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def log_probabilities(z: Tensor) -> Tensor:
-    """Return the logarithms (B, K, ...) of softmax(z), float32 at least; a single channel z is taken for (0, z)."""
-    exact = z.to(torch.promote_types(z.dtype, torch.float32))  # with mixed precision it is not
+    """Return the logarithms (B, K, ...) of softmax(z), at least float32; a single channel z is treated as (0, z)."""
+    exact = z.to(torch.promote_types(z.dtype, torch.float32))  # mixed precision would not be enough
+    # the logit z of a sigmoid is the pair (0, z) of a softmax
     if exact.shape[1] == 1:
         exact = torch.cat([torch.zeros_like(exact), exact], 1)
 
@@ -32,9 +33,9 @@ def log_probabilities(z: Tensor) -> Tensor:
 
 
 def ensemble(outputs: Sequence[Tensor]) -> Tensor:
-    """Return logits of the mean probability (2) of some networks' outputs (B, K, ...), float32 at least.
+    """Return logits of the mean probability (2) of several networks' outputs (B, K, ...), at least float32.
 
-    Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
+    For several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
     """
     # log of the mean of e^(log p): the probabilities themselves might underflow.
     total = torch.stack(list(map(log_probabilities, outputs))).logsumexp(0)

@@ -1,18 +1,25 @@
-"""Weights corrected by how far sites drift from them: FedDyn and FedDC."""
+"""Weights corrected by the drift of the sites: FedDyn and FedDC."""
 
 from __future__ import annotations
 
 from medfl.core.message import Messages, Tensors, Weights
-from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
+from medfl.methods.base import (
+    difference,
+    moved_by,
+    sample_shares,
+    uniform_shares,
+    weighted_mean,
+)
 
 
 def mean_with_drift(
     replies: Messages, received: Weights, drift: Weights, num_sites: int
 ) -> tuple[Tensors, Tensors]:
-    """Return the next weights and mean drift of the server: the participants' plain mean plus the mean drift.
+    """Return the server's next weights and mean drift: the participants' plain mean plus the mean drift.
 
-    A site's drift is the sum of w_k - w over its rounds; an absent one's stays, so that the mean over all sites grows
-    by the participants' part of the mean step. Tensors without a drift, such as buffers, are averaged by samples.
+    A site's drift is the sum of w_k - w over its rounds; that of absent sites is unchanged, so that the mean over all
+    sites grows by the participants' share of the mean step. Tensors without a drift, such as buffers, are averaged by
+    samples.
 
     Args:
         replies: of the round's participants.
@@ -21,8 +28,8 @@ def mean_with_drift(
         num_sites: all sites.
     """
     mean = weighted_mean(replies, "weights", uniform_shares(replies))
-    # Mean over participants times this is the sum over them, divided by all sites.
+    # Mean over participants times this factor is their sum divided by all sites.
     part = len(replies) / num_sites
-    fresh = {name: old + part * (mean[name] - received[name]) for name, old in drift.items()}
+    fresh = moved_by(drift, difference(mean, received, drift), part)
     weights = weighted_mean(replies, "weights", sample_shares(replies))
-    return weights | {name: mean[name] + value for name, value in fresh.items()}, fresh
+    return weights | moved_by(fresh, mean), fresh

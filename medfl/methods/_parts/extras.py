@@ -53,7 +53,7 @@ class Bodies(SiteNetworks):
     )
 
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Config]:
-        """Return the network that the option `bodies` gives each site; see `deal`."""
+        """Return the network that the option `bodies` assigns to each site; see `deal`."""
         return deal(self.bodies, names)
 
 
@@ -152,7 +152,7 @@ class MakesImages(ABC):
 
 
 def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, Document]:
-    """Deal networks to the sites, in blocks as equal as can be.
+    """Assign networks to the sites, in blocks as equal as possible.
 
     Args:
         spec: `ID=VALUE,VALUE,...`, values of an id of the bundle's configuration; `VALUE,VALUE,...` means the id
@@ -164,14 +164,14 @@ def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, D
         site -> ids and values of the configuration from which to build its network.
 
     Raises:
-        InputError: the text is no such list, or has more values than there are sites.
+        InputError: the text is not such a list, or has more values than there are sites.
     """
     if not spec:
         return {name: {} for name in names}
 
     key, _, text = spec.partition("=") if "=" in spec else ("network", "", spec)
     try:
-        # As a list: a single value and several are read by the same rule.
+        # As a list: one rule reads a single value and several.
         values = typed_value(f"[{text}]")
     except Refused:
         values = []
@@ -189,6 +189,9 @@ def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, D
             f"name at most {len(names)} networks",
         )
 
-    return {
-        name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)
-    }
+    # blocks in the order of the sites, whose sizes differ by one at most
+    configs = {}
+    for i, name in enumerate(names):
+        configs[name] = {key.strip(): values[i * len(values) // len(names)]}
+
+    return configs

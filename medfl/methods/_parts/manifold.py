@@ -1,8 +1,8 @@
 """Losses that shape the features of a batch by class: decorrelation inside a class, a margin between classes.
 
 From "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping" (Fan et al., 2023); equation
-numbers are theirs. B samples, K classes, d features. All shapes are those of the arguments: no loop over classes and
-nothing that depends on how many samples a class has, so that a GPU is never waited for.
+numbers are theirs. B samples, K classes, d features. All shapes depend only on the arguments: no loop over classes and
+nothing that depends on the number of samples per class, so that a GPU never has to wait.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ def intra_class_loss(
     *,
     std: str = "unbiased",
     min_count: int = 2,
-    scale: str = "paper",
     eps: float = 1e-8,
+    scale: str = "paper",
 ) -> Tensor:
     """Return the decorrelation of the features inside each class, eq. 3: the mean over classes of ||M^c||_F^2.
 
-    M^c = 1/(n_c - 1) sum z z' with z the features of class c less their mean, over their standard deviation, so with
-    the unbiased one M^c is the correlation matrix. Gradients pass through mean and deviation.
+    M^c = 1/(n_c - 1) sum z z', where z are the features of class c minus their mean, divided by their standard
+    deviation; with the unbiased one M^c is the correlation matrix. Gradients pass through mean and deviation.
 
     Args:
         features: (B, d).
         labels: (B,) class indices.
         std: divisor of the variance, "unbiased" (n_c - 1) or "biased" (n_c).
-        min_count: classes with fewer samples in the batch are left out, at least 2; with exactly 2 the value is d^2
+        min_count: classes with fewer samples in the batch are skipped, at least 2; with exactly 2 the value is d^2
             and the gradient 0, whatever the features. Without any class the loss is 0.
+        eps: added to the variance, so that a feature without any drops out.
         scale: "paper"; "mean_offdiag", the mean over classes of the mean squared entry of M^c off the diagonal; or
             "released", sum_c (n_c - 1)^2 times that mean, over the samples used (the authors' code).
-        eps: added to the variance, so that a feature without any drops out.
     """
-    # (B, B): which samples are of one class. Its products are sums over the class of each sample.
+    # (B, B): which samples have the same class. Its products are sums over each sample's class.
     same_class = (labels[:, None] == labels).to(features.dtype)
     n = same_class.sum(1, keepdim=True)
     degrees = (n - 1).clamp(min=1)
     centred = features - same_class @ features / n
-    # Twice: what rounding left would count where a feature is constant.
+    # Twice: rounding residues would count for a constant feature.
     centred = centred - same_class @ centred / n
+    # (B, d), of the class of each sample
     variance = same_class @ centred.square() / (degrees if std == "unbiased" else n)
     z = centred * (variance + eps).rsqrt()
 
@@ -70,8 +71,9 @@ def intra_class_loss(
     if scale == "paper":
         return value
 
+    # without the diagonal, d (d - 1) entries are left
     d = features.shape[1]
-    diagonal = (same_class @ z.square()).square().sum(1, keepdim=True) / n
+    diagonal = (same_class @ z.square()).square().sum(1, keepdim=True) / n  # (B, 1)
     return (value - (weight * diagonal).sum()) / max(d * (d - 1), 1)
 
 
@@ -87,15 +89,15 @@ def inter_class_loss(
     """Return the margin of the features to the prototypes g of the other classes, eq. 4.
 
     Each sample of class c costs max(||z - g_c|| - ||z - g_j||, 0) for each other class j. Costs are averaged over the
-    samples of a class, then over the classes of the batch and over the others j. A class without a prototype is
-    neither. No pair of classes: 0.
+    samples of a class, then over the classes of the batch and over the other classes j. A class without a prototype is
+    in neither. Without any pair of classes: 0.
 
     Args:
         features: (B, d).
         labels: (B,) class indices.
         table: (K, d), the prototypes, finite; constant.
-        known: (K,) bool, which of them there are.
-        owned: (K,) bool, the classes j, with those of the batch among them; default all.
+        known: (K,) bool, which of them exist.
+        owned: (K,) bool, the classes j, including those of the batch; default all.
         margin: without it a sample costs ||z - g_c||.
     """
     member = labels[:, None] == torch.arange(len(table), device=labels.device)  # (B, K)
@@ -103,9 +105,9 @@ def inter_class_loss(
     counts = member.sum(0)
     pairs = ((counts > 0) & known).sum() * (other_classes.sum() - 1)
     # Of a sample of each class in each of its pairs.
-    share = known.to(features.dtype) / (counts * pairs).clamp(min=1)
+    share = known.to(features.dtype) / (counts * pairs).clamp(min=1)  # (K,)
     # `vector_norm` has the gradient 0 at 0, where the norm's own formula gives NaN.
-    apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)
+    apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)  # (B, K)
     apart_from_own = apart.gather(1, labels[:, None])
     cost = (apart_from_own - apart).relu() if margin else apart_from_own
     total: Tensor = (share[labels, None] * (other_classes & ~member) * cost).sum()

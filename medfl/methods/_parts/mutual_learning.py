@@ -1,14 +1,14 @@
-"""A private model of any kind at a site and a proxy of the bundle's network, which travels, learn from each other."""
+"""A site's private model of any architecture and a proxy, which is sent, learn from each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Config
 from medfl.core.message import Message, Weights
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
@@ -19,7 +19,7 @@ from medfl.training import Site, evaluating, fit, snapshot, summed
 PairLoss = Callable[[Tensor, Tensor, Collated], Tensor]
 """(output of the private model, output of the proxy, targets) -> loss of both."""
 
-Turn = tuple[nn.Module, nn.Module, Mapping[str, Any]]
+Turn = tuple[nn.Module, nn.Module, Config]
 """The network trained for an epoch, the network frozen meanwhile, and further keyword arguments of `fit`."""
 
 
@@ -29,8 +29,8 @@ class PrivateModels(Bodies, Method):
 
     judged = "personal"
 
-    def keeps_network(self, config: Mapping[str, Any]) -> bool:
-        """Keep the private model, whatever its network; a proxy leaves."""
+    def keeps_network(self, config: Config) -> bool:
+        """Keep the private model, whatever its network; a proxy is sent."""
         return True
 
     def init_site(self, site: Site) -> State:
@@ -43,7 +43,7 @@ class PrivateModels(Bodies, Method):
 
 
 def proxy_model(site: Site, weights: Weights) -> nn.Module:
-    """Return a network of the bundle's architecture with these weights, even where the site's differs."""
+    """Return a network of the bundle's architecture with these weights, even if the site's differs."""
     return (site.common or site.networks).lease(weights)
 
 
@@ -76,20 +76,19 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
     once = replace(site.for_epochs(1), journal=[])
     reports = []
 
-    if site.optimizer_states is not None:
-        memory: dict[str, State] = site.optimizer_states
-    else:
-        memory = {}
+    # those of the site itself, if the run keeps them between rounds
+    memory = {} if site.optimizer_states is None else site.optimizer_states
 
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
         for turn, (network, partner, settings) in enumerate(turns(epoch)):
+            # the partner only predicts: its dropout and running statistics are unaffected
             with evaluating(partner):
-                before = memory.get(f"turn {turn}", {})
+                before = memory.get(f"turn {turn}") or {}
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
 
             memory[f"turn {turn}"] = report.optimizer_state or {}
-            # The journal is about the first network alone.
+            # The journal is only about the first network.
             if not turn:
                 reports += [report]
 
@@ -97,12 +96,13 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
 
 
 def optimizing_each(site: Site) -> Site:
-    """Return the site with an optimiser for a list of networks: each keeps the parameter groups that it has alone."""
+    """Return the site with an optimiser for a list of networks: each keeps the parameter groups it would have alone."""
 
     def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
-        first, *rest = (site.settings.optimizer(network) for network in networks.children())
+        first, *rest = map(site.settings.optimizer, networks.children())
         for solver in rest:
             for group in solver.param_groups:
+                # one optimiser updates both networks, so that `fit` only needs to handle one
                 first.add_param_group(group)
 
         return first

@@ -10,6 +10,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import OF_VECTORS
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head_name, head_names
+from medfl.training import trainable
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,12 @@ class PersonalHead(Method):
         return head_names(network, self.head_layers.replace(",", " ").split())
 
     def check_parts(self, network: nn.Module, method: str, *, head: bool) -> nn.Module:
-        """Return the network if its body has something to train, and with `head` its head too.
+        """Return the network if its body has trainable parameters, and with `head` also its head.
 
         Raises:
-            InputError: one of them has not; or no such layer.
+            InputError: one of them has none; or there is no such layer.
         """
-        trained = {
-            name for name, parameter in network.named_parameters() if parameter.requires_grad
-        }
+        trained = trainable(network).keys()
         personal = self.personal_names(network)
         for part, names in (
             ("body", trained - personal),

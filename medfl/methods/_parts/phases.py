@@ -1,4 +1,4 @@
-"""Local training in phases, each of a part of the network."""
+"""Local training in phases, each on a part of the network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from medfl.training import FitReport, Site, fit, train_only
+from medfl.training import FitReport, Site, fit, train_only, trainable
 
 
 def fit_part(
@@ -20,9 +20,9 @@ def fit_part(
     epochs: int,
     rate: float | None = None,
 ) -> FitReport:
-    """Train the named parameters for so many epochs; all others, and the buffers of their layers, stay as they are.
+    """Train the named parameters for some epochs; all others, and the buffers of their layers, are unchanged.
 
-    Plain SGD of the learning rate `rate` does it in all rounds, without one the site's optimiser.
+    Uses plain SGD with the learning rate `rate` in all rounds, or without it the site's optimiser.
     """
     settings = replace(site.settings, epochs=epochs)
     if rate is not None:
@@ -34,4 +34,4 @@ def fit_part(
 
 
 def _sgd(network: nn.Module, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in network.parameters() if p.requires_grad], rate)
+    return torch.optim.SGD(trainable(network).values(), rate)

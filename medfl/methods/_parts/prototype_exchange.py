@@ -1,4 +1,4 @@
-"""Class prototypes as messages: one (d,) tensor a class under its index, so that of class 3 is `prototypes/3`.
+"""Class prototypes as messages: one (d,) tensor per class, named by its index: `prototypes/3` for class 3.
 
 A site sends the mean feature of each of its classes; the server averages each class over its owners. Features have the
 same length d at all sites.
@@ -26,16 +26,16 @@ from medfl.training import Host, Site
 
 @dataclass(frozen=True)
 class PrototypeExchange(OwnNetworks):
-    """Networks stay at their sites; class prototypes travel."""
+    """Networks stay at their sites; class prototypes are sent."""
 
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class."""
+        """Return the bundle's network, whose head has one output per class."""
         return with_class_head(network, task)
 
     def introduce(self, site: Site) -> Message:
-        """Send the length d of a feature, where networks differ."""
+        """Send the length d of a feature, if networks differ."""
         if self.bodies:
             return Message({}, {"features": feature_size(site.model(site.initial_weights))})
 
@@ -51,7 +51,7 @@ class PrototypeExchange(OwnNetworks):
         return {"prototypes": {}}
 
     def check_introduced(self, introductions: Messages, network: nn.Module | None = None) -> None:
-        """Compare the lengths of features with which sites introduced themselves, and the server's where it has some.
+        """Compare the feature lengths in the sites' introductions, and the server's if it has a network.
 
         Raises:
             InputError: they differ.
@@ -79,7 +79,7 @@ def prototypes_in(message: Message) -> Weights:
 
 
 def received(down: Message, network: nn.Module) -> Tensor | None:
-    """Return the prototypes of a broadcast as one tensor (K, d), NaN for a class without one; None where none came."""
+    """Return the prototypes of a broadcast as one tensor (K, d), NaN for a class without one; None without any."""
     prototypes = prototypes_in(down)
     if not prototypes:
         return None
@@ -87,7 +87,7 @@ def received(down: Message, network: nn.Module) -> Tensor | None:
 
 
 def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> dict[str, Weights]:
-    """Return what a site's reply has of its class means (K, d) and the counts (K,) of its items."""
+    """Return the part of a site's reply with its class means (K, d) and the counts (K,) of its items."""
     groups: dict[str, Weights] = {"prototypes": by_class(means, counts)}
     if with_counts:
         return {**groups, "counts": by_class(counts, counts)}
@@ -96,16 +96,17 @@ def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> di
 
 
 def by_class(values: Tensor, counts: Tensor) -> Tensors:
-    """Return the entries (K, ...) of the classes that a site has, by (K,) counts, under the class's index."""
+    """Return the entries (K, ...) of a site's classes, by (K,) counts, named by the class's index."""
     return {str(c): values[c] for c in counts.nonzero()[:, 0].tolist()}
 
 
 def table(prototypes: Weights, num_classes: int) -> Tensor:
-    """Return prototypes, one at least, as one tensor (K, d), NaN where there is none."""
+    """Return prototypes, at least one, as one tensor (K, d), NaN if missing."""
     first = next(iter(prototypes.values()))
     rows = torch.full(
         (num_classes, len(first)), float("nan"), dtype=first.dtype, device=first.device
     )
+    # the names of the tensors are the classes' indices
     for name, value in prototypes.items():
         rows[int(name)] = value
     return rows
@@ -120,7 +121,7 @@ def average_prototypes(before: Weights, replies: Messages, *, by_samples: bool) 
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
     Raises:
-        InputError: features differ in length between the sites, or from those so far.
+        InputError: features differ in length between the sites, or from earlier ones.
     """
     names = sorted(replies)
     sent = {name: prototypes_in(replies[name]) for name in names}
@@ -137,21 +138,26 @@ def average_prototypes(before: Weights, replies: Messages, *, by_samples: bool) 
     prototypes = dict(before)
     for c in sorted(classes):
         owners = [name for name in names if c in sent[name]]
-        shares = [float(replies[name]["counts"][c]) if by_samples else 1.0 for name in owners]
-        total = sum(
-            share * sent[name][c].double() for share, name in zip(shares, owners, strict=True)
-        )
-        assert isinstance(total, Tensor)
-        prototypes[c] = (total / sum(shares)).to(sent[owners[0]][c].dtype)
+        shares = []
+        for name in owners:
+            shares.append(float(replies[name]["counts"][c]) if by_samples else 1.0)
+
+        first = sent[owners[0]][c]
+        # float64 and in the order of the names: the same bits on every run
+        total = torch.zeros_like(first, dtype=torch.float64)
+        for share, name in zip(shares, owners, strict=True):
+            total += share * sent[name][c].double()
+
+        prototypes[c] = (total / sum(shares)).to(first.dtype)
 
     return prototypes
 
 
 def distances(prototypes: Weights, replies: Messages) -> dict[str, float]:
-    """Return how far the sites' class means are from the prototypes: Euclidean, mean over all such pairs.
+    """Return the mean Euclidean distance between the sites' class means and the prototypes, over all such pairs.
 
     Returns:
-        "own class", "other classes of the site" and "classes missing at the site", those of which there is a pair.
+        "own class", "other classes of the site" and "classes missing at the site", if there are such pairs.
     """
     names = list(prototypes)
     lengths = dict[str, list[Tensor]]()
@@ -162,7 +168,7 @@ def distances(prototypes: Weights, replies: Messages) -> dict[str, float]:
 
         means = torch.stack(list(sent.values())).double()
         rows = torch.stack(list(prototypes.values())).double().to(means.device)
-        # By differences: products of matrices lose the digits of near points.
+        # By differences: matrix products lose the digits of near points.
         apart = torch.cdist(means, rows, compute_mode="donot_use_mm_for_euclid_dist")
         is_own_class = torch.zeros(apart.shape, dtype=torch.bool, device=apart.device)
         for row, c in enumerate(sent):
@@ -199,12 +205,12 @@ def prototype_loss(features: Tensor, label: Tensor, prototypes: Tensor) -> Tenso
         prototypes: (K, d), NaN for a class without one.
     """
     target = prototypes[label].to(features.dtype)
-    # A feature is its own target where there is no prototype: distance and gradient are 0.
+    # Without a prototype a feature is its own target: distance and gradient are 0.
     return nn.functional.mse_loss(features, torch.where(target.isnan(), features.detach(), target))
 
 
 def only_classes(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Put the logits (B, K) of classes that are not allowed (K,) 30 below the smallest, so that losses are finite."""
+    """Set the logits (B, K) of classes that are not allowed (K,) 30 below the smallest, so that losses are finite."""
     smallest = logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True)
     return torch.where(allowed, logits, smallest - 30)
 

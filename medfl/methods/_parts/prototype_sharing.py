@@ -1,10 +1,10 @@
-"""Global class prototypes for methods that average weights: FedMR's second half, which others can switch on.
+"""Global class prototypes for methods that average weights: FedMR's second half, which others can enable.
 
 "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping" (Fan et al., 2023), eq. 4 and Table 8.
 Server:  g_c = sum_k p_k^c g_k^c, p_k^c = N_k^c / sum_j N_j^c over the sharing participants that own class c.
-Site:    mu2 l_inter is added to whatever the method trains, g constant; then g_k^c, the mean of the features of class c
-         under the trained weights, leaves with the count N_k^c, for the own classes only.
-Messages are those of FedProto: one (d,) tensor a class, under the class's index.
+Site:    mu2 l_inter is added to whatever the method trains, g constant; then g_k^c, the mean feature of class c
+under the trained weights, is sent with the count N_k^c, for the site's own classes only.
+Messages are those of FedProto: one (d,) tensor per class, named by the class's index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from medfl.training import FitReport, Host, Site, merged
 
 @dataclass(frozen=True)
 class Sharing:
-    """The two halves of prototype sharing, for a method to call from its own; a neutral one changes nothing."""
+    """The two halves of prototype sharing, called from a method's own; with neutral options it changes nothing."""
 
     prototypes: bool = option(False, "share class prototypes and add FedMR's inter-class loss")
     mu2: float = option(
@@ -66,7 +66,7 @@ class Sharing:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a part of the sites outside (0, 1]."""
+        """Refuse a share of the sites outside (0, 1]."""
         if not 0 < self.share_prototypes <= 1:
             raise InputError(
                 f"share_prototypes={self.share_prototypes:g}",
@@ -81,7 +81,7 @@ class Sharing:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """What messages have beside those of the method."""
+        """Message groups in addition to the method's."""
         if not self.active:
             return ()
         if self.one_hot:
@@ -90,10 +90,10 @@ class Sharing:
         return prototype_groups(counts=True)
 
     def check(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the network if its head is linear, with one output a class.
+        """Return the network if its head is linear with one output per class.
 
         Raises:
-            InputError: it is another one, or has too few features for one-hot prototypes.
+            InputError: it is not, or it has too few features for one-hot prototypes.
         """
         layer = class_head(network, task)
         if self.active and self.one_hot and layer.in_features < layer.out_features:
@@ -108,7 +108,7 @@ class Sharing:
     # Server half
 
     def begin(self, host: Host, server: State, introductions: Messages) -> State:
-        """Add prototypes to the server's first State, none yet, and the sites that send some where not all do."""
+        """Add prototypes (none yet) to the server's first State, and the sites that send some if not all do."""
         if not self.active:
             return server
 
@@ -129,7 +129,7 @@ class Sharing:
         return {**server, **started}
 
     def add_prototypes(self, server: State, site_name: str, down: Message) -> Message:
-        """Add the prototypes to a broadcast, and whether the site is to send its own where not all are."""
+        """Add the prototypes to a broadcast, and, if not all sites send prototypes, whether this one should."""
         if not self.active:
             return down
         scalars = dict(down.scalars)
@@ -151,7 +151,7 @@ class Sharing:
         if self.stale == "drop" and not self.one_hot:
             before = {}
 
-        after: State = {"prototypes": average_prototypes(before, replies, by_samples=True)}
+        after = {"prototypes": average_prototypes(before, replies, by_samples=True)}
         if "sharing" in server:
             after["sharing"] = server["sharing"]
 
@@ -170,13 +170,14 @@ class Sharing:
         """Return the site with mu2 l_inter added to whatever it trains, if there are prototypes yet.
 
         Raises:
-            InputError: its network has features of another length than the prototypes; names the site.
+            InputError: its features and the prototypes have different lengths; names the site.
         """
         prototypes = received(down, network)
         if not self.active or prototypes is None:
             return site
 
         check_lengths({site.name: feature_size(network), "the server": prototypes.shape[1]})
+        # a class that nobody has yet is NaN, and out of the loss
         there = has_prototype(prototypes)
         rows = prototypes.nan_to_num()
         own_classes = None
@@ -184,6 +185,7 @@ class Sharing:
         if self.inter_scope == "present":
             own_classes = (class_counts(site.train, len(rows)) > 0).to(site.device)
 
+        # a stream of its own: the inner method draws the batches it would draw alone
         draws = torch.Generator().manual_seed(derive(site.seed, "lite"))
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ class Sharing:
     def add_class_means(
         self, site: Site, down: Message, network: nn.Module, reply: Message
     ) -> Message:
-        """Add the class means of the site's features under the trained network to its reply, if it is to send them."""
+        """Add the class means of the site's features under the trained network to its reply, if it should send them."""
         if not self.active or self.one_hot or not down.scalars.get("sharing", 1):
             return reply
         groups = class_mean_groups(*class_means(network, site), with_counts=True)
@@ -223,7 +225,7 @@ class WithPrototypes(Method):
     tasks = ("classification",)
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the inner method's network, whose head has one output a class."""
+        """Return the inner method's network, whose head has one output per class."""
         return self.sharing.check(self.inner.adapt(network, task), task)
 
     def check(self, site: Site) -> None:
@@ -245,7 +247,7 @@ class WithPrototypes(Method):
         )
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send what the inner method sends, and the prototypes."""
+        """Send the inner method's broadcast, and the prototypes."""
         return self.sharing.add_prototypes(
             server, site_name, self.inner.broadcast(host, server, site_name)
         )
@@ -272,16 +274,17 @@ class WithPrototypes(Method):
         return self.inner.init_site(site)
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as the inner method, l_inter in its loss; reply the class means besides."""
+        """Train as the inner method, with l_inter in its loss; add the class means to the reply."""
         network = site.model(site.initial_weights)
         state, reply = self.inner.local_update(
             self.sharing.pushed(site, down, network), state, down
         )
+        # the class means are of the features after training
         network.load_state_dict(merged(reply["weights"], state.get("weights", {})))
         return state, self.sharing.add_class_means(site, down, network, reply)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
-        """Train as the inner method, l_inter in its loss."""
+        """Train as the inner method, with l_inter in its loss."""
         return self.inner.train(model, self.sharing.pushed(site, down, model), state, down)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -1,6 +1,6 @@
 """Class statistics of features: counts, means (prototypes) and covariances, at one site and over all sites.
 
-Features are what enters the head, of shape (B, d). A site's statistics come from one pass in evaluation mode without
+Features are the input of the head, of shape (B, d). A site's statistics come from one pass in evaluation mode without
 gradients and without random transforms. K is the number of classes.
 """
 
@@ -25,11 +25,11 @@ OWN, OTHERS, MISSING = DISTANCES = (
     "other classes of the site",
     "classes missing at the site",
 )
-"""What distances between a site's class means and prototypes are of; names of observed numbers."""
+"""Pairs whose distances between class means and prototypes are observed; names of observed numbers."""
 
 
 def prototype_groups(*, counts: bool) -> tuple[Group, ...]:
-    """Return the groups of methods whose class prototypes travel both ways; the sizes of the classes go up, or not."""
+    """Return the groups of methods that send class prototypes both ways; class sizes are sent up if `counts`."""
     both = Group("prototypes", smaller=True)
     if counts:
         return (both, Group("counts", down=False))
@@ -51,9 +51,9 @@ def pixel_classes(masks: Tensor) -> Tensor:
 
 
 def class_counts(shard: Shard, num_classes: int) -> Tensor:
-    """Return how many items of each class a site has, (K,) int64; from the data list where it has labels.
+    """Return the number of items per class at a site, (K,) int64; from the data list if it has labels.
 
-    An image without a label (-1) counts for none.
+    An image without a label (-1) is not counted.
     """
     labels = torch.tensor(shard.labels, dtype=torch.int64)
     if len(labels) < len(shard):
@@ -62,20 +62,21 @@ def class_counts(shard: Shard, num_classes: int) -> Tensor:
 
 
 def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:
-    """Return what balanced softmax adds to a site's logits: strength * log(n_c / max n), (K,) float32.
+    """Return the term that balanced softmax adds to a site's logits: strength * log(n_c / max n), (K,) float32.
 
     Cross-entropy of z + log n is -log(n_y e^(z_y) / sum_c n_c e^(z_c)) (Ren et al. 2020); dividing by the largest count
-    changes nothing of it and makes equal counts exactly 0. An absent class counts 1e-12, so that its log is finite.
+    does not change it and makes equal counts exactly 0. An absent class counts 1e-12, so that its log is finite.
 
     Args:
-        counts: (K,), the site's items of each class.
+        counts: (K,), the site's items per class.
         strength: gamma; 0 is plain cross-entropy.
     """
+    # clamped, so that a class without items gets a large penalty and no infinite one
     return strength * (counts.double().clamp(min=1e-12) / counts.max()).log().float()
 
 
 def log_prior(site: Site, num_classes: int, gamma: float) -> Tensor | float:
-    """Return what balanced softmax adds to a site's logits, (K,) on its device: gamma log n; 0 without gamma."""
+    """Return balanced softmax's addition to a site's logits, (K,) on its device: gamma log n; 0 if gamma is 0."""
     if gamma:
         return class_prior(class_counts(site.train, num_classes), gamma).to(site.device)
 
@@ -90,15 +91,15 @@ def features(
     *,
     normalised: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is put back at the end.
+    """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is restored at the end.
 
-    Random transforms are left out (`Shard.deterministic`).
+    Random transforms are omitted (`Shard.deterministic`).
 
     Args:
         network: on `device`.
         shard: a site's items.
-        batch_size: items a forward pass.
-        device: where the network lives.
+        batch_size: items per forward pass.
+        device: of the network.
         normalised: divide each feature by its Euclidean norm.
     """
     with evaluating(network), torch.no_grad():
@@ -118,8 +119,8 @@ def collect(
 ) -> tuple[Tensor, Tensor]:
     """Return the class means of the features (K, d), zero for an absent class, and the counts (K,) int64.
 
-    The arguments are those of `features`; sums are taken in float64, the means have the features' type. Where the head
-    is a convolution, features and counts are those of pixels.
+    The arguments are those of `features`; sums are computed in float64, the means have the features' dtype. If the head
+    is a convolution, features and counts are per pixel.
     """
     sums = torch.zeros(num_classes, feature_size(network), dtype=torch.float64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
@@ -127,6 +128,7 @@ def collect(
         if not len(shard):
             raise ValueError("class means of a site without items")
         for values, labels in features(network, shard, batch_size, device, normalised=normalised):
+            # in float64: a mean of many float32 features would lose digits
             sums.index_add_(0, labels, values.double())
             counts += torch.bincount(labels, minlength=num_classes)
     else:
@@ -135,7 +137,7 @@ def collect(
                 maps, _ = features_and_output(network, x.to(device))
                 labels_of = pixel_classes(y).to(device)
                 for values, labels in zip(maps.flatten(2), labels_of, strict=True):
-                    # (d, P) and (P,) of one image: sums by a product, which needs no sorting of pixels.
+                    # (d, P) and (P,) of one image: sums by a matrix product, without sorting pixels.
                     members = one_hot(labels, num_classes)
                     sums += members.T.double() @ values.T.double()
                     counts += members.sum(0)
@@ -147,7 +149,7 @@ def collect(
 def class_means(
     network: nn.Module, site: Site, *, normalised: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return what `collect` does of a site's training items."""
+    """Apply `collect` to a site's training items."""
     settings = site.settings
     return collect(
         network,
@@ -166,8 +168,9 @@ def pooled_means(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
         tables: "means" (K, d) and "counts" (K,) of each site, in sorted site order.
 
     Returns:
-        The means (K, d), zero for a class that nobody has, and the total counts (K,).
+        The means (K, d), zero for a class without items, and the total counts (K,).
     """
+    # S sites: (S, K, d) and (S, K)
     means = torch.stack([table["means"] for table in tables])
     counts = torch.stack([table["counts"] for table in tables])
     total = counts.sum(0)
@@ -183,7 +186,7 @@ def distance(values: Tensor, prototypes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """One Gaussian a class.
+    """One Gaussian per class.
 
     Attributes:
         counts: (K,) int64.
@@ -197,7 +200,8 @@ class Gaussians:
 
     def sample(self, label: int, number: int, generator: torch.Generator) -> Tensor:
         """Draw features (number, d) of a class, in the means' type; the covariance may be singular."""
-        values, vectors = torch.linalg.eigh(self.covariances[label].double())
+        # not Cholesky: a covariance of fewer features than dimensions is singular
+        values, vectors = torch.linalg.eigh(self.covariances[label].double())  # (d,) and (d, d)
         # Sigma = V diag(lambda) V', so V diag(sqrt lambda) is a root; rounding may make a lambda
         # negative.
         root = vectors * values.clamp(min=0).sqrt()
@@ -213,7 +217,7 @@ def gaussians(
 ) -> Gaussians:
     """Return count, mean and unbiased covariance of each class's features at one site, in float64."""
     values, labels = zip(*features(network, shard, batch_size, device), strict=True)
-    value = torch.cat(values).double()
+    value = torch.cat(values).double()  # (N, d)
     label = torch.cat(labels)
     counts = torch.bincount(label, minlength=num_classes)
     means = value.new_zeros(num_classes, value.shape[1])
@@ -222,6 +226,7 @@ def gaussians(
     for c in counts.nonzero()[:, 0].tolist():
         members = value[label == c]
         means[c] = members.mean(0)
+        # one item has no covariance
         if len(members) > 1:
             centred = members - means[c]
             covariances[c] = centred.T @ centred / (len(members) - 1)
@@ -233,14 +238,14 @@ def pool(parts: Sequence[Gaussians]) -> Gaussians:
     """Return the class Gaussians of all sites' features together, in float64 (Luo et al. 2021, CCVR).
 
     mu_c = sum_i n_ic mu_ic / n_c and Sigma_c = sum_i [(n_ic - 1) Sigma_ic + n_ic (mu_ic - mu_c)(mu_ic - mu_c)'] /
-    (n_c - 1): the paper's n_ic mu_ic mu_ic' and n_c mu_c mu_c' with their difference taken before it can cancel.
+    (n_c - 1): the paper's n_ic mu_ic mu_ic' and n_c mu_c mu_c', with their difference computed before it can cancel.
     """
     number = torch.stack([part.counts for part in parts])  # (sites, K)
     means = torch.stack([part.means.double() for part in parts])
     covariances = torch.stack([part.covariances.double() for part in parts])
     counts = number.sum(0)
     mean = torch.einsum("sk,skd->kd", number.double(), means) / counts.clamp(min=1)[:, None]
-    apart = means - mean
+    apart = means - mean  # (sites, K, d)
     # sum_i (n_ic - 1) Sigma_ic
     within = torch.einsum("sk,skde->kde", (number - 1).clamp(min=0).double(), covariances)
     # sum_i n_ic (mu_ic - mu_c)(mu_ic - mu_c)'

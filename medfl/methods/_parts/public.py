@@ -47,9 +47,9 @@ class Scored(Prepared):
 
     Args:
         public: the items.
-        positions: (N,), the positions of the items used.
+        positions: (N,), indices of the items used.
         scores: (N, ...), one per item; None keeps the targets.
-        least: a last batch with fewer items is merged into the one before.
+        least: a last batch with fewer items is merged into the previous one.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Scored(Prepared):
         """Yield batches. `generator` is unused: public items are read without random transforms."""
         chunks = list(torch.split(indices, size))
         if len(chunks) > 1 and len(chunks[-1]) < self.least:
+            # a loss over the batch, such as FCCL's standard deviation, is undefined for one item
             chunks[-2:] = [torch.cat(chunks[-2:])]
         for chunk in chunks:
             x, y = self.public.at(self.positions[chunk])
@@ -86,7 +87,7 @@ def on_public(
 ) -> Site:
     """Return a site that trains on public items instead of its own; the arguments are those of `Scored`.
 
-    It has a journal of its own, since the site's reports training on its private data.
+    It has its own journal, since the site's reports training on its private data.
     """
     settings = replace(site.settings, epochs=epochs, batch_size=size)
     shard = Shard.of(Scored(public, positions, scores, least), range(len(positions)))

@@ -13,7 +13,7 @@ from medfl.training import Site
 
 
 class Repeated(Wrapped):
-    """Prepared items each batch of which comes several times in a row, the very same tensors."""
+    """Prepared items whose batches are repeated several times in a row, with identical tensors."""
 
     def __init__(self, prepared: Prepared, times: int) -> None:
         super().__init__(prepared)
@@ -29,5 +29,5 @@ class Repeated(Wrapped):
 
 
 def repeating(site: Site, times: int) -> Site:
-    """Return the same site with each training batch several times in a row: several steps of `fit` a batch."""
+    """Return the same site with each training batch repeated: several steps of `fit` per batch."""
     return replace(site, train=Shard(Repeated(site.train.prepared, times), site.train.indices))

@@ -1,7 +1,7 @@
-"""Rounds in which sites exchange scores of public items; no weights travel.
+"""Rounds in which sites exchange scores of public items; no weights are sent.
 
-The server draws N_a public items a round. Each participant replies its network's scores of them, and the next round's
-broadcast has their mean over the participants, the consensus, beside the positions of the new items.
+The server draws N_a public items per round. Each participant replies with its network's scores of them, and the next
+round's broadcast has their mean over the participants, the consensus, beside the indices of the new items.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from medfl.training import Host, Objective, Site, evaluating, fit
 
 @dataclass(frozen=True)
 class ScoreExchange(PublicMethod, OwnNetworks):
-    """What FedMD and FCCL share: the server's half, and what a site does with public items."""
+    """The common part of FedMD and FCCL: the server's half, and a site's work on public items."""
 
     alignment: int = option(
         5000, "N_a, public items drawn each round (public code: 5,000); 0 all", minimum=0
@@ -47,7 +47,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
     tasks = ("classification", "segmentation")
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare scores of public items, and the positions of those that are asked for."""
+        """Declare scores of public items, and the indices of the requested items."""
         return (Group("scores", smaller=True), Group("positions", up=False))
 
     # Server half
@@ -57,7 +57,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         return {"positions": self._drawn(host)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the positions of which scores are wanted and, once there is one, the last consensus with its own."""
+        """Send the indices of the requested items and, once there is one, the last consensus with its own indices."""
         request = {"asked": server["positions"]}
         if "consensus" not in server:
             return Message({"positions": request})
@@ -75,11 +75,12 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         }
 
     def _drawn(self, host: Host) -> Tensor:
-        """Draw the positions (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""
+        """Draw the indices (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""
         total = len(public_data(host))
         with stream(host.seed, "alignment") as generator:
             order = torch.randperm(total, generator=generator)
 
+        # sorted: the indices reveal nothing about the draw, and items are read in order
         return order[: self.alignment or total].sort().values
 
     # Site half
@@ -90,7 +91,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
             fit(model, replace(site.for_epochs(self.initial_epochs), journal=[]), purpose="initial")
 
     def fit_public(self, model: nn.Module, items: Site, objective: Objective, purpose: str) -> None:
-        """Train on what `on_public` returned."""
+        """Train on the result of `on_public`."""
         with untracked(model, self.public_bn == "no_track"):
             fit(model, items, objective=objective, purpose=purpose)
 
@@ -109,7 +110,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         """Train on the items of the received consensus.
 
         `loss` is (scores of a batch, the consensus on it) -> scalar. A last batch of fewer than `least` items joins the
-        one before.
+        previous one.
         """
 
         def objective(network: nn.Module, x: Collated, consensus: Collated) -> Tensor:
@@ -121,7 +122,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         self.fit_public(model, items, objective, purpose)
 
     def scoring(self, network: nn.Module, site: Site, down: Message, size: int) -> Message:
-        """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
+        """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the requested items."""
         public = public_data(site)
         positions = down["positions"]["asked"].cpu()
         parts = []
@@ -133,22 +134,22 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         return Message({"scores": {"public": torch.cat(parts)}})
 
     def scores(self, network: nn.Module, site: Site, x: Collated) -> Tensor:
-        """Return a network's scores of public inputs, maps at most `map_size` a side."""
+        """Return a network's scores of public inputs; maps have at most `map_size` per side."""
         return reduced(public_data(site).outputs(network, x), self.map_size)
 
 
 def batch_size(site: Site, size: int, usual: int) -> int:
-    """Return how many public items a step takes: `size`, or if that is 0 `usual`, of maps the run's batch size."""
+    """Return the number of public items per step: `size`, or if that is 0 `usual`, for maps the run's batch size."""
     if size:
         return size
     if site.task.kind == "segmentation":
-        return max(2, site.settings.batch_size)  # FCCL standardises over two items at least
+        return max(2, site.settings.batch_size)  # FCCL standardises over at least two items
 
     return usual
 
 
 def reduced(output: Tensor, side: int) -> Tensor:
-    """Return logits (B, K) as they are, maps (B, K, H, W[, D]) averaged over cells to at most so many a side.
+    """Return logits (B, K) unchanged, and maps (B, K, H, W[, D]) averaged over cells to at most `side` per side.
 
     Half precision becomes float32.
     """

@@ -14,16 +14,16 @@ from medfl.training import Site
 
 
 class SeparateRandomness:
-    """A context for what goes on beside the training of a network, so that its dropout is that of one alone.
+    """A context for work beside the training of a network, so that its dropout is the same as without that work.
 
-    The n-th block has the stream (site, purpose, n). What draws nothing needs none: the first block shows whether it
-    does, and if not nothing is seeded any more.
+    The n-th block has the stream (site, purpose, n). Without random draws no stream is needed: the first block shows
+    whether there are any, and if not nothing is seeded any more.
 
     Args:
-        site: whose seed it is.
+        site: whose seed is used.
         purpose: name of the streams.
         first: n of the first block.
-        each: so many blocks in a row have the same stream.
+        each: number of consecutive blocks with the same stream.
     """
 
     def __init__(self, site: Site, purpose: str, first: int = 0, each: int = 1) -> None:
@@ -42,7 +42,7 @@ class SeparateRandomness:
             return
 
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
-            # Compared once: states of all generators are large, and the first block shows enough.
+            # Compared once: states of all generators are large, and the first block is enough.
             before = None if self._done else _generator_states(self._site.device)
             yield
             if before is not None:
@@ -52,7 +52,7 @@ class SeparateRandomness:
 
 
 def _generator_states(device: torch.device) -> list[bytes]:
-    """Return the states of all generators that code on a device may draw from without being given one."""
+    """Return the states of all global generators that code on a device may draw from."""
     numbers = np.random.get_state(legacy=False)  # noqa: NPY002 (looked at, nothing is drawn)
     states = [
         repr(random.getstate()).encode(),

@@ -1,4 +1,4 @@
-"""Classifiers built from text: one Gaussian a class over prompt embeddings, frozen, in the place of a trained head.
+"""Classifiers built from text: one Gaussian per class over prompt embeddings, frozen, in place of a trained head.
 
 The mathematics that FedCB ("Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing",
 Zhu et al., MICCAI 2024) and FedBM ("FedBM: Stealing Knowledge from Pre-trained Language Models for Heterogeneous
@@ -13,23 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from medfl.core.errors import InputError
+from medfl.core.names import split_commas
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Collated
-from medfl.networks.heads import feature_size, features_and_output, head, replace_head
+from medfl.networks.heads import Head, feature_size, features_and_output, head, replace_head
 from medfl.training import Objective
 
 CLASSIFIERS = ("trainable", "random_frozen", "text_mean", "text_distribution", "text_printed")
 DISTRIBUTIONS = CLASSIFIERS[3:]
 COVARIANCES = ("full", "diag", "none")
-_DISTINCT = 1e-4  # two class means this near are one phrase to the language model
+_DISTINCT = 1e-4  # two class means this close are the same phrase to the language model
 _JITTER = 1e-4
 
 
@@ -65,7 +65,7 @@ class TextGaussians:
     def of(
         cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False
     ) -> TextGaussians:
-        """Estimate them from prompt embeddings; `renormalise` brings the means to unit norm."""
+        """Estimate them from prompt embeddings; `renormalise` scales the means to unit norm."""
         mean = embeddings.mean(1)
         if renormalise:
             mean = normalize(mean, dim=1)
@@ -85,13 +85,14 @@ class TextGaussians:
             return h.new_zeros(len(h), len(self.mean))
         if self.spread.ndim == 2:
             return h.square() @ self.spread.T
-        # A_k h: one number a prompt, instead of D x D entries of Sigma_k.
+        # A_k h: one number per prompt, instead of D x D entries of Sigma_k.
         along = torch.einsum("bd,kmd->bkm", h, self.spread)
         return along.square().sum(2)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return F (B, K) = tau h mu_k + tau^2 / 2 q_k (eq. 4; eq. 5 is F / tau)."""
         with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau^2
+            # tau mu_k h + tau^2 / 2 h' Sigma_k h, the logarithm of the Gaussian's moment-generating function
             logits = self.tau * (h @ self.mean.T)
             if self.spread is None:
                 return logits
@@ -107,7 +108,7 @@ class TextGaussians:
         return self.logits(h).logsumexp(1) - own_similarity
 
     def printed(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Return eq. 4 as the main text prints it, without tau in the softmax, which is no bound of eq. 3."""
+        """Return eq. 4 as printed in the main text, without tau in the softmax, which is not a bound of eq. 3."""
         own = self.quadratic(h).gather(1, labels[:, None])[:, 0]
         unscaled = self.logits(h) / self.tau
         return cross_entropy(unscaled, labels, reduction="none") + 0.5 * self.tau**2 * own
@@ -115,13 +116,13 @@ class TextGaussians:
     def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Draw z ~ N(mu_y, Sigma_y + 1e-4 I) for each label (eq. 9), on the CPU in the mean's precision.
 
-        With full covariance z = mu + sum_m xi_m A_m + 0.01 eps, which has exactly this law and needs no Cholesky
-        factor.
+        With full covariance z = mu + sum_m xi_m A_m + 0.01 eps, which has exactly this distribution and needs no
+        Cholesky factor.
         """
         mean = self.mean.cpu()
         dtype = self.mean.dtype
         labels = labels.cpu()
-        noise = torch.randn(len(labels), mean.shape[1], generator=generator, dtype=dtype)
+        noise = torch.randn(len(labels), mean.shape[1], generator=generator, dtype=dtype)  # (N, D)
         z = mean[labels] + math.sqrt(_JITTER) * noise
 
         if self.spread is None:
@@ -132,6 +133,7 @@ class TextGaussians:
             noise = torch.randn(z.shape, generator=generator, dtype=dtype)
             return z + spread[labels].sqrt() * noise
 
+        # (N, M), a number for each prompt
         xi = torch.randn(len(labels), spread.shape[1], generator=generator, dtype=dtype)
         # Class by class: (n, M, D) factors of all samples would be large.
         for index in range(len(spread)):
@@ -147,14 +149,14 @@ def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Te
     The mean over the true class's prompts is outside the logarithm, that over the others' inside.
     """
     with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau
-        similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)
+        similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)  # (B, K, M)
 
     prompts = embeddings.shape[1]
     is_own_class = nn.functional.one_hot(labels, len(embeddings)).bool()
     # log of the sum over the other classes of the mean over prompts of e^similarity
-    by_class = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf)
+    by_class = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf)  # (B, K)
     other_classes = by_class.logsumexp(1, keepdim=True) - math.log(prompts)
-    positive = similarity[is_own_class]
+    positive = similarity[is_own_class]  # (B, M)
 
     return (torch.logaddexp(positive, other_classes) - positive).mean(1)
 
@@ -166,8 +168,8 @@ class TextHead(nn.Linear):
     """The head h = normalise(W x + b), followed by frozen Gaussian logits: (B, d) -> F (B, K).
 
     Weight and bias keep the names and the place of the head that they replace, so optimisers built for the bundle's
-    network fit. Embeddings and statistics are buffers outside the state dict: they are no parameters and are in no
-    upload.
+    network fit. Embeddings and statistics are buffers outside the state dict: they are not parameters and are not
+    uploaded.
     """
 
     embeddings: Tensor
@@ -206,7 +208,7 @@ class TextHead(nn.Linear):
         return normalize(projected.to(self.mean.dtype), dim=1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return F (B, K); F / tau in evaluation mode where the authors' test-time scale is asked for."""
+        """Return F (B, K); F / tau in evaluation mode if the authors' test-time scale is requested."""
         logits = self.gaussians.logits(self.unit(features))
         if self.unscaled_evaluation and not self.training:
             return logits / self.tau
@@ -214,11 +216,11 @@ class TextHead(nn.Linear):
         return logits
 
 
-def install(layer: nn.Module, embeddings: Tensor) -> None:
-    """Give a head its prompt embeddings; a `TextHead` estimates its Gaussians anew."""
-    weight: Any = layer.weight
-    placed = embeddings.detach().to(weight.device, weight.dtype)
+def install(layer: Head, embeddings: Tensor) -> None:
+    """Give a head its prompt embeddings; a `TextHead` re-estimates its Gaussians."""
+    placed = embeddings.detach().to(layer.weight.device, layer.weight.dtype)
     if "embeddings" not in layer._buffers:
+        # outside the state dict: the server sends the embeddings, and nobody averages them
         layer.register_buffer("embeddings", None, persistent=False)
 
     layer.embeddings = placed
@@ -229,9 +231,8 @@ def install(layer: nn.Module, embeddings: Tensor) -> None:
 
 
 def embeddings_of(network: nn.Module) -> Tensor:
-    """Return the prompt embeddings (K, M, D) that a network's head holds."""
-    buffer: Any = head(network).embeddings
-    return torch.as_tensor(buffer)
+    """Return the prompt embeddings (K, M, D) in a network's head."""
+    return torch.as_tensor(head(network).embeddings)
 
 
 def adapt(
@@ -244,12 +245,12 @@ def adapt(
     renormalise: bool = False,
     unscaled_evaluation: bool = False,
 ) -> nn.Module:
-    """Give a network the head of one of `CLASSIFIERS`; a head that is no `TextHead` only holds the embeddings.
+    """Give a network the head of one of `CLASSIFIERS`; a head other than `TextHead` only holds the embeddings.
 
     Raises:
-        InputError: a distribution is asked of a single prompt.
+        InputError: a distribution is requested of a single prompt.
     """
-    layer: Any = head(network)
+    layer = head(network)
     if classifier in ("trainable", "random_frozen"):
         if embeddings is not None:
             install(layer, embeddings)
@@ -267,9 +268,13 @@ def adapt(
         )
 
     text_head = TextHead(
-        feature_size(network), embeddings, tau, covariance,
-        renormalise=renormalise, unscaled_evaluation=unscaled_evaluation,
-    ).to(layer.weight.device, layer.weight.dtype)  # fmt: skip
+        feature_size(network),
+        embeddings,
+        tau,
+        covariance,
+        renormalise=renormalise,
+        unscaled_evaluation=unscaled_evaluation,
+    ).to(layer.weight.device, layer.weight.dtype)
 
     return replace_head(network, text_head)
 
@@ -299,7 +304,7 @@ def text_objective(finite: bool = False, printed: bool = False) -> Objective:
 
 
 def embeddings_for(task: Task, plm: str, fraction: float, swap: str) -> Tensor:
-    """Return the prompt embeddings (K, M, D) that a method's options ask for; call it inside a stream.
+    """Return the prompt embeddings (K, M, D) requested by a method's options; call it inside a stream.
 
     Raises:
         InputError: there are none for this task, or they do not fit it.
@@ -310,11 +315,12 @@ def embeddings_for(task: Task, plm: str, fraction: float, swap: str) -> Tensor:
 
 
 def select(embeddings: Tensor, fraction: float) -> Tensor:
-    """Keep a random part of the prompts, at least one; smaller parts are subsets of larger ones.
+    """Keep a random share of the prompts, at least one; smaller shares are subsets of larger ones.
 
     Draws from the global generator: call it inside a stream.
     """
     order = torch.randperm(embeddings.shape[1])
+    # drawn whole, then cut: a larger fraction keeps the prompts of a smaller one
     count = max(1, round(fraction * len(order)))
     return embeddings[:, order[:count].sort().values]
 
@@ -323,26 +329,26 @@ def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
     """Exchange the text of two classes given as "DR,MH"; "" changes nothing.
 
     Raises:
-        InputError: not two of the classes.
+        InputError: they are not two of the classes.
     """
     if not pair:
         return embeddings
 
-    names = [name.strip() for name in pair.split(",")]
+    names = split_commas(pair)
     if len(names) != 2 or not set(names) <= set(classes):
         raise InputError(
             f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH"
         )
 
     order = list(range(len(embeddings)))
-    first, second = (list(classes).index(name) for name in names)
+    first, second = map(list(classes).index, names)
     # The classes keep their places; only their texts change hands.
     order[first], order[second] = second, first
     return embeddings[order]
 
 
 def check(embeddings: Tensor, classes: Sequence[str]) -> None:
-    """See that there is one distinct text a class.
+    """Check that there is one distinct text per class.
 
     Raises:
         InputError: another number of classes, or two classes with the same text; names them.
@@ -355,6 +361,7 @@ def check(embeddings: Tensor, classes: Sequence[str]) -> None:
         )
 
     means = embeddings.double().mean(1)
+    # by differences: matrix products would lose the digits of near points
     apart = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
     apart.fill_diagonal_(torch.inf)
     if apart.min() <= _DISTINCT:

@@ -1,4 +1,4 @@
-"""What FedCB and FedBM share: options, and what both halves of a method do with a classifier built from text."""
+"""The common part of FedCB and FedBM: options, and what both halves do with a classifier built from text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.mappings import pick
+from medfl.core.message import Message, Messages, Tensors
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
@@ -28,7 +29,7 @@ from medfl.training import Feed, Host, Objective, Site, fit, snapshot
 
 @dataclass(frozen=True)
 class TextClassified(TextEmbeddings, Method):
-    """A method whose head may be built from text. A site gets the prompts' embeddings once and keeps them."""
+    """A method whose head may be built from text. A site receives the prompts' embeddings once and keeps them."""
 
     classifier: str = option(
         "text_distribution",
@@ -59,7 +60,7 @@ class TextClassified(TextEmbeddings, Method):
     tasks = ("classification",)
 
     def __post_init__(self) -> None:
-        """Refuse a temperature of 0 and a part of the prompts outside (0, 1]."""
+        """Refuse a temperature of 0 and a share of the prompts outside (0, 1]."""
         if not 0 < self.tau < math.inf:
             raise InputError(
                 f"tau={self.tau:g}", "an inverse temperature, above 0", "take for example tau=12.5"
@@ -77,13 +78,13 @@ class TextClassified(TextEmbeddings, Method):
         return self.classifier.startswith("text_")
 
     def objective(self, finite: bool = False) -> Objective | None:
-        """Return the loss of a head built from text, None of another head."""
+        """Return the loss of a head built from text, None for another head."""
         if not self.from_text:
             return None
         return text_objective(finite, self.classifier == "text_printed")
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the text embeddings, which each site gets once."""
+        """Declare the text embeddings, which each site receives once."""
         return (Group("text", up=False),)
 
     def with_head(
@@ -92,7 +93,7 @@ class TextClassified(TextEmbeddings, Method):
         """Give a network its head; with `embeddings` any head holds the prompts' embeddings.
 
         Raises:
-            InputError: the network's head is no linear layer with an output a class; no embeddings, or too few.
+            InputError: the network's head is not a linear layer with one output per class; no embeddings, or too few.
         """
         class_head(network, task)
         return adapt(
@@ -109,30 +110,30 @@ class TextClassified(TextEmbeddings, Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights, and the embeddings to a site that is not among the server's "informed" ones."""
-        tensors: dict[str, Weights] = {"weights": server["weights"]}
+        tensors = {"weights": server["weights"]}
         if "informed" in server and site_name not in server["informed"]:
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
         return Message(tensors)
 
     def average_weights(self, host: Host, server: State, replies: Messages) -> Tensors:
-        """Average the replies' weights; a frozen head stays as it is, bit for bit."""
+        """Average the replies' weights; a frozen head is unchanged, bit for bit."""
         mean = weighted_mean(replies, "weights", sample_shares(replies))
         if self.classifier != "random_frozen":
             return mean
 
         # The mean of equal numbers may differ from them in the last bit.
         frozen = head_names(host.model(host.networks.initial))
-        return {**mean, **{name: server["weights"][name] for name in frozen}}
+        return {**mean, **pick(server["weights"], frozen)}
 
     # Site half
 
     def received_model(self, site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
         """Return the received model with the site's own embeddings in its head, and the State that holds these.
 
-        Embeddings that have just come replace the State's.
+        Newly received embeddings replace the State's.
 
         Raises:
-            RunError: what came are no embeddings of the run's classes and prompts.
+            RunError: the received tensor is not the embeddings of the run's classes and prompts.
         """
         model = site.model(down["weights"])
         if "text" in down:
@@ -155,11 +156,11 @@ class TextClassified(TextEmbeddings, Method):
     ) -> tuple[State, Message]:
         """Train; return the next State and the reply."""
         fit(model, site, objective=objective, feed=feed)
-        return state, Message({"weights": snapshot(model)}, {"samples": site.num_samples})
+        return state, site.reply(snapshot(model))
 
 
 def _embeddings(down: Message, layer: nn.Module) -> Tensor:
-    """Return the embeddings of a broadcast, which have the form of those that a head was made with."""
+    """Return the embeddings of a broadcast, which have the form of those with which a head was made."""
     received = down["text"].get("embeddings")
     like = getattr(layer, "embeddings", None)
     if (
@@ -168,10 +169,9 @@ def _embeddings(down: Message, layer: nn.Module) -> Tensor:
         or received.shape != like.shape
         or not received.is_floating_point()
     ):
+        form = "none"
         if received is not None:
             form = f"{tuple(received.shape)} {received.dtype}"
-        else:
-            form = "none"
 
         expected = "none" if like is None else f"{tuple(like.shape)} floating-point"
         with errors_safe_to_send():

@@ -7,21 +7,23 @@ against the new global model: L_G = L_sem + lambda_div L_div + lambda_dis L_dis 
 y uniform. At each local step a site adds `synthetic_batch` images G(z) of all classes to its batch, one forward pass,
 one mean (eq. 11). G is sent only to a site whose copy is stale.
 
-Where paper and public code differ, the code's way is the default; each option says which is which, and the bundles'
-preset `paper` takes the paper's. Departures: text dropout is off; logits are scaled by tau in testing too; class names
-are the bundle's, so no site sends its own; G is also trained after the last round, so that a run can be continued;
-embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's (`plm=biomedclip`).
+Where paper and public code differ, the code's behaviour is the default; each option says which is which, and the
+bundles' preset `paper` uses the paper's. Departures: text dropout is off; logits are scaled by tau in testing too;
+class names are the bundle's, so no site sends its own; G is also trained after the last round, so that a run can be
+continued; embeddings of all-MiniLM-L6-v2, which the bundles ship, instead of BiomedCLIP's (`plm=biomedclip`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medfl.core.errors import InputError, RunError, errors_safe_to_send
+from medfl.core.mappings import map_values
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
@@ -34,14 +36,6 @@ from medfl.methods._parts.text_classifier import (
 )
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Collated, Group, option
-from medfl.methods.fedbm.synthesis import (
-    AXES,
-    CONDITIONS,
-    Conditions,
-    check_received,
-    common_shape,
-    shape_of,
-)
 from medfl.networks.generator import (
     Augmentation,
     Generator,
@@ -55,8 +49,12 @@ from medfl.networks.heads import features_and_output, frozen, head
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, snapshot
 
+AXES = ("channels", "height", "width")
+"""Of an image, as messages and States name them."""
+CONDITIONS = ("concept", "noise", "noise+onehot")
+"""What z is made from: the class's Gaussian; N(0, I); N(0, I) and the label."""
 _BETAS = (0.5, 0.999)
-_AT_ONCE = 16  # images of a picture that are made together
+_AT_ONCE = 16  # images of a picture that are generated together
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,24 @@ class FedBM(MakesImages, TextClassified):
     lambda_dis: float = option(
         0.1, "weight of the distance from the BatchNorm statistics (0.1 or 1)", minimum=0.0
     )
-    semantic_loss: str = option("ce", "L_sem: ce (paper), or surrogate: with the variance term (code)",
-                                choices=("ce", "surrogate"))  # fmt: skip
-    condition: str = option("concept", "z: concept: the class's Gaussian; noise: N(0, I); noise+onehot: with the label",
-                            choices=CONDITIONS)  # fmt: skip
+    semantic_loss: str = option(
+        "ce",
+        "L_sem: ce (paper), or surrogate: with the variance term (code)",
+        choices=("ce", "surrogate"),
+    )
+    condition: str = option(
+        "concept",
+        "z: concept: the class's Gaussian; noise: N(0, I); noise+onehot: with the label",
+        choices=CONDITIONS,
+    )
     z_covariance: str = option(
         "full", "covariance of z: full (code) or diag", choices=("full", "diag")
     )
-    augment: str = option("batch", "one crop and flip for a batch of generated images (code), or for each image",
-                          choices=("batch", "image"))  # fmt: skip
+    augment: str = option(
+        "batch",
+        "one crop and flip for a batch of generated images (code), or for each image",
+        choices=("batch", "image"),
+    )
     normalise: str = option(
         "read",
         "of generated images: as the bundle's transforms do it with real ones, imagenet, half, none or MEAN/SD",
@@ -102,7 +109,7 @@ class FedBM(MakesImages, TextClassified):
     shown = {"g_start": 0, "g_iterations": 1, "g_batch": 2, "normalise": "none"}
 
     def __post_init__(self) -> None:
-        """Refuse a normalisation of no known form."""
+        """Refuse a normalisation in an unknown format."""
         super().__post_init__()
         if self.normalise != "read":
             normalisation(self.normalise)
@@ -113,15 +120,15 @@ class FedBM(MakesImages, TextClassified):
 
     @property
     def language_model(self) -> str:
-        """That of the option `plm`, where the head is built from text or z is drawn from it."""
+        """That of the option `plm`, if the head is built from text or z is drawn from it."""
         return self.plm if self.from_text or self.generator else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Replace the head by projection and Gaussians; any head holds the embeddings that z is drawn from."""
+        """Replace the head by projection and Gaussians; any head holds the embeddings from which z is drawn."""
         return self.with_head(network, task, "diag", embeddings=bool(self.language_model))
 
     def check(self, site: Site) -> None:
-        """Refuse items that are no images, and images that the generator cannot make."""
+        """Refuse items that are not images, and images that the generator cannot make."""
         if (images := self._first(site)) is not None:
             shape_of(images, site.name)
             check_size(*images.shape[2:])
@@ -136,7 +143,7 @@ class FedBM(MakesImages, TextClassified):
     # Server half
 
     def introduce(self, site: Site) -> Message:
-        """Tell the shape of the site's images."""
+        """Send the shape of the site's images."""
         images = self._first(site)
         if images is None:
             return Message()
@@ -152,7 +159,7 @@ class FedBM(MakesImages, TextClassified):
         return images
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
-        """Start from the initial weights; no site has embeddings, nobody a generator.
+        """Start from the initial weights; no site has embeddings or a generator yet.
 
         Raises:
             InputError: the sites' images differ in size, or the generator cannot make images of this size.
@@ -165,7 +172,7 @@ class FedBM(MakesImages, TextClassified):
         return self._with_generator(host, server, 0)
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the weights; once the embeddings; the generator where the site's copy is stale."""
+        """Send the weights; once the embeddings; the generator if the site's copy is stale."""
         down = super().broadcast(host, server, site_name)
         if not self.generator or server["informed"].get(site_name, 0) >= server["version"]:
             return down
@@ -175,6 +182,7 @@ class FedBM(MakesImages, TextClassified):
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average body and projection, then train the generator if its turn has come."""
         server = {**server, "weights": self.average_weights(host, server, replies)}
+        # sites that replied have received the message: a site that failed gets embeddings and generator again
         if "informed" in server:
             has = {name: server.get("version", 0) for name in sorted(replies)}
             server["informed"] = {**server["informed"], **has}
@@ -191,10 +199,12 @@ class FedBM(MakesImages, TextClassified):
     def _train_generator(self, host: Host, server: State, draws: torch.Generator) -> Tensors:
         """Train G for `g_iterations` steps against the frozen global model (eqs. 6 to 10)."""
         teacher = frozen(host.model(server["weights"]))
+        # frozen parameters keep the gradients of an earlier training, which a snapshot would not show
         teacher.zero_grad()
         source = self._source(host.task, embeddings_of(teacher), draws)
         network = Generator(source.dimension, *server["image"]).to(host.device)
 
+        # it continues from its last training; the optimiser does not (paper: Adam is made anew)
         if server["generator"]:
             network.load_state_dict(server["generator"])
 
@@ -215,7 +225,12 @@ class FedBM(MakesImages, TextClassified):
         return snapshot(network)
 
     def generator_loss(
-        self, teacher: nn.Module, images: Tensor, z: Tensor, labels: Tensor, augment: Any
+        self,
+        teacher: nn.Module,
+        images: Tensor,
+        z: Tensor,
+        labels: Tensor,
+        augment: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Return L_G (eq. 10) of generated images; `teacher` is frozen and in evaluation mode."""
         with statistics_gap(teacher) as gaps:
@@ -245,7 +260,7 @@ class FedBM(MakesImages, TextClassified):
     def synthetic(
         self, host: Host, server: State, labels: Tensor, draws: torch.Generator
     ) -> Synthetic | None:
-        """Return images of the generator that the sites have, neither cropped nor flipped; None before there is one."""
+        """Return images of the generator that the sites have, neither cropped nor flipped; None if there is none."""
         if not server.get("generator"):
             return None
 
@@ -258,7 +273,7 @@ class FedBM(MakesImages, TextClassified):
         return Synthetic(images, source.augmentation.normalised(images))
 
     def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Conditions:
-        """Return where z and augmentations come from, all of them on `draws`."""
+        """Return the source of z and augmentations, all drawn from `draws`."""
         gaussians = TextGaussians.of(embeddings.cpu(), self.tau, self.z_covariance)
         augmentation = Augmentation(*self._constants(task), per_image=self.augment == "image")
         return Conditions(gaussians, self.condition, augmentation, draws)
@@ -282,9 +297,9 @@ class FedBM(MakesImages, TextClassified):
         return self.train_and_reply(model, site, state, self.objective(), feed)
 
     def mixing(self, site: Site, state: State) -> Feed:
-        """Return what makes the union of a real batch and fresh synthetic images (eq. 11).
+        """Return a feed that adds fresh synthetic images to a real batch (eq. 11).
 
-        What is generated is drawn on a stream of its own, so that real batches are those of a run without generator.
+        Generation uses a separate random stream, so that real batches are those of a run without generator.
         """
         draws = torch.Generator()
         seed = derive(site.seed, "synthetic")
@@ -311,6 +326,143 @@ class FedBM(MakesImages, TextClassified):
             return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix
+
+
+# The generator's input, and the shape of its output.
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Source of pseudo-labels, conditions and augmentations.
+
+    Attributes:
+        gaussians: the classes' distributions with the covariance of z.
+        kind: one of `CONDITIONS`.
+        augmentation: crop, flips, normalisation.
+        draws: the generator of all random numbers, on the CPU.
+    """
+
+    gaussians: TextGaussians
+    kind: str
+    augmentation: Augmentation
+    draws: torch.Generator
+
+    @property
+    def dimension(self) -> int:
+        """Length of z."""
+        classes, size = self.gaussians.mean.shape
+        return size + (classes if self.kind == "noise+onehot" else 0)
+
+    def draw(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return y ~ U over all classes (count,) and z (count, dimension), eq. 9."""
+        classes = len(self.gaussians.mean)
+        labels = torch.randint(classes, (count,), generator=self.draws)
+        return labels.to(device), self.conditions(labels).to(device)
+
+    def conditions(self, labels: Tensor) -> Tensor:
+        """Draw z (count, dimension) for labels (count,), on the CPU."""
+        if self.kind == "concept":
+            return self.gaussians.draw(labels, self.draws)
+
+        classes, size = self.gaussians.mean.shape
+        z = torch.randn(len(labels), size, generator=self.draws)
+        if self.kind == "noise+onehot":
+            z = torch.cat([z, nn.functional.one_hot(labels, classes).to(z.dtype)], 1)
+
+        return z
+
+    def positions(self, count: int, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Draw crops and flips for a number of images of a shape (channels, height, width)."""
+        return self.augmentation.positions(count, shape, self.draws).to(device)
+
+    def augment(self, images: Tensor) -> Tensor:
+        """Return generated images (B, C, H, W) in the form for a network."""
+        return self.augmentation(images, self.draws)
+
+
+def shape_of(images: Tensor, site: str) -> dict[str, float]:
+    """Return the size along `AXES` of a batch of a site's images.
+
+    Raises:
+        InputError: its items are not images.
+    """
+    if images.ndim != 4:
+        raise InputError(
+            f"site {site!r} has items of shape {tuple(images.shape[1:])}",
+            "the generator makes images (channels, height, width)",
+            "set generator=false",
+        )
+
+    return dict(zip(AXES, map(float, images.shape[1:]), strict=True))
+
+
+def common_shape(introductions: Messages) -> list[int]:
+    """Return channels, height and width common to all sites' images.
+
+    Raises:
+        InputError: they differ, there are none, or the generator cannot make images of this size.
+    """
+    shapes = {}
+    for name in sorted(introductions):
+        scalars = introductions[name].scalars
+        if scalars:
+            shapes[name] = [int(scalars[axis]) for axis in AXES]
+
+    if not shapes:
+        raise InputError(
+            "no site has a training image", "the generator needs their size", "give sites images"
+        )
+
+    first, shape = next(iter(shapes.items()))
+    for name, shape_of_site in shapes.items():
+        if shape_of_site != shape:
+            raise InputError(
+                f"site {name!r} has images of shape {shape_of_site}, site {first!r} of {shape}",
+                "the generator makes images of one size",
+                "let the bundle's transforms resize them, or set generator=false",
+            )
+
+    check_size(*shape[1:])
+    return shape
+
+
+def check_received(down: Message, dimension: int, shape: Mapping[str, float]) -> dict[str, int]:
+    """Compare a received generator with the one that a site expects; return its version and image size.
+
+    z has this dimension, and the site's images the shape, by `AXES`; empty at a site without any.
+
+    Raises:
+        RunError: it is for other images or conditions, or not a generator.
+    """
+    numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
+    wrong = []
+    for name, number in numbers.items():
+        if not (1 <= number < 2**31 and number == int(number)):
+            wrong.append(f"{name} {number:g}")
+
+    for axis, length in shape.items():
+        if numbers[axis] != length:
+            wrong.append(f"{axis} {numbers[axis]:g}, not {length:g}")
+
+    # Sizes first: a network of absurd sizes is not even described on the meta device.
+    if not wrong:
+        with torch.device("meta"):
+            expected = Generator(dimension, *(int(numbers[axis]) for axis in AXES)).state_dict()
+
+        weights = down["generator"]
+        wrong = [f"{name!r}" for name in sorted(weights.keys() ^ expected.keys())]
+        for name, like in expected.items() if not wrong else ():
+            tensor = weights[name]
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                wrong.append(f"{name!r} of {tuple(tensor.shape)} {tensor.dtype}")
+
+    if wrong:
+        with errors_safe_to_send():
+            raise RunError(
+                f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)"
+            )
+
+    return map_values(int, numbers)
 
 
 METHOD = FedBM

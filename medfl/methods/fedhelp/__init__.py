@@ -13,13 +13,13 @@ Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
 In segmentation L and R are the bundle's loss, or as printed cross-entropies of pixels weighted by beta (`mask_loss`;
 eq. 8-11, `pixel_weights`). Judged by a site's small or large network, between training and aggregation.
 
-Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`; as printed
-the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public batch
-beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the bundles'
-preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on the same
-forward passes (`schedule`). The larger divergence's teacher side is constant. alpha's rule is ours
+Departures, and what the paper leaves open. Sums over a data set are means over mini-batches (`loss_reduction`; as
+printed the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public
+batch beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the
+bundles' preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on
+the same forward passes (`schedule`). The teacher side of the larger divergence is constant. alpha's rule is ours
 (`lesson`), by the gradient of KL alone, whatever lambda_J. Public batches use their own
-BatchNorm statistics and leave the running ones alone (`public_bn`). Optimisers start anew each round (the run's
+BatchNorm statistics and leave the running ones unchanged (`public_bn`). Optimisers restart each round (the run's
 `keep_optimizer`). Early stopping is the run's `patience`.
 """
 
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Tensors
+from medfl.core.names import not_among, split_commas
 from medfl.core.seeding import derive
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
@@ -41,7 +42,6 @@ from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal
 from medfl.methods._parts.mutual_learning import (
-    Turn,
     optimizing_each,
     proxy_model,
     train_in_turns,
@@ -112,10 +112,10 @@ class FedHelp(LessonOptions, SiteNetworks):
     judged = "personal"
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class for each item or pixel.
+        """Return the bundle's network, whose head has one output per class for each item or pixel.
 
         Raises:
-            InputError: the head is another one, or Omega would have all classes.
+            InputError: the head is of another kind, or Omega would contain all classes.
         """
         classes = class_count(with_class_head(network, task))
         if self.top >= classes:
@@ -133,7 +133,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     @property
     def uses_teachers(self) -> bool:
-        """Whether they learn from what teachers say of these."""
+        """Whether they learn from teachers' outputs for these."""
         return self.lambda_j > 0 and self.lambda_r > 0
 
     # Who is large
@@ -141,12 +141,11 @@ class FedHelp(LessonOptions, SiteNetworks):
     @property
     def large_sites(self) -> tuple[str, ...]:
         """The names in `large`; none as long as they are not settled."""
-        return tuple(
-            name.strip() for name in self.large.split(",") if name.strip() not in ("", "auto")
-        )
+        return tuple(name for name in split_commas(self.large) if name not in ("", "auto"))
 
     def settled(self, sizes: Mapping[str, int]) -> FedHelp:
-        """Take the larger half of the sites, of equal ones the first, where the user names none."""
+        """Choose the larger half of the sites (of equal ones the first) if the user names none."""
+        # sorting is stable: of equal sites the first of the partition is large
         larger = sorted(sizes, key=lambda name: -sizes[name])[: len(sizes) // 2]
         if self.large != "auto":
             return self
@@ -157,9 +156,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         """Give the large sites the large network.
 
         Raises:
-            InputError: a name is no site's, or there is no large or no small site.
+            InputError: a name is not a site's, or there is no large or no small site.
         """
-        wrong = [name for name in self.large_sites if name not in names]
+        wrong = not_among(self.large_sites, names)
         if wrong:
             raise InputError(
                 f"large={self.large}: {wrong[0]!r}",
@@ -201,7 +200,7 @@ class FedHelp(LessonOptions, SiteNetworks):
     # Site half
 
     def init_site(self, site: Site) -> State:
-        """Start from the initial weights; a small site gets ready for its lessons."""
+        """Start from the initial weights; a small site prepares its lessons."""
         network = site.model(site.initial_weights)
         state: State = {"weights": snapshot(network)}
         if self.weighs_pixels(site.task):
@@ -215,23 +214,17 @@ class FedHelp(LessonOptions, SiteNetworks):
         return {**state, **self.initial_lesson_state(site, network)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as a large or as a small site; reply the proxy or the surrogate."""
-        if site.name in self.large_sites:
-            half = self._train_large
-        else:
-            half = self._train_small
-
+        """Train as a large or as a small site; reply with the proxy or the surrogate."""
+        half = self._train_large if site.name in self.large_sites else self._train_small
         trained, changed_state = half(site, state, down)
-        return {**state, **changed_state}, Message(
-            {"weights": trained}, {"samples": site.num_samples}
-        )
+        return {**state, **changed_state}, site.reply(trained)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the large network, or the small one as it was trained here."""
         return site.model(state["weights"])
 
     def _loss(self, site: Site, balance: Tensor | None) -> SizedLoss:
-        """Return the loss on labels: the bundle's, or in segmentation that of pixels times beta (eq. 11)."""
+        """Return the loss on labels: the bundle's, or for segmentation that of pixels times beta (eq. 11)."""
         if balance is None:
             return site.loss
         border = self.border()
@@ -275,11 +268,14 @@ class FedHelp(LessonOptions, SiteNetworks):
         large = site.model(state["weights"])
         proxy = proxy_model(site, down["weights"])
         if not self.lambda_f and not self.proxy_ce:
-            proxy.eval()  # it has nothing to learn, so its running statistics stay too
+            proxy.eval()  # it has nothing to learn, so its running statistics are unchanged too
 
         loss = self._loss(site, state.get("balance"))
-        train = self._in_turns if self.schedule == "alternate" else self._together
-        train(site, large, proxy, loss)
+        if self.schedule == "alternate":
+            self._in_turns(site, large, proxy, loss)
+        else:
+            self._together(site, large, proxy, loss)
+
         return snapshot(proxy), {"weights": snapshot(large)}
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
@@ -301,14 +297,14 @@ class FedHelp(LessonOptions, SiteNetworks):
                 z = large(x)
             return self._proxy_loss(loss, z, network(x), y)
 
-        turns: list[Turn] = [(large, proxy, {"objective": large_objective})]
+        turns = [(large, proxy, {"objective": large_objective})]
         if self.lambda_f or self.proxy_ce:
             turns.append((proxy, large, {"objective": proxy_objective}))
 
         train_in_turns(site, lambda epoch: turns)
 
     def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
-        """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
+        """Return L + lambda_B <-KD, which trains the large network (eq. 2, 5, 6)."""
         on_labels = loss(z, y)
         if not self.lambda_b:
             return on_labels
@@ -317,7 +313,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         return on_labels + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
 
     def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Collated) -> Tensor:
-        """Return lambda_F ->KD, what trains the proxy (eq. 4), and the labels' part where one is asked for."""
+        """Return lambda_F ->KD, which trains the proxy (eq. 4), and the labels' part if requested."""
         total = z_proxy.new_zeros(())
         if self.lambda_f:
             total = total + self.lambda_f * self._divergence(z_proxy, z)
@@ -329,7 +325,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         warm = self.temperature
-        # Gradients shrink by the square of the temperature; the factor takes that back.
+        # Gradients shrink with the square of the temperature; the factor compensates.
         return divergence(student / warm, teacher / warm) * warm**2
 
     def _size(self, z: Tensor) -> int:
@@ -349,7 +345,7 @@ def top_set(z: Tensor, size: int) -> Tensor:
 
 
 def _passes(site: Site, length: int) -> Shard:
-    """Return a site's training items, repeated or drawn to so many."""
+    """Return a site's training items, repeated or subsampled to this number."""
     indices = site.train.indices
     generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
     passes = -(-length // len(indices))  # rounded up

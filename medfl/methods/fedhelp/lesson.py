@@ -1,11 +1,11 @@
-"""Lessons on public items: a second head on a site's body learns their labels and what frozen teachers answered.
+"""Lessons on public items: a second head on a site's body learns their labels and the frozen teachers' outputs.
 
 R = mean_p [CE(psi(theta(x_p)), y_p) + lambda_R KL(t_p || softmax psi(theta(x_p)))], t_p = sum_m alpha_p^m T_m(x_p):
 FedHelp (Wang et al., KDD 2025), eq. 1, of masks with every pixel weighted by beta, eq. 8.
 
 The paper calls alpha a "learned contribution score" and gives no rule. `table` is the literal one:
 a row of logits for each public item, alpha its softmax, trained by the gradient of eq. 1. That rule favours the
-teacher which agrees with the student; `ce` trains the same table on -log t(y) instead, `gate` makes alpha of the
+teacher that agrees with the student; `ce` trains the same table on -log t(y) instead, `gate` computes alpha from the
 item's feature, `uniform` is 1/M.
 """
 
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from medfl.core.mappings import pick
 from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import derive, stream
 from medfl.data.public import cycle
@@ -31,7 +32,7 @@ from medfl.methods.base import option
 from medfl.methods.fedhelp.pixel_weights import PixelWeights, beta, pixel_labels, weighted
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.storage.files import State
-from medfl.training import Site, snapshot, split_names
+from medfl.training import Site, copied, snapshot, split_names
 
 RULES = ("table", "gate", "ce", "uniform")
 _LEAST = 1e-12  # a teacher's zero has no logarithm
@@ -39,7 +40,7 @@ _LEAST = 1e-12  # a teacher's zero has no logarithm
 
 @dataclass(frozen=True)
 class LessonOptions(PublicData, PixelWeights):
-    """A method whose sites learn from public items and teachers' answers."""
+    """A method whose sites learn from public items and teachers' outputs."""
 
     teachers: str = option(
         "",
@@ -60,8 +61,9 @@ class LessonOptions(PublicData, PixelWeights):
     )
 
     def initial_lesson_state(self, site: Site, network: nn.Module) -> State:
-        """Return a site's first State of its lessons: psi is drawn, and all teachers count the same."""
+        """Return a site's initial State of its lessons: psi is drawn, and all teachers have equal weight."""
         public = public_data(site)
+        # a stream of its own, so that no other draw moves
         with stream(derive(site.seed, "public head"), "draw"):
             layer = head_like(head(network), public.task.num_classes)
 
@@ -74,15 +76,13 @@ class LessonOptions(PublicData, PixelWeights):
 
         if self.public_bn == "separate":
             layers = split_names(network, (_BatchNorm,))
-            state["public_norm"] = {
-                name: site.initial_weights[name].clone() for name in sorted(layers)
-            }
+            state["public_norm"] = copied(pick(site.initial_weights, sorted(layers)))
 
         return state
 
 
 class Lesson:
-    """The public half of a site's round; `state` is what the first lesson or an earlier one's `state` returned.
+    """The public half of a site's round; `state` is the result of the first lesson or of an earlier one's `state`.
 
     Attributes:
         trained: psi, and normalisation layers for public batches where they are separate.
@@ -103,29 +103,27 @@ class Lesson:
         self.balance = state.get("public_balance")
         self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
-        trainable = {name for name, _ in network.named_parameters()}
+        parameters = dict(network.named_parameters())
         self.norm: Tensors = {}
         for name, tensor in state.get("public_norm", {}).items():
             value = tensor.to(site.device).clone()
-            self.norm[name] = nn.Parameter(value) if name in trainable else value
+            self.norm[name] = nn.Parameter(value) if name in parameters else value
 
         norm_parameters = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
         self.trained = nn.ModuleList([self.head, nn.ParameterList(norm_parameters)])
 
     @property
     def state(self) -> State:
-        """What survives the round."""
-        state: State = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
+        """What persists between rounds."""
+        state = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
         if self.norm:
-            state["public_norm"] = {
-                name: value.detach().clone() for name, value in self.norm.items()
-            }
+            state["public_norm"] = copied(self.norm)
         return state
 
     def items(self, site: Site) -> Callable[[int], list[Tensor]]:
-        """Return a function that gives inputs, targets and positions of so many next items of the round.
+        """Return a function that returns inputs, targets and indices of the next items of the round.
 
-        And the answers (M, B, ...) where some count. The seed and the place in the order are this function's own.
+        And the outputs (M, B, ...) if some count. Seed and position in the order belong to this function.
         """
         walk = cycle(len(self.public), torch.Generator().manual_seed(derive(site.seed, "public")))
 
@@ -143,7 +141,7 @@ class Lesson:
     def loss(
         self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None
     ) -> Tensor:
-        """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
+        """Return R of public items: CE + lambda_R KL(t || q); without teachers CE."""
         warm = self.options.temperature
         with self.randomness(), untracked(self.network, self.options.public_bn == "no_track"):
             features, z = self._outputs(x)
@@ -169,13 +167,13 @@ class Lesson:
             pooled = features.detach().flatten(2).mean(2)
 
         with torch.enable_grad():
-            # The caller may have gradients off; alpha's own step needs them.
+            # The caller may have disabled gradients; alpha's own step needs them.
             t = self.contribution.mix(positions, pooled, answers, log_q, labels)
 
         return ce + self.options.lambda_r * warm**2 * weighted(divergence_from(t, log_q), weight)
 
     def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what enters the head, and what psi makes of it."""
+        """Return the head's input, and psi's output for it."""
         depth = self.public.depth
         volume = x[..., None].expand(*x.shape, depth) if depth else x
         with entering_head(self.network) as entering:
@@ -187,7 +185,7 @@ class Lesson:
         return entering[0], self.public.flat(self.head(entering[0]))
 
 
-# How much each teacher counts
+# The weight of each teacher
 
 
 class Contribution:
@@ -202,6 +200,7 @@ class Contribution:
 
         parameters = list(self.values.values())
         if rule == "gate" and parameters:
+            # a new one each round: its moments would have to be in the State
             self._optimizer = torch.optim.Adam(parameters, lr=lr)
         elif parameters:
             # Only the rows of a batch move: with Adam's dense moments others would drift.
@@ -209,7 +208,7 @@ class Contribution:
 
     @staticmethod
     def start(rule: str, items: int, teachers: int, features: int) -> Tensors:
-        """Return the first state: alpha = 1/M everywhere; nothing where nothing can be learned."""
+        """Return the first state: alpha = 1/M everywhere; nothing if nothing can be learned."""
         if teachers < 2 or rule == "uniform":
             return {}
         if rule == "gate":
@@ -218,11 +217,11 @@ class Contribution:
 
     @property
     def state(self) -> State:
-        """What survives the round."""
-        return {name: tensor.detach().clone() for name, tensor in self.values.items()}
+        """What persists between rounds."""
+        return copied(self.values)
 
     def alpha(self, positions: Tensor, features: Tensor) -> Tensor:
-        """Return alpha (M, B) for the items at positions (B,) with features (B, d), which are held constant."""
+        """Return alpha (M, B) for the items at indices (B,) with features (B, d), which are held constant."""
         if not self.values:
             return torch.full(
                 (self.teachers, len(positions)), 1 / self.teachers, device=features.device
@@ -230,7 +229,7 @@ class Contribution:
         if self.rule == "gate":
             logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
         else:
-            # A sparse gradient: SparseAdam then moves the rows of this batch alone.
+            # A sparse gradient: SparseAdam then moves only the rows of this batch.
             logits = embedding(positions.to(features.device), self.values["table"], sparse=True)
 
         return logits.softmax(1).T
@@ -238,18 +237,18 @@ class Contribution:
     def mix(
         self, positions: Tensor, features: Tensor, answers: Tensor, log_q: Tensor, y: Tensor
     ) -> Tensor:
-        """Return the teachers' mixture (B, C, ...), and train alpha by one step on what it was made of.
+        """Return the teachers' mixture (B, C, ...), and train alpha by one step on the inputs of the mixture.
 
         Args:
             positions: (B,) of the public items.
             features: (B, d) of the student.
             answers: (M, B, C, ...) distributions.
-            log_q: (B, C, ...) the student's log-probabilities; held constant: the mixture's gradient is alpha's alone.
+            log_q: (B, C, ...) the student's log-probabilities; held constant: the mixture's gradient is only for alpha.
             y: (B, ...) class indices, for the rule `ce`.
         """
         t = mixture(self.alpha(positions, features), answers)
         if self._optimizer is not None:
-            nll = -t.clamp(min=_LEAST).log().gather(1, y[:, None])
+            nll = -t.clamp(min=_LEAST).log().gather(1, y[:, None])  # (B, 1, ...)
             if self.rule == "ce":
                 loss = nll.mean()
             else:

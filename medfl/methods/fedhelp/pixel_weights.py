@@ -26,19 +26,19 @@ from medfl.methods._parts.prototypes import pixel_classes
 from medfl.methods.base import Collated, Method, option
 
 CAP = 10.0
-"""The most that a class may weigh."""
+"""Maximum weight of a class."""
 _MAX_BORDERS = 4096  # borders in memory at once, of masks that have some
 
 
 @dataclass(frozen=True)
 class Border:
-    """The second term of beta; what was computed for a mask is kept, and found again by the mask's content.
+    """The second term of beta, cached per mask by its content.
 
     Attributes:
         beta_0: its height, 10 in both papers; 0 leaves it out.
         sigma: its width in pixels, 5 in both papers.
         single: of masks with one object: "zero" takes d_2 for infinite, so the term is 0; "d2_equals_d1".
-        inside: on objects too, not on the background only.
+        inside: on objects too, not only on the background.
     """
 
     beta_0: float = 10.0
@@ -61,7 +61,7 @@ class Border:
         return out.to(masks.device)
 
     def _of(self, mask: NDArray[np.bool_]) -> Tensor | None:
-        # By content: with random transforms the same item gives another mask each time.
+        # By content: with random transforms the same item has another mask each time.
         content = np.packbits(mask).tobytes() + str(mask.shape).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         if key not in self._borders:
@@ -95,7 +95,7 @@ def class_balance(masks: Iterable[Tensor], classes: int) -> Tensor:
 
     Args:
         masks: class indices, of any shapes.
-        classes: K, the background among them.
+        classes: K, including the background.
     """
     counts = torch.zeros(classes, dtype=torch.float64)
     for mask in masks:
@@ -112,7 +112,7 @@ def beta(masks: Tensor, balance: Tensor, border: Border) -> Tensor:
 
 @dataclass(frozen=True)
 class PixelWeights(Method):
-    """A method that weighs the pixels of masks by beta."""
+    """A method that weights the pixels of masks by beta."""
 
     mask_loss: str = option(
         "bundle",
@@ -133,7 +133,7 @@ class PixelWeights(Method):
         return Border(self.beta_0, self.sigma, self.single_object, self.inside)
 
     def weighs_pixels(self, task: Task) -> bool:
-        """Tell whether labels of a task are masks whose pixels are weighed."""
+        """Tell whether labels of a task are masks whose pixels are weighted."""
         return task.kind == "segmentation" and self.mask_loss == "weighted"
 
     def balance(self, shard: Shard, classes: int) -> Tensor:
@@ -154,7 +154,7 @@ def pixel_labels(y: Collated, z: Tensor) -> Tensor:
 
 
 def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the mean of values times their weights, where there are any."""
+    """Return the mean of values times their weights, if there are any."""
     if weight is None:
         return values.mean()
 

@@ -1,8 +1,8 @@
 """FedLoRA: low-rank adapters of a frozen base, "LoRA" (Hu et al., ICLR 2022), in federation; by `share` five rules.
 
-W = W0 + s B A in each chosen layer, s = alpha / rank. W0 is what a run begins with (`--init`, or drawn from its seed);
-every site has it, none is sent. A begins as drawn from the run's seed, B as 0. The layers of `full` (the head) are
-trained whole and averaged by samples; all else stays as it began.
+W = W0 + s B A in each chosen layer, s = alpha / rank. W0 is the run's initial network (`--init`, or drawn from its
+seed); every site has it, and it is never sent. A starts as drawn from the run's seed, B as 0. The layers of `full` (the
+head) are fully trained and averaged by samples; everything else keeps its initial value.
 
 both:   A = sum_k p_k A_k, B = sum_k p_k B_k                      FedIT (Zhang et al., ICASSP 2024)
 a:      A = sum_k p_k A_k; B_k stays at its site, judged by it    FedSA-LoRA (Guo et al., ICLR 2025)
@@ -10,12 +10,12 @@ b:      A stays as drawn and is not sent; B = sum_k p_k B_k       FFA-LoRA (Sun 
 stack:  D <- D + s [p_1 B_1 ... p_K B_K] [A_1; ...; A_K], W0 + D the next base    FLoRA (Wang et al., NeurIPS 2024)
 svd:    B A = the best product of this rank to sum_k p_k B_k A_k: A = V^T, B = U S
 
-A site of a smaller rank (`ranks`) has the first rows of A and columns of B and sends no others; the server puts zeros
-in their place. What is judged, saved and exported is the network with the products in its weights.
-Departures. BatchNorm outside `full` goes by the base's running statistics. `stack` sends the sum D, so that an absent
-site lacks nothing (FLoRA: the round's factors, to everybody), and draws the same A at all sites. The head is trained by
-default, also where a paper freezes it (`full=none`). `peft` is not used: it has no transposed convolution, merges no
-grouped one, and renames the tensors by which messages and saved weights are known.
+A site of a smaller rank (`ranks`) has the first rows of A and columns of B and sends no others; the server fills their
+place with zeros. The judged, saved and exported network has the products in its weights.
+Departures. BatchNorm outside `full` uses the base's running statistics. `stack` sends the sum D, so that an absent
+site misses nothing (FLoRA: the round's factors, to everybody), and draws the same A at all sites. The head is trained
+by default, even if a paper freezes it (`full=none`). `peft` is not used: it has no transposed convolution, merges no
+grouped one, and renames the tensors, whose names identify them in messages and saved weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.mappings import without
+from medfl.core.message import Message, Messages, Weights
 from medfl.core.task import Task
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
@@ -42,7 +43,7 @@ class FedLoRA(Adapters):
     shown = {"rank": 2}
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, which the options fit."""
+        """Return the bundle's network, checked against the options."""
         return self.checked(network)
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
@@ -50,7 +51,7 @@ class FedLoRA(Adapters):
         return frozenset(network.state_dict()) - self.whole(network)
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the factors, and of `stack` the sum of the products."""
+        """Declare the factors, and for `stack` the sum of the products."""
         factors = Group("adapters", down=self.share != "stack", smaller=True)
         if self.share == "stack":
             return (factors, Group("delta", up=False, smaller=True))
@@ -63,30 +64,34 @@ class FedLoRA(Adapters):
         layers = self.matrices(host.model(weights))
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
-            zero = {delta_name(name): m.new_zeros(m.shape) for name, m in layers.items()}
+            zero = {}
+            for name, m in layers.items():
+                zero[delta_name(name)] = m.new_zeros(m.shape)
+
             return {**server, **base_state, "delta": zero}
 
         first = named_factors(self.first(host, layers, self.max_rank), self.sent_down)
         return {**server, **base_state, "adapters": first}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send what is shared, and 48 bits of the base's SHA-256."""
+        """Send the shared tensors, and 48 bits of the base's SHA-256."""
         groups = {}
         for name in ("weights", "adapters", "delta"):
             if server.get(name):  # an empty group is not sent
                 groups[name] = server[name]
 
+        # a number is sent as float64, which has 53 bits
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Make one bank of the sites' factors, by the rule of `share`."""
+        """Combine the sites' factors, by the rule of `share`."""
         after = super().aggregate(host, server, replies, num_sites)
         weight_matrices = self.matrices(host.model(host.networks.initial))
         if self.share != "stack":
             return {**after, "adapters": self.server_factors(replies, weight_matrices)}
 
         # D <- D + s sum_k p_k B_k A_k, in float64 and rounded once
-        delta: Tensors = {}
+        delta = {}
         for name, mean in self.mean_products(replies, weight_matrices).items():
             old = server["delta"][delta_name(name)]
             delta[delta_name(name)] = (old.double() + self.scale * mean).to(old)
@@ -94,14 +99,14 @@ class FedLoRA(Adapters):
         return {**after, "delta": delta}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
-        """Return the base with the head and the products; None where each site has its own B."""
+        """Return the base with the head and the products; None if each site has its own B."""
         if self.share == "a":
             return None
 
         return self.complete(host, {}, self.broadcast(host, server, ""), self.max_rank)
 
     def init_site(self, site: Site) -> State:
-        """Return B = 0 where a site keeps it."""
+        """Return B = 0 if a site keeps it."""
         if self.share != "a":
             return {}
         first = self.first(
@@ -125,29 +130,31 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights: Tensors = {}
+        weights = {}
         for name, tensor in model.state_dict().items():
             if name in full_names:
                 weights[name] = tensor.detach().clone()
 
         sent = named_factors(trained, self.sent_up)
-        reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
+        reply = site.reply(weights, adapters=sent)
         if self.share == "a":
             return {"adapters": named_factors(trained, "B")}, reply
 
         return state, reply
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the base with the newest head and products, of `share=a` the site's own."""
+        """Return the base with the newest head and products, for `share=a` the site's own."""
         rank = self.rank_of(site.name)
-        has_rank = self.share == "a" or any(
-            name.endswith(f".{rank}") for name in down.tensors.get("adapters", {})
-        )
-        return self.complete(site, state, down, rank if has_rank else self.max_rank)
+        # a reply has the site's own rank, a broadcast the largest; for `share=a` the State has the site's own
+        received = down.tensors.get("adapters", {})
+        if self.share != "a" and not any(name.endswith(f".{rank}") for name in received):
+            rank = self.max_rank
+
+        return self.complete(site, state, down, rank)
 
 
 def _base_hash(weights: Weights, whole: Weights | frozenset[str]) -> str:
-    return weights_sha256({name: tensor for name, tensor in weights.items() if name not in whole})
+    return weights_sha256(without(weights, whole))
 
 
 METHOD = FedLoRA

@@ -1,4 +1,4 @@
-"""Both halves of a method with low-rank adapters: its options, which factors a site has, one bank of the sites'."""
+"""Both halves of a method with low-rank adapters: its options, a site's factors, and their combination."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.mappings import pick, within
 from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core.names import split_commas
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
@@ -25,16 +27,16 @@ from medfl.methods.fedlora.low_rank import (
 )
 from medfl.networks.heads import head_name
 from medfl.storage.files import State
-from medfl.training import NORMS, Host, Site, merged
+from medfl.training import NORMS, Host, Site, merged, trainable
 
 SHARE_RULES = ("both", "a", "b", "stack", "svd")
 
 
 @dataclass(frozen=True)
 class Adapters(SiteNetworks, Method):
-    """A method whose sites train adapters; each has the bundle's network and may have a rank of its own.
+    """A method whose sites train adapters; each has the bundle's network and may have its own rank.
 
-    Messages have the group `adapters`, of `share=stack` down the group `delta` in its place.
+    Messages have the group `adapters`, or for `share=stack`, on the way down, the group `delta` instead.
     """
 
     rank: int = option(4, "r of the adapters", minimum=1)
@@ -53,8 +55,9 @@ class Adapters(SiteNetworks, Method):
     full: str = option("head", "trained whole and averaged: as layers, or head, norm, none")
 
     def __post_init__(self) -> None:
-        """Refuse ranks that are none; with `share=a` each site has a model of its own."""
+        """Refuse invalid ranks; with `share=a` each site has its own model."""
         _ = self.max_rank
+        # the class is frozen, and an option decides what it is judged by
         if self.share == "a":
             object.__setattr__(self, "judged", "personal")
 
@@ -76,8 +79,8 @@ class Adapters(SiteNetworks, Method):
         """Return the bundle's network for each.
 
         Raises:
-            InputError: `ranks` names a site that takes no part. One name alone may be one of several sites, each of
-                which is planned on a machine of its own.
+            InputError: `ranks` names a site that takes no part. A single name may be one of several sites, each of
+                which is planned on its own machine.
         """
         if (odd := sorted(self._ranks.keys() - set(names))) and len(names) > 1:
             raise InputError(
@@ -88,7 +91,7 @@ class Adapters(SiteNetworks, Method):
         return {name: {} for name in names}
 
     def whole(self, network: nn.Module) -> frozenset[str]:
-        """Return the names of the tensors that are trained whole."""
+        """Return the names of the fully trained tensors."""
         return whole_tensor_names(network, self.full)
 
     def matrices(self, network: nn.Module) -> Tensors:
@@ -96,11 +99,11 @@ class Adapters(SiteNetworks, Method):
         return matrices(network, self.layers, self.whole(network))
 
     def checked(self, network: nn.Module) -> nn.Module:
-        """Return a network that the options fit.
+        """Return a network after checking the options against it.
 
         Raises:
-            InputError: a layer is not there or smaller than the rank, nothing is to be trained, or the bundle's
-                trainer takes the steps.
+            InputError: a layer does not exist or is smaller than the rank, nothing would be trained, or the bundle's
+                trainer has its own training step.
         """
         weight_matrices = self.matrices(network)
         full_names = self.whole(network)
@@ -112,10 +115,7 @@ class Adapters(SiteNetworks, Method):
                     "take a smaller rank, or choose larger layers=...",
                 )
 
-        trains_full = any(
-            p.requires_grad for name, p in network.named_parameters() if name in full_names
-        )
-        if not weight_matrices and not trains_full:
+        if not weight_matrices and not trainable(network).keys() & full_names:
             raise InputError(
                 f"layers={self.layers} with full={self.full}",
                 "at least one layer is trained",
@@ -136,8 +136,11 @@ class Adapters(SiteNetworks, Method):
         for part in filter(str.strip, self.ranks.split(",")):
             site, _, rank = map(str.strip, part.partition("="))
             if not site or site in ranks or not rank.isdecimal() or int(rank) < 1:
-                allowed = "ranks is SITE=RANK,... with ranks from 1, each site once"
-                raise InputError(f"ranks={self.ranks}", allowed, "as ranks=a=2,b=8")
+                raise InputError(
+                    f"ranks={self.ranks}",
+                    "ranks is SITE=RANK,... with ranks from 1, each site once",
+                    "as ranks=a=2,b=8",
+                )
 
             ranks[site] = int(rank)
 
@@ -156,12 +159,12 @@ class Adapters(SiteNetworks, Method):
         return "" if self.share == "stack" else self.sent_up
 
     def first(self, where: Host | Site, matrices: Weights, rank: int) -> Pairs:
-        """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
+        """Return A as drawn from the run's seed, with `stack` anew in each round, and B = 0."""
         seed = where.networks.seed
         round_ = where.round if self.share == "stack" else 0
-        pairs: Pairs = {}
+        pairs = {}
         for name, matrix in matrices.items():
-            # Drawn at the largest rank, so that the sites of smaller ranks share its first rows.
+            # Drawn at the largest rank, so that sites of smaller ranks share its first rows.
             a, b = low_rank.initial(matrix, self.max_rank, derive(seed, "adapters", round_, name))
             pairs[name] = (a[:rank], b[:, :rank])
 
@@ -197,16 +200,17 @@ class Adapters(SiteNetworks, Method):
         if self.share == "svd":
             # The mean of the products, not the product of the means.
             means = self.mean_products(replies, matrices)
-            pairs = {name: low_rank.refactored(mean, self.max_rank) for name, mean in means.items()}
-            factors = named_factors(pairs, "AB")
-            return {
-                name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()
-            }
+            pairs = {}
+            for name, mean in means.items():
+                pairs[name] = low_rank.refactored(mean, self.max_rank)
+
+            like = next(iter(matrices.values()))  # a singular value decomposition is in float64
+            return {name: tensor.to(like) for name, tensor in named_factors(pairs, "AB").items()}
 
         rank = self.max_rank
         padded_replies = {}
         for site, adapters in self._received(replies, matrices).items():
-            bank: Tensors = {}
+            bank = {}
             for name, pair in adapters.items():
                 for which, tensor in pair.items():
                     bank[factor_name(name, which, rank)] = padded(tensor, which, rank)
@@ -219,13 +223,13 @@ class Adapters(SiteNetworks, Method):
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
-            RunError: as `server_factors`.
+            RunError: as for `server_factors`.
         """
         adapters = self._received(replies, matrices)
         shares = sample_shares(replies)
-        means: Tensors = {}
+        means = {}
         for name in matrices:
-            pairs: Pairs = {}
+            pairs = {}
             for site, factors in adapters.items():
                 pairs[site] = (factors[name]["A"], factors[name]["B"])
 
@@ -243,7 +247,7 @@ class Adapters(SiteNetworks, Method):
         return received
 
     def begun(self, where: Host | Site, down: Message) -> nn.Module:
-        """Return the base with the received head, of `stack` with the sum of the products too."""
+        """Return the base with the received head, for `stack` also with the sum of the products."""
         model = where.model(merged(where.networks.initial, down.tensors.get("weights", {})))
         if self.share == "stack":
             names = self.matrices(model)
@@ -252,13 +256,13 @@ class Adapters(SiteNetworks, Method):
         return model
 
     def complete(self, where: Host | Site, state: State, down: Message, rank: int) -> nn.Module:
-        """Return the base with the head and the products of the factors, those of a rank."""
+        """Return the base with the head and the products of the factors, truncated to a rank."""
         model = self.begun(where, down)
         pairs = self.pairs(where, state, down, self.matrices(model), rank)
         return low_rank.merge_into(model, pairs, self.scale)
 
 
-# Layers of a network chosen by a text: names, ends of names, patterns with * and ?, or kinds, with commas between.
+# Layers of a network selected by a text: names, ends of names, patterns with * and ?, or kinds, separated by commas.
 
 
 _CONV = (
@@ -283,16 +287,20 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
     """Return the state-dict names of the chosen layers, under all names that a shared tensor has.
 
     Args:
-        network: whose.
-        text: which layers; the kinds are `head` and `norm`, "" and `none` are no layer.
+        network: to search.
+        text: which layers; the kinds are `head` and `norm`, "" and `none` select no layer.
 
     Raises:
         InputError: no such layer.
     """
-    layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
-    candidates: dict[str, nn.Module | None] = dict(layers)
+    layers = {}
+    for name, layer in network.named_modules():
+        if name and layer.state_dict():
+            layers[name] = layer
+
+    candidates = dict(layers)
     if "head" in text.split(","):
-        candidates.setdefault("head", None)  # a layer of this name comes before the kind
+        candidates.setdefault("head", None)  # a layer of this name takes precedence over the kind
 
     names = set(_chosen(candidates, text.strip() or NONE, "full"))
     if "head" in names and "head" not in layers:
@@ -302,7 +310,10 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
     tensors = network.state_dict(keep_vars=True)
     prefixes = tuple(f"{layer}." for layer in names)
     # By identity: a shared tensor has several names, and all of them count.
-    tensor_ids = {id(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
+    tensor_ids = set()
+    for name, tensor in tensors.items():
+        if name.startswith(prefixes):
+            tensor_ids.add(id(tensor))
 
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)
 
@@ -311,42 +322,51 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> Tensor
     """Return the weights of the chosen layers as matrices (first dimension, all others), by their names.
 
     Args:
-        network: whose.
-        text: which layers; the kinds are `linear` and `conv`, "" is all that fit, `none` is no layer.
-        but: names of weights that are left out. So is a tensor of several layers: a change of one changes the others.
+        network: to search.
+        text: which layers; the kinds are `linear` and `conv`, "" selects all that fit, `none` no layer.
+        but: names of weights to skip. A tensor shared by several layers is skipped too: changing one changes the
+            others.
 
     Raises:
         InputError: no such layer; names those that fit.
     """
     ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
     fitting = {}
-    layers = {
-        name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)
-    }
-    for name, layer in layers.items():
-        weights: Tensors = {}
+    layers = {}
+    for name, layer in network.named_modules():
+        if not isinstance(layer, _MATRICES):
+            continue
+
+        layers[name] = layer
+        weights = {}
         for key in _WEIGHTS:
             weight = layer._parameters.get(key)
             full_name = f"{name}.{key}".lstrip(".")
+            # shared with another layer, it would be changed there too
             if weight is not None and ids.count(id(weight)) == 1 and full_name not in but:
                 weights[full_name] = weight.detach().flatten(1)
 
         if weights:
             fitting[name] = weights
 
-    chosen_matrices: Tensors = {}
-    for name in _chosen({name: layers[name] for name in fitting}, text, "layers"):
+    chosen_matrices = {}
+    for name in _chosen(pick(layers, fitting), text, "layers"):
         chosen_matrices.update(fitting[name])
 
     return chosen_matrices
 
 
 def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> list[str]:
-    """Return the layers that a text chooses, in the network's order; all where it is empty."""
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    for part in parts:
-        if part != NONE and not any(_is(part, name, layer) for name, layer in layers.items()):
-            names = [name for name in layers if name]
+    """Return the layers that a text selects, in the network's order; all if it is empty."""
+    if not text.strip():
+        return list(layers)
+
+    chosen = set()
+    for part in split_commas(text):
+        fitting = [name for name, layer in layers.items() if _is(part, name, layer)]
+        chosen.update(fitting)
+        if part != NONE and not fitting:
+            names = list(filter(None, layers))
             kinds = "linear, conv" if option == "layers" else "head, norm"
             raise InputError(
                 f"{option}={part}: no layer of the network that fits",
@@ -354,10 +374,7 @@ def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> l
                 f"name some, all of a kind ({kinds}), or {NONE}",
             )
 
-    if not parts:
-        return list(layers)
-
-    return [name for name, layer in layers.items() if any(_is(part, name, layer) for part in parts)]
+    return list(within(layers, chosen))
 
 
 def _is(part: str, name: str, layer: nn.Module | None) -> bool:

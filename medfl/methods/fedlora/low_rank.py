@@ -1,8 +1,8 @@
 """Low-rank adapters of a network's weights: W = W0 + s B A, with W the matrix (first dimension, all others).
 
-A is (r, columns), B (rows, r); of a convolution's kernel (out, in, k, k) the columns are in k k. What is adapted is the
-tensor and not the layer, so kernels of any dimension, transposed and grouped ones, and the stacked projections of
-`nn.MultiheadAttention` are all the same.
+A is (r, columns), B (rows, r); for a convolution's kernel (out, in, k, k) there are in k k columns. The tensor is
+adapted rather than the layer, so kernels of any dimension, transposed and grouped ones, and the stacked projections of
+`nn.MultiheadAttention` are all treated alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from medfl.core.errors import RunError
+from medfl.core.mappings import pick
 from medfl.core.message import Tensors, Weights
 from medfl.training import train_only
 
@@ -32,7 +33,7 @@ def with_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def merge_into(network: nn.Module, pairs: Pairs, scale: float) -> nn.Module:
-    """Put the adapters' products into a network's weights, in place."""
+    """Add the adapters' products to a network's weights, in place."""
     for name, (a, b) in pairs.items():
         weight = network.get_parameter(name)
         weight.copy_(with_product(weight, a, b, scale))
@@ -41,14 +42,14 @@ def merge_into(network: nn.Module, pairs: Pairs, scale: float) -> nn.Module:
 
 @torch.no_grad()
 def add(network: nn.Module, changes: Weights) -> None:
-    """Add matrices to the weights of these names, in place."""
+    """Add matrices to the weights with these names, in place."""
     for name, change in changes.items():
         weight = network.get_parameter(name)
         weight.add_(change.view_as(weight))
 
 
 def initial(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return A uniform within 1 / sqrt(columns), as in LoRA's code, and B = 0, of the matrix's type and device."""
+    """Return A uniform within 1 / sqrt(columns), as in LoRA's code, and B = 0, with the matrix's dtype and device."""
     generator = torch.Generator().manual_seed(seed)
     columns = matrix.shape[1]
     a = (2 * torch.rand(rank, columns, generator=generator) - 1) / columns**0.5
@@ -62,14 +63,14 @@ def mean_product(pairs: Mapping[str, tuple[Tensor, Tensor]], shares: Mapping[str
 
 
 def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A = V^T and B = U S of the largest singular values; where one is 0, A is not, so that it can still learn.
+    """Return A = V^T and B = U S of the largest singular values; if one is 0, A is not, so that it can still learn.
 
-    The sign of each is such that the largest entry of its row of A is positive.
+    Signs are such that the largest entry of each row of A is positive.
     """
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     a = v[:rank]
     b = u[:, :rank] * s[:rank]
-    # A pair of singular vectors is known up to a common sign, which libraries choose differently.
+    # A pair of singular vectors is unique up to a common sign, which libraries choose differently.
     sign = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
     return a * sign, b * sign.T
 
@@ -94,12 +95,12 @@ class _Adapter(nn.Module):
 def adapting(
     model: nn.Module, pairs: Pairs, scale: float, whole: Collection[str], *, trains_a: bool
 ) -> Iterator[Pairs]:
-    """Give a network adapters inside the block and train nothing beside them but `whole`; the base is not written to.
+    """Give a network adapters inside the block and train only them and `whole`; the base is not modified.
 
-    Normalisation with running statistics that are not among `whole` goes by these, and they stay as they are.
+    Normalisation with running statistics that are not in `whole` uses these, and they are unchanged.
 
     Yields:
-        what holds the trained factors when the block ends.
+        a container with the trained factors when the block ends.
     """
     trained: Pairs = {}
     with train_only(model, whole), ExitStack() as stack:
@@ -115,7 +116,7 @@ def adapting(
             adapters[name] = stack.enter_context(_adapted(model, name, adapter))
 
         yield trained
-        # Before the stack is left: then the adapters are gone.
+        # Before the stack is left, which removes the adapters.
         for name, adapter in adapters.items():
             trained[name] = (adapter.a.detach().clone(), adapter.b.detach().clone())
 
@@ -135,25 +136,25 @@ def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapte
         parameters = dict(layer._parameters)
         layer._parameters.clear()
         # Removing a parametrisation puts its tensor last: optimisers and hashes go by the order.
-        layer._parameters.update({key: parameters[key] for key in order})
+        layer._parameters.update(pick(parameters, order))
 
 
 # In messages
 
 
 def factor_name(name: str, factor: str, rank: int) -> str:
-    """Return what a factor, "A" or "B", of a tensor's adapter is called; sites of one rank have the same names."""
+    """Return the name of a factor, "A" or "B", of a tensor's adapter; sites of one rank have the same names."""
     return f"{name}.lora_{factor}.{rank}"
 
 
 def delta_name(name: str) -> str:
-    """Return what the sum of a tensor's products is called."""
+    """Return the name of the sum of a tensor's products."""
     return f"{name}.delta"
 
 
 def named_factors(pairs: Pairs, factors: str) -> Tensors:
-    """Return the factors A, B or both under their names, row by row as from a file: a product's bits depend on that."""
-    tensors: Tensors = {}
+    """Return the factors A, B or both by name, in row-major layout as from a file: a product's bits depend on it."""
+    tensors = {}
     for name, (a, b) in pairs.items():
         for factor in factors:
             tensor = a if factor == "A" else b
@@ -166,15 +167,14 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
     """Return a factor of an adapter of a matrix.
 
     Raises:
-        RunError: it is missing, or of another form.
+        RunError: it is missing, or has another form.
     """
     tensor = tensors.get(factor_name(name, factor, rank))
     shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
     if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
+        form = "missing"
         if tensor is not None:
             form = f"{tuple(tensor.shape)} {tensor.dtype}"
-        else:
-            form = "missing"
 
         raise RunError(
             f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}"
@@ -185,10 +185,10 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
 def read_factors(
     tensors: Weights, matrices: Weights, factors: str, rank: int
 ) -> dict[str, Tensors]:
-    """Return the factors of a reply: of each matrix A, B or both.
+    """Return the factors in a reply: A, B or both for each matrix.
 
     Raises:
-        RunError: one is missing or of another form, or there are others.
+        RunError: one is missing or has another form, or there are others.
     """
     expected: set[str] = set()
     for name in matrices:
@@ -214,6 +214,6 @@ def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:
 
 
 def padded(tensor: Tensor, factor: str, rank: int) -> Tensor:
-    """Return a factor of a smaller rank with zeros up to this one."""
+    """Return a factor of a smaller rank, padded with zeros to this one."""
     lacking = rank - tensor.shape[factor == "B"]
     return nn.functional.pad(tensor, (0, 0, 0, lacking) if factor == "A" else (0, lacking))

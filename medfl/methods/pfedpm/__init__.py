@@ -7,21 +7,22 @@ h = f(x) is the feature, of the same length d at all sites; weights never leave 
 (9)  loss = cross-entropy + lambda sum_j (n_j / B) ||C~_i^j - mean of h over the n_j samples of class j in the batch||.
 (12) The relation head scores (h, C~_i^j), 0 to 1, of every known class j; mean squared error to 1[y = j]. It learns
      after each step on the network, h constant, with an optimiser of its own.
-R-pFedPM predicts by the highest score (`predict=relation`). The relation head takes no part in anything else, so it is
-neither trained nor kept where the decision head (the network's own) predicts. It first learns in a site's first round
-after round 1; a site that has had none yet is judged by its decision head, and each round tells how many sites are
+R-pFedPM predicts by the highest score (`predict=relation`). The relation head has no other role, so it is
+neither trained nor kept if the decision head (the network's own) predicts. It is first trained in a site's first round
+after round 1; a site without one yet is judged by its decision head, and each round reports how many sites are
 judged by which.
 
 Departures. (7) as printed is divided once more by the number of owners, which would pull every feature to 0:
-`agg=literal`. C_i of (6) is taken after training in evaluation mode, not while the network moves (`features=running`).
-The distance of (9) is taken class by class; public code of its lineage has the mean squared difference of each sample
-(`reg=sample_mse`). Not being squared it pulls as hard near its target as far from it, with the paper's lambda of 1 as
+`agg=literal`. C_i of (6) is computed after training in evaluation mode, not while the network moves
+(`features=running`). The distance of (9) is per class; public code of its lineage has the mean squared difference of
+each sample (`reg=sample_mse`). Not being squared, it pulls as hard near its target as far from it, with the paper's
+lambda of 1 as
 hard as the labels: validation images chose 0.1 (the paper's on CIFAR-10) at each of three rates. `mix=live` is (8) with
 the C_i of the loss itself, so that a only scales lambda by 1 - a. Sites start from common weights, as in Local
-(`same_init`). The paper sizes no relation head: here one convolution over the pair and two linear layers, without
-BatchNorm, and Adam, since SGD at 0.01 hardly moves it (`relation_optimizer=sgd`). In round 1 there is no C~: no second
-loss, no relation step. With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all of them features
-of one length.
+(`same_init`). The paper gives no sizes for the relation head: here it is one convolution over the pair and two linear
+layers, without BatchNorm, and Adam, since SGD at 0.01 hardly moves it (`relation_optimizer=sgd`). In round 1 there is
+no C~: no second loss, no relation step. With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all
+of them features of the same length.
 """
 
 from __future__ import annotations
@@ -119,11 +120,11 @@ class PFedPM(PrototypeExchange):
     paper = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the class means of features, and the classes' counts where these weigh."""
+        """Declare the class means of features, and the classes' counts if they are used as weights."""
         return prototype_groups(counts=self.agg != "uniform")
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output a class, with features of the length asked for."""
+        """Return the bundle's network, whose head has one output per class, with features of the requested length."""
         layer = class_head(network, task)
         if not self.feature_size:
             return network
@@ -135,7 +136,7 @@ class PFedPM(PrototypeExchange):
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Average each class's features over its owners, (7)."""
-        after: State = {}
+        after = {}
         if self.predict == "relation":
             taught = replies if server["prototypes"] else ()
             after = {"taught": sorted({*server.get("taught", ()), *taught}), "sites": num_sites}
@@ -152,7 +153,7 @@ class PFedPM(PrototypeExchange):
         return {"prototypes": fresh, **after}
 
     def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
-        """Return distances between class means and class features; by which head how many sites are judged."""
+        """Return distances between class means and class features, and how many sites are judged by which head."""
         observations = distances(server["prototypes"], replies)
         if "taught" in server:
             taught = len(server["taught"])
@@ -165,16 +166,16 @@ class PFedPM(PrototypeExchange):
     # Site half
 
     def init_site(self, site: Site) -> State:
-        """Start from the initial weights; nothing was sent, and the relation head, where it predicts, is fresh."""
+        """Start from the initial weights; nothing was sent, and the relation head, if it predicts, is new."""
         network = site.model(site.initial_weights)
         start = network if self.same_init else site.networks.fresh("site", site.name)
-        state: State = {"weights": snapshot(start), "own": {}}
+        state = {"weights": snapshot(start), "own": {}}
         if self.predict == "relation":
             state |= {"relation": snapshot(relation_for(site, network)), "mixed": {}}
         return state
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train near the mixed features; reply the site's own."""
+        """Train near the mixed features; reply with the site's own."""
         model = site.model(state["weights"])
         common = received(down, model)
         mixed = None
@@ -187,7 +188,7 @@ class PFedPM(PrototypeExchange):
         target = common if self.mix == "live" else mixed
         means, counts = self._trained(model, site, target, mixed, relation)
         groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
-        after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
+        after = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
             after |= {
                 "relation": snapshot(relation),
@@ -268,7 +269,7 @@ class PFedPM(PrototypeExchange):
 
         mixed = table(state["mixed"], len(allowed)).to(site.device)
         scored = has_prototype(mixed)
-        # A class without C~ has no score; if that leaves none, all that have one are allowed.
+        # A class without C~ has no score; if none remains, all that have one are allowed.
         allowed = allowed & scored if (allowed & scored).any() else scored
         return Judged(
             model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num()
@@ -280,12 +281,12 @@ def mix(common: Tensor, own: Weights, a: float) -> Tensor:
 
     Args:
         common: the server's class features (K, d), NaN for an unknown class.
-        own: class -> what the site sent last.
+        own: class -> the site's last message.
         a: share of the site's own.
     """
     if not own:
         return common
-    mine = table(own, len(common)).to(common)
+    mine = table(own, len(common)).to(common)  # (K, d)
     return torch.where(mine.isnan(), common, torch.lerp(common, mine, a))
 
 
@@ -297,9 +298,10 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
         label: (B,) class indices.
         target: C (K, d), constant, NaN for an unknown class.
     """
+    # (B, K)
     members = (label[:, None] == torch.arange(len(target), device=label.device)).to(h.dtype)
     counts = members.sum(0)
-    means = members.T @ h / counts.clamp(min=1)[:, None]
+    means = members.T @ h / counts.clamp(min=1)[:, None]  # (K, d)
     # `vector_norm` has the gradient 0 at 0.
     norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)
     # n_j times the distance; the division by B follows.
@@ -310,7 +312,7 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
 METHOD = PFedPM
 
 
-# The relation head of R-pFedPM: a small network that scores how well features and class features belong together.
+# The relation head of R-pFedPM: a small network that scores how well features and class features match.
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -327,7 +329,7 @@ class Relation(nn.Module):
         self.layers = nn.Sequential(
             nn.Conv1d(2, 32, 3, padding=1),
             nn.ReLU(),
-            nn.MaxPool1d(2, ceil_mode=True),  # which an odd d needs
+            nn.MaxPool1d(2, ceil_mode=True),  # needed for an odd d
             nn.Flatten(),
             nn.Linear(32 * ((features + 1) // 2), 8),
             nn.ReLU(),
@@ -345,9 +347,9 @@ class Relation(nn.Module):
 
 
 class Judged(nn.Module):
-    """A site's network with a relation head in the place of its own, or with only some of the classes allowed.
+    """A site's network with a relation head in place of its own, or restricted to some classes.
 
-    The relation head comes first, so that the last linear layer is the network's and body and head can be told apart.
+    The relation head comes first, so that the last linear layer is the network's and body and head can be identified.
 
     Args:
         network: the site's, images -> (B, K).
@@ -381,7 +383,7 @@ class Judged(nn.Module):
 
 
 def relation_for(site: Site, network: nn.Module, weights: Weights | None = None) -> Relation:
-    """Build a relation head for a network's features, drawn on a stream of its own, or with these weights."""
+    """Build a relation head for a network's features, drawn from a separate stream, or with these weights."""
     with stream(site.seed, "relation"):
         relation = Relation(feature_size(network)).to(
             site.device, next(head(network).parameters()).dtype
@@ -406,7 +408,7 @@ def relation_step(
     x: Collated,
     label: Tensor,
 ) -> None:
-    """Take one step of the relation head; the network is run in evaluation mode, so nothing of it changes."""
+    """Take one step of the relation head; the network is run in evaluation mode, so it does not change."""
     with evaluating(network), torch.no_grad():
         h, _ = features_and_output(network, x)
     optimizer.zero_grad()

@@ -1,1 +1,1 @@
-"""Models that answer about public images: language-image models, MedSAM, trained runs."""
+"""Models that label public images: language-image models, MedSAM, trained runs."""

@@ -1,8 +1,8 @@
-"""The answers of frozen teachers about public data: computed once, kept on disk, and then mapped into memory.
+"""The outputs of frozen teachers for public data: computed once, stored on disk, then mapped into memory.
 
-A teacher's answers are one array in the user's cache with a manifest beside it, which says what they are about and how
-far the pass over the public items has come; a pass that was cut short goes on where it was. The file is named by a hash
-of all that the answers depend on: the teacher's weights and facts, the data's checksum, the items, the grid.
+A teacher's outputs are one array in the user's cache with a manifest beside it, which says what they belong to and how
+far the pass over the public items has got; an interrupted pass continues where it stopped. The file is named by a hash
+of everything that the outputs depend on: the teacher's weights and facts, the data's checksum, the items, the grid.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from medfl.core import terminal
 from medfl.core.arrays import Array, Shape
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.names import split_commas
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
@@ -37,8 +38,8 @@ from medfl.storage.files import write_json, writing
 from medfl.storage.places import cache_folder
 
 CLIP = 1e-4
-"""Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
-_SUM = 1e-3  # by which a distribution may miss 1
+"""Probabilities of masks are clipped to CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
+_SUM = 1e-3  # by which a distribution's sum may differ from 1
 _OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
     **dict.fromkeys(open_clip.MODELS, open_clip.open_clip_teacher),
     "medsam": medsam.open_medsam,
@@ -49,7 +50,7 @@ _OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
 
 @runtime_checkable
 class Noted(Protocol):
-    """A teacher with something to tell a reader of results that were taught by it."""
+    """A teacher with notes for readers of results that were trained with it."""
 
     def notes(self, questions: Questions) -> Sequence[str]:
         """Return lines for the user."""
@@ -63,7 +64,7 @@ def split_names(text: str) -> tuple[str, ...]:
     if not text.strip():
         return ()
 
-    names = tuple(name.strip() for name in text.split(","))
+    names = tuple(split_commas(text))
     if "" in names:
         raise InputError(
             f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much"
@@ -72,16 +73,16 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
-    """Return the teacher of a name, ready to be asked.
+    """Return a teacher by name, ready to be run.
 
     Args:
         name: clip-vit-l14, clip-rn50x16, biomedclip or medsam, with `:FILE` from local weights; run:DIR of a trained
             run; bundle:DIR of a MONAI bundle with weights.
-        bundle: the public data that it is to answer about.
+        bundle: the public data to be labelled.
         device: where it runs.
 
     Raises:
-        InputError: no such teacher, one that is not at hand, or one of another task or other classes.
+        InputError: no such teacher, one that is not available, or one for another task or other classes.
     """
     kind, _, path = name.partition(":")
     if kind not in _OPENERS or (kind in ("run", "bundle") and not path):
@@ -103,6 +104,7 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
             "use a bundle with one structure as public data",
         )
 
+    # a layer missing from a checkpoint is drawn, and must be the same in every run
     with stream(0, "teacher"):
         return _OPENERS[kind](name, path, bundle, device)
 
@@ -113,15 +115,15 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
 def obtain(
     teacher: Teacher, questions: Questions, *, progress: bool = False, say: Print = str
 ) -> Tensor:
-    """Return a teacher's answers about all public items, asking it only what the cache does not know.
+    """Return a teacher's outputs for all public items, running it only for items that are not cached.
 
     Returns:
         distributions (P, C) float32 or foreground logits (P, H, W[, D]) float16, mapped from the cache's file. Writing
-        into the tensor does not reach the file.
+            to the tensor does not change the file.
 
     Raises:
-        InputError: the answers are none for these data; names teacher and item.
-        RunError: the teacher fails, or the cache cannot be written; what was answered before is kept.
+        InputError: the outputs do not fit these data; names teacher and item.
+        RunError: the teacher fails, or the cache cannot be written; earlier outputs are kept.
     """
     cached = _Cached.of(teacher, questions)
     for note in cached.notes:
@@ -144,12 +146,13 @@ def obtain(
                 say(f"asking {teacher.name} about {items}; kept in {cached.path}")
                 _ask(teacher, questions, cached, state, progress)
 
+    # copy on write: a process's changes stay its own
     return torch.from_numpy(np.lib.format.open_memmap(cached.path, mode="c"))
 
 
 @dataclass(frozen=True)
 class _State:
-    """How far a pass has come: items answered, calls of the teacher, CRC-32 of the answers."""
+    """Progress of a pass: items completed, calls of the teacher, CRC-32 of the outputs."""
 
     done: int = 0
     queries: int = 0
@@ -158,7 +161,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Cached:
-    """One array of answers in the cache, what they depend on, and the teacher's remarks."""
+    """One array of outputs in the cache, what they depend on, and the teacher's notes."""
 
     path: Path
     about: Config
@@ -175,6 +178,7 @@ class _Cached:
             "data": questions.checksum,
             "ids": questions.ids,
             "shape": (len(questions), *_shape(questions)),
+            # masks of volumes would take twice the disk space, and lose nothing within CLIP
             "dtype": "float32" if _classifies(questions) else "float16",
         }
         text = json.dumps(about, sort_keys=True)
@@ -188,7 +192,7 @@ class _Cached:
         return self.path.with_suffix(".json")
 
     def state(self) -> tuple[_State, str]:
-        """Return how far the pass on disk has come, and why its files cannot be used ("" if they can, or none are)."""
+        """Return the progress of the pass on disk, and why its files are unusable ("" if usable or missing)."""
         if not self.manifest.is_file():
             return _State(), "they have no manifest" if self.path.exists() else ""
 
@@ -209,7 +213,7 @@ class _Cached:
             return _State(), f"the file is damaged ({error})"
 
         has_form = (list(rows.shape), rows.dtype.name) == (self.about["shape"], self.about["dtype"])
-        # an array in Fortran's order has no bytes of the first rows alone
+        # an array in Fortran order does not store its first rows contiguously
         if not has_form or not rows.flags.c_contiguous:
             return _State(), "the file is damaged"
         if zlib.crc32(rows[: state.done].data) != state.crc32:
@@ -218,43 +222,45 @@ class _Cached:
         return state, ""
 
     def rows(self, fresh: bool) -> Array:
-        """Return the array for writing: the one on disk, or a new one with all its space taken."""
+        """Return the array for writing: the one on disk, or a new one with all its space allocated."""
         if not fresh:
             return np.lib.format.open_memmap(self.path, mode="r+")
 
-        # removed, not overwritten: another process may have the old file mapped
+        # removed, not overwritten: another process may have mapped the old file
         self.manifest.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
         shape = tuple(self.about["shape"])
-        rows: Array = np.lib.format.open_memmap(
-            self.path, "w+", np.dtype(self.about["dtype"]), shape
-        )
-        # a full disk is an error here; at a write into the map it would be a bus error
+        rows = np.lib.format.open_memmap(self.path, "w+", np.dtype(self.about["dtype"]), shape)
+        # a full disk is an error here; on a write into the map it would be a bus error
         if hasattr(os, "posix_fallocate"):
             try:
                 with self.path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, self.path.stat().st_size)
             except OSError:
+                # a file without its space would be mistaken for an interrupted pass
                 self.path.unlink()
                 raise
 
         return rows
 
     def write(self, state: _State, created: str) -> None:
-        """Record how far the pass has come."""
+        """Record the progress of the pass."""
         document = {
-            **self.about, "name": self.name, "notes": self.notes, "created": created,
+            **self.about,
+            "name": self.name,
+            "notes": self.notes,
+            "created": created,
             "ids_sha256": hashlib.sha256(json.dumps(self.about["ids"]).encode()).hexdigest(),
             "pass": {"done": state.done, "queries": state.queries, "crc32": state.crc32},
-        }  # fmt: skip
+        }
         write_json(self.manifest, document)
 
 
 def _ask(
     teacher: Teacher, questions: Questions, cached: _Cached, state: _State, progress: bool
 ) -> None:
-    """Ask about the items that are left; after each batch the answers are on disk and the manifest counts them."""
+    """Process the remaining items; after each batch the outputs are on disk and the manifest counts them."""
     rows = cached.rows(fresh=not state.done)
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     total = len(questions)
@@ -272,7 +278,7 @@ def _ask(
             answer = _answer(teacher, questions, positions)
             rows_of_batch = _checked(teacher, questions, positions, answer)
             rows[positions.start : positions.stop] = rows_of_batch
-            # the answers reach the disk before the manifest counts them
+            # the outputs are on disk before the manifest counts them
             rows.flush()  # type: ignore[attr-defined]
             crc32 = zlib.crc32(rows_of_batch.tobytes(), state.crc32)
             state = _State(positions.stop, state.queries + 1, crc32)
@@ -297,7 +303,7 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 def _checked(
     teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor
 ) -> Array:
-    """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
+    """Return a batch of outputs in stored form; InputError for another shape, invalid distributions, or NaN."""
     values = answer.detach().float().cpu()
     shape = _shape(questions)
     if tuple(values.shape) != (len(positions), *shape):
@@ -315,7 +321,7 @@ def _checked(
 
     flat = values.flatten(1)
     if _classifies(questions):
-        # NaN compares as false, and so is wrong as well
+        # NaN compares as false, and so is invalid as well
         wrong = ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
         problem = "values that are no probabilities that sum to 1"
         expected = "probabilities of the public classes"
@@ -335,6 +341,7 @@ def _checked(
     if _classifies(questions):
         return values.contiguous().numpy()
 
+    # in float64: float32 gives different last bits on other processors
     bound = float(torch.logit(torch.tensor(CLIP, dtype=torch.float64)))
     return values.clamp(bound, -bound).half().contiguous().numpy()
 
@@ -344,7 +351,7 @@ def _classifies(questions: Questions) -> bool:
 
 
 def _shape(questions: Questions) -> Shape:
-    """Return the shape of the answer about one item."""
+    """Return the shape of the output for one item."""
     if _classifies(questions):
         return (len(public_classes(questions.bundle)),)
 
@@ -353,7 +360,7 @@ def _shape(questions: Questions) -> Shape:
 
 @contextmanager
 def _alone(path: Path, say: Print) -> Iterator[None]:
-    """Let one process at a time ask; the others then find its answers in the cache."""
+    """Let one process at a time run the teacher; the others then find its outputs in the cache."""
     with path.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
 """MedSAM as a teacher for segmentation: SAM's ViT-B, fine-tuned by Ma et al. (Nature Communications 2024).
 
 It is read with `transformers`, from the original checkpoint (`medsam_vit_b.pth`, whose keys `renamed` translates) or
-from a folder or the hub's cache. Images are prepared as MedSAM's, not as SAM's: resized to 1024 x 1024 without regard
-to their shape, made 8-bit, scaled from their smallest to their largest value to 0..1; no mean or deviation of ImageNet.
-The prompt is one box in pixels of the file, tight around the reference mask or else the whole image. What comes out are
-probabilities of the foreground: the sigmoid comes before the resizing.
+from a folder or the hub's cache. Images are prepared as for MedSAM, not as for SAM: resized to 1024 x 1024 regardless
+of their shape, converted to 8-bit, scaled from minimum and maximum to 0..1; without ImageNet's mean or deviation.
+The prompt is one box in pixels of the file, tight around the reference mask or else the whole image. Outputs are
+probabilities of the foreground: the sigmoid precedes the resizing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RULES = {
     r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.1\.": r"\1layers.0.",
     r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.2\.": r"\1proj_out.",
 }
-"""From the names of the package segment_anything to those of transformers, in this order."""
+"""From names of the package segment_anything to those of transformers, in this order."""
 _POSITIONS = "prompt_encoder.shared_embedding.positional_embedding"
 _IMAGE_POSITIONS = "shared_image_embedding.positional_embedding"
 
@@ -80,8 +80,9 @@ class MedSAM(nn.Module):
             boxes: (B, 4): x0, y0, x1, y1 in its pixels.
             size: (H, W) of the output, the image's if None.
         """
-        side: int = self.sam.config.vision_config.image_size
+        side = self.sam.config.vision_config.image_size
         height, width = image.shape[-2:]
+        # x and y of two corners
         scale = torch.tensor([side / width, side / height] * 2, device=image.device)
         output = self.sam(
             pixel_values=prepared(image, side),
@@ -97,11 +98,11 @@ class MedSAM(nn.Module):
 
 
 def prepared(image: Tensor, side: int) -> Tensor:
-    """Return images (B, 3, H, W) in 0..255 as MedSAM takes them: (B, 3, side, side) in 0..1."""
+    """Convert images (B, 3, H, W) in 0..255 to MedSAM's input: (B, 3, side, side) in 0..1."""
     resized = nn.functional.interpolate(
         image.float(), size=(side, side), mode="bicubic", align_corners=False, antialias=True
     )
-    # as a cast to uint8, but round-off must not cost a full step
+    # like a cast to uint8, but round-off must not cost a full step
     pixels = (resized + 1e-3).clamp(0, 255).floor()
     low = pixels.amin((1, 2, 3), keepdim=True)
     high = pixels.amax((1, 2, 3), keepdim=True)
@@ -110,7 +111,7 @@ def prepared(image: Tensor, side: int) -> Tensor:
 
 
 def box_of(mask: Array) -> tuple[int, int, int, int]:
-    """Return x0, y0, x1, y1 of the tight box around a mask (H, W), its last pixels included; of all without a mask."""
+    """Return x0, y0, x1, y1 of the tight box around a mask (H, W), including its last pixels; of all without a mask."""
     rows = np.flatnonzero(mask.any(1))
     columns = np.flatnonzero(mask.any(0))
     if not len(rows):
@@ -126,7 +127,7 @@ class BoxOfMaskd(MapTransform):
     Args:
         keys: the mask.
         image: (C, H, W).
-        box: where the box goes.
+        box: key for the box.
     """
 
     def __init__(self, keys: str = "label", image: str = "image", box: str = "box") -> None:
@@ -148,10 +149,10 @@ class BoxOfMaskd(MapTransform):
 
 
 def renamed(original: Weights) -> Tensors:
-    """Return weights named as the package segment_anything does under the names of `transformers.SamModel`."""
+    """Convert names of weights from the package segment_anything to `transformers.SamModel`."""
     weights = {}
     for name, tensor in original.items():
-        # SAM's normalisation, which MedSAM does without
+        # SAM's normalisation, which MedSAM does not use
         if name in ("pixel_mean", "pixel_std"):
             continue
 
@@ -169,21 +170,20 @@ def load(source: str | Path = "", config: Any = None, *, name: str = "medsam") -
     """Read MedSAM, in evaluation mode.
 
     Args:
-        source: a checkpoint of segment_anything's layout; a folder of transformers; "" is the hub's cache.
+        source: a checkpoint in segment_anything's layout; a folder of transformers; "" is the hub's cache.
         config: a `transformers.SamConfig` of the checkpoint's sizes; default: ViT-B's.
-        name: the teacher, for error texts.
+        name: of the teacher, for error messages.
 
     Raises:
-        InputError: it is not at hand, or has other tensors.
+        InputError: it is not available, or has other tensors.
     """
     path = Path(source).expanduser() if source else None
+    ways = (
+        f"fetch {HUB} into the hub's cache where there is a network, or give the original checkpoint as "
+        f"medsam:FILE ({_WHERE}), or let a run stand in: run:DIR"
+    )
     if path:
         ways = f"see that {path} is {_WHERE}, or a folder of transformers"
-    else:
-        ways = (
-            f"fetch {HUB} into the hub's cache where there is a network, or give the original checkpoint as "
-            f"medsam:FILE ({_WHERE}), or let a run stand in: run:DIR"
-        )
 
     with at_hand(
         f"teacher {name!r}", "transformers", ways, "let a run stand in as a teacher: run:DIR"
@@ -212,7 +212,7 @@ def _from_folder(source: str) -> Any:
     else:
         sam, loading_info = kind.from_pretrained(source, output_loading_info=True)
 
-    # missing tensors would stay as they were drawn, and a warning would be all there is
+    # missing tensors would keep their random values, with only a warning
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
@@ -223,7 +223,8 @@ def _from_folder(source: str) -> Any:
 def _from_original(path: Path, config: Any) -> Any:
     import transformers
 
-    sam: Any = transformers.SamModel(config or transformers.SamConfig())
+    sam = transformers.SamModel(config or transformers.SamConfig())
+    # strict: a missing tensor would keep its random values
     sam.load_state_dict(renamed(load_pickled(path)))
     return sam
 
@@ -243,7 +244,7 @@ class MaskTeacher:
     batch_size: int = 1
 
     def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
-        """Return logits of the foreground on the public grid (B, H, W), infinite where a probability is 0 or 1."""
+        """Return logits of the foreground on the public grid (B, H, W), infinite if a probability is 0 or 1."""
         if len(questions.grid) != 2:
             raise InputError(
                 f"teacher {self.name!r} for the volumes of {questions.bundle.name!r}",
@@ -258,14 +259,14 @@ class MaskTeacher:
             channels_first = np.ascontiguousarray(np.moveaxis(picture, -1, 0))
             image = torch.from_numpy(channels_first)[None].to(self.device)
             box = torch.tensor([box_of(mask)], device=self.device)
-            probabilities: Tensor = self.network(image, box, questions.grid)
+            probabilities = self.network(image, box, questions.grid)
             logits.append(probabilities[:, 1].logit())
 
         return torch.cat(logits)
 
 
 def _with_mask(entry: Config) -> tuple[Picture, Array]:
-    """Read an image as its file has it, with its mask (H, W); the mask is empty where there is none."""
+    """Read an image at its file's size, with its mask (H, W); the mask is empty if there is none."""
     if not isinstance(entry.get("label"), str | Path):
         picture = read_picture(str(entry["image"]))
         return picture, np.zeros(picture.shape[:2], dtype=bool)
@@ -277,18 +278,19 @@ def open_medsam(name: str, where: str, bundle: Problem, device: torch.device) ->
     """Open MedSAM from the hub's cache, the original checkpoint or a folder of transformers.
 
     Raises:
-        InputError: it is not at hand, or the public data are not for segmentation.
+        InputError: it is not available, or the public data are not for segmentation.
     """
     need_task(name, bundle, "segmentation")
     network = load(where, name=name)
     side = network.sam.config.vision_config.image_size
     facts = {
-        "kind": "medsam", "classes": list(bundle.structures),
+        "kind": "medsam",
+        "classes": list(bundle.structures),
         "preprocessing": f"bicubic to {side} x {side}, 8-bit, smallest to largest value to 0..1",
         "prompt": "the tight box of the public mask, or the whole image",
         "output": "sigmoid, then bilinear to the public grid",
         "versions": versions_of("torch", "transformers"),
-    }  # fmt: skip
+    }
 
     return MaskTeacher(
         name, weights_sha256(network.state_dict()), facts, network.to(device), device

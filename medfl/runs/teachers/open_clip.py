@@ -1,14 +1,15 @@
 """CLIP and BiomedCLIP as teachers: zero-shot classifiers of the public classes, read with open_clip.
 
-An image's distribution over the classes is softmax(s <f, w_c>): f its embedding and w_c the mean of the embeddings of
-class c's prompts, both of unit norm, and s the scale that the model learned. The prompts are OpenAI's for CIFAR-10 and
-CIFAR-100; for other data those of the bundle, and OpenAI's where it has none.
+An image's distribution over the classes is softmax(s <f, w_c>), with its embedding f, the mean w_c of the embeddings
+of class c's prompts, both of unit norm, and the model's learned scale s. The prompts are OpenAI's for CIFAR-10 and
+CIFAR-100; for other data those of the bundle, or OpenAI's if it has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,21 @@ MODELS = {
     "clip-rn50x16": ("RN50x16-quickgelu", "openai"),
     "biomedclip": ("hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224", None),
 }
-"""Teacher -> open_clip's name of the model and of the weights. OpenAI's were trained with the quick GELU."""
+"""Teacher -> open_clip's names of model and weights. OpenAI's were trained with the quick GELU."""
+_FRAMES = (
+    "a photo of {a} {concept}.",
+    "a blurry photo of {a} {concept}.",
+    "a black and white photo of {a} {concept}.",
+    "a low contrast photo of {a} {concept}.",
+    "a high contrast photo of {a} {concept}.",
+    "a bad photo of {a} {concept}.",
+    "a good photo of {a} {concept}.",
+    "a photo of {a} small {concept}.",
+    "a photo of {a} big {concept}.",
+)
 PHOTO_PROMPTS = tuple(
-    frame.replace("{a}", article)
-    for article in ("a", "the")
-    for frame in (
-        "a photo of {a} {concept}.", "a blurry photo of {a} {concept}.", "a black and white photo of {a} {concept}.",
-        "a low contrast photo of {a} {concept}.", "a high contrast photo of {a} {concept}.",
-        "a bad photo of {a} {concept}.", "a good photo of {a} {concept}.", "a photo of {a} small {concept}.",
-        "a photo of {a} big {concept}.",
-    )
-)  # fmt: skip
+    frame.replace("{a}", article) for article, frame in product(("a", "the"), _FRAMES)
+)
 """The 18 templates that CLIP's authors published for CIFAR-10 and CIFAR-100."""
 _PHOTOGRAPHS = ("cifar10", "cifar100")
 _BATCH = 32
@@ -48,7 +53,7 @@ _BATCH = 32
 
 @dataclass(frozen=True, eq=False)
 class ZeroShot:
-    """A model of open_clip with a head made of prompts.
+    """A model of open_clip with a head made from prompts.
 
     Attributes:
         model: on its device, in evaluation mode.
@@ -79,7 +84,7 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     """Open a model of `MODELS` from the hub's cache, or from local weights: a file, or a folder that open_clip saved.
 
     Raises:
-        InputError: it is not at hand, or the public data are not for classification.
+        InputError: it is not available, or the public data are not for classification.
     """
     need_task(name, bundle, "classification")
     kind = name.partition(":")[0]
@@ -113,7 +118,7 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
         if path is not None and path.is_dir():
             refuse_other_folders(path)
             architecture = f"local-dir:{path.resolve()}"
-            pretrained = None
+            pretrained = None  # the folder brings its own
         elif path is not None:
             pretrained = str(path.resolve())
 
@@ -123,10 +128,15 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     model = model.to(device).eval()
     text = prompts_for(bundle)
     facts = {
-        "kind": "open_clip", "model": MODELS[kind][0], "weights": "local" if path else MODELS[kind][1] or "hub",
-        "classes": list(bundle.classes), "concepts": list(text.concepts), "prompts": list(text.prompts),
-        "preprocessing": open_clip.get_model_preprocess_cfg(model), "versions": versions_of("torch", "open_clip_torch"),
-    }  # fmt: skip
+        "kind": "open_clip",
+        "model": MODELS[kind][0],
+        "weights": "local" if path else MODELS[kind][1] or "hub",
+        "classes": list(bundle.classes),
+        "concepts": list(text.concepts),
+        "prompts": list(text.prompts),
+        "preprocessing": open_clip.get_model_preprocess_cfg(model),
+        "versions": versions_of("torch", "open_clip_torch"),
+    }
     head = zero_shot_head(model, tokenizer, text, device)
     scale = float(model.logit_scale.detach().exp())
 
@@ -136,7 +146,7 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
 
 
 def prompts_for(bundle: Problem) -> Text:
-    """Return the classes in words and the prompts that make a zero-shot head."""
+    """Return the classes in words and the prompts for a zero-shot head."""
     if "text" not in bundle.protocol:
         return Text(tuple(name.replace("_", " ") for name in bundle.classes), PHOTO_PROMPTS)
     if bundle.name in _PHOTOGRAPHS:
@@ -149,7 +159,7 @@ def prompts_for(bundle: Problem) -> Text:
 def zero_shot_head(
     model: Any, tokenizer: Callable[..., Tensor], text: Text, device: torch.device
 ) -> Tensor:
-    """Return w (C, D): of each class the mean of its prompts' embeddings, all of unit norm."""
+    """Return w (C, D): the mean of each class's prompt embeddings, all of unit norm."""
     means = []
     for prompts in text.filled():
         tokens = tokenizer(prompts).to(device)

@@ -1,4 +1,4 @@
-"""What frozen teachers are asked: the public items of a run, and how a teacher is known."""
+"""Input of frozen teachers: the public items of a run; and the interface of a teacher."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Picture = Bytes
 
 @dataclass(frozen=True)
 class Questions:
-    """The public items that teachers answer about, P of them.
+    """The public items that teachers label, P of them.
 
     Attributes:
         bundle: the public bundle, open on its data.
         section: train, validate or test.
-        indices: the items' positions in that section.
+        indices: the items' indices in that section.
         ids: their ids.
         checksum: of the data.
-        public: the same items as sites take them: their targets, and the grid of the images.
+        public: the same items as sites use them: their targets, and the grid of the images.
     """
 
     bundle: Problem
@@ -48,18 +48,17 @@ class Questions:
 
     @cached_property
     def grid(self) -> Shape:
-        """(H, W[, D]) of the images that sites take."""
+        """(H, W[, D]) of the images that sites use."""
         x, _ = self.public.at(torch.tensor([0]))
         return tuple(x.shape[2:])
 
     def entry(self, position: int) -> Config:
-        """Return an item as the data list has it: where image and label lie; InputError if it does not say so."""
+        """Return an item's data list entry, with the paths of image and label; InputError if it has none."""
         data = self.bundle.data(self.section)
 
+        item = None
         if isinstance(data, list | tuple):
             item = data[self.indices[position]]
-        else:
-            item = None
 
         if not isinstance(item, Mapping) or "image" not in item:
             raise InputError(
@@ -72,14 +71,14 @@ class Questions:
 
 
 class Teacher(Protocol):
-    """A frozen model that answers about public items.
+    """A frozen model that labels public items.
 
     Attributes:
-        name: as the user gave it.
+        name: as given by the user.
         sha256: of its weights.
-        facts: what else its answers depend on and where it comes from, as JSON: class names, prompts, pre-processing,
+        facts: what else its outputs depend on, and its origin, as JSON: class names, prompts, pre-processing,
             library versions.
-        batch_size: items that it is asked about at once.
+        batch_size: number of items processed at once.
     """
 
     @property
@@ -92,20 +91,20 @@ class Teacher(Protocol):
     def batch_size(self) -> int: ...  # noqa: D102
 
     def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
-        """Return what it says of these items.
+        """Return its outputs for these items.
 
-        In classification distributions over the public classes (B, C) float32, in segmentation logits of the
+        For classification distributions over the public classes (B, C) float32, for segmentation logits of the
         foreground (B, H, W[, D]) on the public grid.
         """
 
 
 def public_classes(bundle: Problem) -> tuple[str, ...]:
-    """Return the names of a bundle's classes; in segmentation of the mask's values."""
+    """Return the names of a bundle's classes; for segmentation of the mask's values."""
     return bundle.classes or bundle.structures
 
 
 def need_task(name: str, bundle: Problem, task: str) -> None:
-    """Raise an InputError if a teacher of one task is to answer about a bundle of another."""
+    """Raise an InputError if a teacher for one task is used on a bundle with another."""
     if bundle.task != task:
         raise InputError(
             f"teacher {name!r} for {bundle.name!r}, a {bundle.task} task",
@@ -115,13 +114,14 @@ def need_task(name: str, bundle: Problem, task: str) -> None:
 
 
 def as_picture(pixels: Array) -> Picture:
-    """Return RGB pixels (H, W, 3) as 8-bit ones; other types are scaled from their own smallest to largest value."""
+    """Return RGB pixels (H, W, 3) as 8-bit; other types are scaled from their own minimum and maximum."""
     if pixels.dtype == np.uint8:
         return pixels
 
     values = pixels.astype(np.float64)
     low = values.min()
     high = values.max()
+    # an image of one value all over becomes black
     picture: Picture = np.rint((values - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)
 
     return picture

@@ -1,7 +1,7 @@
 """Trained networks as teachers: the global model of a run, and any MONAI bundle with weights.
 
-Also the stand-in where no foundation model is at hand. Each reads the public images with its own pre-processing, the
-one that its validation or inference takes: without augmentation, at its own size.
+They are also a substitute if no foundation model is available. Each reads the public images with its own
+pre-processing, that of its validation or inference: without augmentation, at its own size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from monai.data import MetaTensor
@@ -32,7 +31,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import SampleMaker
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
-from medfl.evaluation.evaluators import ClassEvaluator
+from medfl.evaluation.evaluators import ClassEvaluator, Foreign
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
@@ -52,18 +51,18 @@ _INTERPOLATION = {2: "bilinear", 3: "trilinear"}
 class Trained:
     """A network with its own way of reading images.
 
-    In classification its output is read as `medfl.evaluation.evaluators.ClassEvaluator` reads it, as logits; in
+    For classification its output is interpreted as by `medfl.evaluation.evaluators.ClassEvaluator`, as logits; for
     segmentation as logits of one structure or of exclusive classes, background first.
 
     Attributes:
         network: on its device, in evaluation mode.
         preprocessing: data list entry -> {"image": (C, H, W[, D]), ...}.
-        open_places: lets the pre-processing read files of the public data.
+        open_places: allows the pre-processing to read files of the public data.
         inferer: (inputs, network) -> outputs of whole images.
-        ends_in_sigmoid: the network gives probabilities.
+        ends_in_sigmoid: the network returns probabilities.
         learned: ids of the items that it was trained on, of the same data set as the public data.
-        chosen_by: ids of those that chose its best round.
-        remarks: what else a user should know.
+        chosen_by: ids of those that selected its best round.
+        remarks: further notes for the user.
     """
 
     name: str
@@ -71,9 +70,9 @@ class Trained:
     facts: Config
     network: nn.Module
     device: torch.device
-    preprocessing: Callable[[Any], Any]
+    preprocessing: Callable[[Foreign], Foreign]
     open_places: Callable[[Iterable[str]], None]
-    inferer: Callable[..., Any]
+    inferer: Callable[..., Foreign]
     ends_in_sigmoid: bool = False
     learned: frozenset[str] = frozenset()
     chosen_by: frozenset[str] = frozenset()
@@ -81,7 +80,7 @@ class Trained:
     batch_size: int = _BATCH
 
     def notes(self, questions: Questions) -> list[str]:
-        """Say how many of the items it knows from its own training: what it says of these is optimistic."""
+        """Report how many of the items it was trained on: its outputs for these are optimistic."""
         notes = [*self.remarks]
         uses = {"was trained on": self.learned, "was chosen by its scores on": self.chosen_by}
         for use, ids in uses.items():
@@ -97,10 +96,10 @@ class Trained:
     def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
         """Return distributions over the classes (B, C), or logits of the foreground on the public grid."""
         images = self._images(questions, positions)
+        # images of one size go through the network together
+        batches = [image[None] for image in images]
         if len({image.shape for image in images}) == 1:
             batches = [torch.stack(images)]
-        else:
-            batches = [image[None] for image in images]
 
         if questions.bundle.task == "classification":
             return torch.cat(list(map(self._distributions, batches)))
@@ -109,7 +108,12 @@ class Trained:
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
         entries = list(map(questions.entry, positions))
         items = [{"id": questions.ids[position]} for position in positions]
-        places = [str(value) for value in _values_inside(entries) if isinstance(value, str | Path)]
+        places = []
+        for value in _values_inside(entries):
+            if isinstance(value, str | Path):
+                places.append(str(value))
+
+        # the teacher's transforms may read only the public items' own files
         self.open_places(files_of(places))
         samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
@@ -133,10 +137,9 @@ class Trained:
 
     def _distributions(self, x: Tensor) -> Tensor:
         items = [{"id": str(i)} for i in range(len(x))]
-        labels = torch.zeros(
-            len(x), dtype=torch.int64
-        )  # the evaluator takes some; they are not read
-        evaluator = ClassEvaluator(max(1, len(x)), self.ends_in_sigmoid)
+        # the evaluator needs some; they are not read
+        labels = torch.zeros(len(x), dtype=torch.int64)
+        evaluator = ClassEvaluator(batch_size=max(1, len(x)), ends_in_sigmoid=self.ends_in_sigmoid)
         shard = Shard.of(Stacked(items, x, labels), range(len(x)))
         cases = evaluator(self.network, shard, self.device)
         return cases.values["probabilities"]
@@ -154,7 +157,7 @@ class Trained:
 
 
 def _values_inside(value: object) -> Iterator[object]:
-    """Yield a value, or what a container holds."""
+    """Yield a value, or the contents of a container."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list | tuple):
@@ -167,11 +170,12 @@ def _values_inside(value: object) -> Iterator[object]:
 def foreground(logits: Tensor) -> Tensor:
     """Return the logit of "any structure" (B, H, W[, D]) from those of a network (B, K, H, W[, D]).
 
-    With one channel that is it; with more, softmax over them gives log(p_1 + ... + p_{K-1}) - log(p_0).
+    A single channel is that logit; with more, softmax over them gives log(p_1 + ... + p_{K-1}) - log(p_0).
     """
     if logits.shape[1] == 1:
         return logits[:, 0]
 
+    # the log-odds of not being background: log(sum of e^structures) - background
     return logits[:, 1:].logsumexp(1) - logits[:, 0]
 
 
@@ -179,10 +183,10 @@ def foreground(logits: Tensor) -> Tensor:
 
 
 def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Trained:
-    """Open the global model of a run's folder, of its best round where that was kept.
+    """Open the global model in a run folder, of its best round if that was kept.
 
     Raises:
-        InputError: no run or no global model there, one whose bundle has changed, or one of other classes.
+        InputError: there is no run or no global model, its bundle has changed, or it has other classes.
     """
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
@@ -200,18 +204,25 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
         ids = {str(item["id"]) for item in bundle.items(section)}
         overlaps[section] = len(ids & learned)
 
-    # the last weights were chosen by no scores
+    # no scores selected the last weights
     chosen_by = frozenset[str]()
     if stem == "best":
         chosen_by = _ids(run, run_bundle, bundle, "validate")
 
     facts = {
-        "kind": "run", "method": run.method, "bundle": run_bundle.name, "bundle_sha256": run_bundle.sha256,
-        "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
-        "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
+        "kind": "run",
+        "method": run.method,
+        "bundle": run_bundle.name,
+        "bundle_sha256": run_bundle.sha256,
+        "config": run.config,
+        "run_hash": run.run_hash,
+        "weights": stem,
+        "trained_on": run.data.source,
+        "classes": list(public_classes(bundle)),
+        "preprocessing": "validate#preprocessing of the run's bundle",
         "trained_on_public": overlaps,
         "versions": versions_of("torch", "monai"),
-    }  # fmt: skip
+    }
 
     remarks: tuple[str, ...] = ()
     if run.data.source != "real":
@@ -240,11 +251,12 @@ def bundle_of_run(
     policy: Policy | None = None,
     allow_changed: bool = False,
 ) -> Problem:
-    """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
-    if bundle_of(run) in shipped() or not run.data.folder:
-        data = {}
-    else:
-        data = {"dataset_dir": run.data.folder}
+    """Return a recorded run's bundle without its data; InputError if it has changed since (`reopened`)."""
+    data = {}
+    # a shipped bundle finds its own data
+    if bundle_of(run) not in shipped() and run.data.folder:
+        data["dataset_dir"] = run.data.folder
+
     bundle = reopened(
         run, {**run.config, **data}, device, policy, folder=folder, allow_changed=allow_changed
     )
@@ -293,17 +305,17 @@ def _global_model(
 def network_with(
     weights: Weights, bundle: Problem, method: Method, task: Task, seed: int
 ) -> nn.Module:
-    """Return a run's network with these weights; what is not among them (a fixed classifier) is drawn as in the run.
+    """Return a run's network with these weights; tensors not among them (a fixed classifier) are drawn as in the run.
 
     Raises:
-        ValueError: they are those of another network.
+        ValueError: they belong to another network.
     """
     pool = Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device)
     return pool.lease(weights)
 
 
 def _ids(run: Run, run_bundle: Problem, public: Problem, section: str) -> frozenset[str]:
-    """Return the ids of a run's items in a section; none where its data set is another than the public one."""
+    """Return the ids of a run's items in a section; none if its data set differs from the public one."""
     if run_bundle.source != public.source:
         return frozenset()
 
@@ -317,20 +329,25 @@ def _ids(run: Run, run_bundle: Problem, public: Problem, section: str) -> frozen
 def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) -> Trained:
     """Open a MONAI bundle with weights: models/model.pt for its `network_def`, or else TorchScript in models/model.ts.
 
-    Its inference configuration says how images are read (`preprocessing`) and inferred (`inferer`), its metadata what
-    the output's channels are.
+    Its inference configuration defines how images are read (`preprocessing`) and inferred (`inferer`), its metadata
+    the output's channels.
 
     Raises:
-        InputError: no such bundle or no weights in it, or one of other classes.
+        InputError: no such bundle or no weights in it, or other classes.
     """
     opened = open_inference(where, bundle.policy, device, ("pt", "ts"), f"teacher {name!r}")
     classes = opened.classes or public_classes(bundle)
     _refuse_others(name, opened.task if opened.classes else bundle.task, classes, bundle)
     facts = {
-        "kind": "bundle", "bundle": opened.root.name, "version": str(opened.described.get("version", "")),
-        "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
-        "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
-    }  # fmt: skip
+        "kind": "bundle",
+        "bundle": opened.root.name,
+        "version": str(opened.described.get("version", "")),
+        "configuration_sha256": file_sha256(opened.file),
+        "weights": opened.weights.name,
+        "classes": list(classes),
+        "preprocessing": "its inference configuration's",
+        "versions": versions_of("torch", "monai"),
+    }
     remarks: tuple[str, ...] = ()
     modules = own_modules(opened.root) if bundle.policy.runs_scripts else ()
     if modules:
@@ -340,7 +357,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
 
     return Trained(
         name,
-        file_sha256(opened.weights),
+        opened.sha256,
         facts,
         opened.network,
         device,
@@ -355,7 +372,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
 
 
 def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Problem) -> None:
-    """Raise an InputError if a teacher's task or classes are not those of the public data, in their order."""
+    """Raise an InputError if a teacher's task or classes differ from those of the public data, in order too."""
     if task != bundle.task:
         raise InputError(
             f"teacher {name!r}, a {task} model, for {bundle.name!r}, a {bundle.task} task",

@@ -1,4 +1,4 @@
-"""One step with the bundle's own network and loss, before a run writes anything: what no step can be made with."""
+"""One step with the bundle's own network and loss, before a run writes anything: detects parts that do not fit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit
 
-# of a segmentation, and of a classification: unlike most numbers of classes, that shapes fit by no accident
+# for segmentation, and for classification: unlike most class counts, so that shapes cannot match by accident
 _ITEMS = (2, 5)
 
 
 def try_training_step(federation: Federation, overrides: Mapping[str, object]) -> None:
-    """Train on a few items of a site with labels, as FedAvg would, and forget it.
+    """Train on a few items of a labelled site, as FedAvg would, and discard the result.
 
     Raises:
-        InputError: network, loss and images do not go together, or the network has not an output for each class.
+        InputError: network, loss and images do not fit together, or the network lacks an output for a class.
     """
     bundle = federation.bundle
     run = federation.run
@@ -35,8 +35,9 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
         return
 
     site = federation.site(name, 0)
+    # enough for BatchNorm, few enough for the largest volumes
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
-    # a pool of its own: the run's networks are adapted by the method, whose parts may hide the fault
+    # a pool of its own: the method adapts the run's networks, and its parts may hide the fault
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
     values = ", ".join(f"{key}={value}" for key, value in overrides.items())
@@ -52,8 +53,8 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
             with model.register_forward_hook(note_outputs):
                 fit(model, site)
     except MedflError:
-        return  # a loss that is not finite is no matter of form: the run tells it
-    except Exception as error:  # whatever a network or a loss raises
+        return  # a loss that is not finite is not a mismatch: the run reports it
+    except Exception as error:  # a network or a loss may raise anything
         raise InputError(
             f"--config {values}: a step of training fails with {as_text(root_cause(error))}",
             "network, loss and images of the bundle go together",
@@ -62,7 +63,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, object]) -
 
     is_shipped_segmentation = bundle.dataset and bundle.task == "segmentation"
     classes = bundle.structures if is_shipped_segmentation else bundle.classes
-    # two classes may share one output, a yes or no
+    # two classes may share one binary output
     allowed = {len(classes), 1} if len(classes) == 2 else {len(classes)}
     wrong = [count for count in outputs if count not in allowed]
     if classes and wrong:

@@ -1,4 +1,4 @@
-"""Workers: tasks of a federation, run in this process or in forked ones; the results do not depend on which."""
+"""Workers: a federation's tasks, run in this process or in forked ones; results do not depend on which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.message import Weights
+from medfl.core.message import Weights, byte_count
 from medfl.evaluation.tally import Tally
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
@@ -28,12 +28,12 @@ from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """`jobs` forked processes that inherited the federation with its data; with one job, this process itself.
+    """`jobs` forked processes that inherit the federation with its data; with one job, this process itself.
 
     Attributes:
-        introduced_counts: site -> number of training items, where only the site knows it; the run's record keeps it.
-        facts: site -> kind -> names: what else it told of its data there; kept in the same way.
-        tallies: site -> section -> tables of its outcomes, where they stand for its cases.
+        introduced_counts: site -> number of training items, if only the site knows it; stored in the run's record.
+        facts: site -> kind -> names: what else it reported about its data there; stored in the same way.
+        tallies: site -> section -> tables of its outcomes, if they replace its cases.
     """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -45,10 +45,10 @@ class Workers(AbstractContextManager["Workers"]):
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
     def set_deadline(self, seconds: float | None) -> None:
-        """Limit how long the sites may take for a round; None: as long as they need.
+        """Limit how long the sites may take for a round; None: no limit.
 
         Raises:
-            InputError: there is a limit, and these workers wait for each site's answer.
+            InputError: there is a limit, but these workers wait for every site's answer.
         """
         if seconds is not None:
             raise InputError(
@@ -58,20 +58,20 @@ class Workers(AbstractContextManager["Workers"]):
             )
 
     def keep_statements(self, record: Document) -> None:
-        """Keep what the sites tell of their data in the run's record, from which a resumed run goes on."""
+        """Keep the sites' statements about their data in the run's record, from which a resumed run continues."""
         self.introduced_counts = record.setdefault("told", {})
         self.facts = record.setdefault("facts", {})
 
     @property
     def overlaps(self) -> bool:
-        """Whether tasks that were started go on while others are run."""
+        """Whether started tasks continue while others are run."""
         return self._pool is not None
 
     def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Results:
-        """Run tasks and yield (position, result) as they are ready; a `FailedReply` where a site fails.
+        """Run tasks and yield (position, result) as they finish; a `FailedReply` if a site fails.
 
         `sizes` say how long each may take: the longest start first, so that none starts when all others are about to
-        end.
+        finish.
 
         Raises:
             MedflError: raised by a task of the server; RunError if a worker died.
@@ -80,7 +80,7 @@ class Workers(AbstractContextManager["Workers"]):
             yield from self._pool.start(TaskGroup(tasks, sizes))
             return
 
-        # in their order: with one worker nothing is gained by taking the longest first
+        # in order: with one worker there is no gain in taking the longest first
         for index, make in enumerate(tasks):
             task = make()
             yield index, result_or_failure(task, partial(task.run, self._federation))
@@ -92,7 +92,7 @@ class Workers(AbstractContextManager["Workers"]):
     def all(
         self, tasks: Sequence[MakeTask], shown: Callable[[Results], Results] = iter
     ) -> list[Any]:
-        """Run tasks and return their results in order; `shown` is put around them as they come."""
+        """Run tasks and return their results in order; `shown` wraps them as they arrive."""
         results = dict(shown(self.run(tasks)))
         return [results[index] for index in range(len(tasks))]
 
@@ -104,11 +104,11 @@ class Workers(AbstractContextManager["Workers"]):
         on_result: Callable[[], object],
         folder: Path,
     ) -> Results:
-        """Start tasks, and return at once an iterator that yields their results as `run` does.
+        """Start tasks, and immediately return an iterator that yields their results as `run` does.
 
-        What is run meanwhile waits until each of these tasks has a worker, and then fills the gaps. Where nothing
-        overlaps, the tasks start when the first result is asked for. `on_result` is called whenever a result has come,
-        whether or not it has been asked for; in `folder` results wait past what may stay in memory.
+        Tasks run meanwhile wait until each of these tasks has a worker, and then fill the gaps. If nothing overlaps,
+        the tasks start when the first result is requested. `on_result` is called whenever a result arrives, whether or
+        not it has been requested; results beyond what may stay in memory wait in `folder`.
         """
         if self._pool is not None:
             return self._pool.start(TaskGroup(tasks, sizes, on_result, folder))
@@ -129,26 +129,26 @@ def _notifying(results: Results, on_result: Callable[[], object]) -> Results:
         yield result
 
 
-# Forked processes that inherited a federation, and run tasks in the order in which these were started.
+# Forked processes that inherited a federation, and run tasks in the order in which they were started.
 
 
-# a message goes through shared memory if it has at most so many copies of the network, and bytes besides
+# a message goes through shared memory if it is at most this many copies of the network plus this many bytes
 _ROOM = 4
 _MORE = 2**25
 
 
 class TaskGroup:
-    """Tasks that were started together, and the answers to them that nobody has asked for yet.
+    """Tasks that were started together, and their answers that have not been requested yet.
 
     Args:
         tasks: make the tasks.
         sizes: how long each may take, in any unit: the longest is given to a worker first.
-        on_result: called whenever an answer has come.
-        folder: where answers wait past what may stay in memory; None: all stay there.
+        on_result: called whenever an answer arrives.
+        folder: where answers beyond what may stay in memory wait; None: all stay in memory.
 
     Attributes:
-        pending: (position, task) of those that no worker has, the next one last.
-        running: how many the workers are at.
+        pending: (position, task) of those without a worker, the next one last.
+        running: number of tasks that workers are running.
         unread: position, and the answer as bytes.
     """
 
@@ -170,7 +170,7 @@ class TaskGroup:
         self._stock = None if folder is None else TensorStore(folder)
 
     def put(self, index: int, answer: bytes) -> None:
-        """Keep an answer until it is asked for."""
+        """Keep an answer until it is requested."""
         tensors: Weights = {"": torch.frombuffer(bytearray(answer), dtype=torch.uint8)}
         if self._stock is not None:
             tensors = self._stock.keep(tensors)
@@ -187,7 +187,7 @@ class Pool:
     """Forked processes, which end when this one does.
 
     Only bytes travel between them (large tensors in memory that a worker shares with this process, others as NumPy
-    buffers), never file handles, so thousands of tensors need no limits raised.
+    buffers), never file handles, so thousands of tensors need no higher limits.
     """
 
     def __init__(self, federation: Federation, jobs: int) -> None:
@@ -195,13 +195,14 @@ class Pool:
         self._processes: dict[Connection, BaseProcess] = {}
         # for tasks, and for answers
         self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}
-        # groups with tasks that no worker has, the first started first
+        # groups with tasks that no worker has, oldest first
         self._queue: deque[TaskGroup] = deque()
         self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
-        # workers whose answers lie ready
+        # workers whose answers are ready
         self._ready: deque[Connection] = deque()
+        # forked, not spawned: the children share the images in memory instead of reading them again
         context = multiprocessing.get_context("fork")
-        room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
+        room = _ROOM * byte_count(federation.networks.initial) + _MORE
 
         for _ in range(jobs):
             here, there = context.Pipe()
@@ -217,7 +218,7 @@ class Pool:
     def start(self, group: TaskGroup) -> Results:
         """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
 
-        All tasks that are started later wait until each of these has a worker, and then fill the gaps.
+        All tasks started later wait until each of these has a worker, and then fill the gaps.
         """
         if group.pending:
             self._queue.append(group)
@@ -245,7 +246,7 @@ class Pool:
             group, index = self._busy.pop(link)
             # copied out of the shared memory before the worker gets its next task
             answer = self._received(link)
-            # the worker goes on while this process looks at its answer
+            # the worker continues while this process handles its answer
             group.running -= 1
             group.on_result()
             self._give(link)
@@ -253,7 +254,7 @@ class Pool:
             if group is awaited:
                 return index, answer
 
-            # as bytes, which may lie on disk until the group is asked for
+            # as bytes, which may be on disk until the group is requested
             group.put(index, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
@@ -278,7 +279,7 @@ class Pool:
             return answer
         except (EOFError, OSError) as error:
             process = self._processes[link]
-            process.join(5)  # else it has no exit code yet
+            process.join(5)  # otherwise it has no exit code yet
             raise RunError(
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
                 "the last round is kept: continue with --resume, perhaps with fewer --jobs"
@@ -295,7 +296,7 @@ class Pool:
 
 
 class _Answer(NamedTuple):
-    """What a worker sends back: the result of a task, or the error."""
+    """A worker's answer: the result of a task, or the error."""
 
     result: object
     error: Exception | None
@@ -315,10 +316,10 @@ def _serve(
     tasks: SharedBuffer,
     answers: SharedBuffer,
 ) -> None:
-    """Answer tasks until the parent closes its end or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Run tasks and answer until the parent closes its end or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # else this process would keep its siblings' pipes, and the parent's end of its own, open
+    # otherwise this process would keep its siblings' pipes, and the parent's end of its own, open
     for connection in inherited:
         connection.close()
 
@@ -338,7 +339,7 @@ def _serve(
         except MedflError as error:
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:
-            # text, since not every exception can be pickled
+            # as text, since not every exception can be pickled
             failure = _Failed(traceback.format_exc())
 
         packed = dump_shared(_Answer(result, failure), answers)
@@ -349,4 +350,4 @@ def _serve(
 
 
 class _Failed(Exception):
-    """A task failed with something that is not the user's fault; has the traceback."""
+    """A task failed for a reason that is not the user's fault; holds the traceback."""

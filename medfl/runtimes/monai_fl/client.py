@@ -1,21 +1,21 @@
 """MONAI FL: a site as a `ClientAlgo` of MONAI, for any bundle and any method.
 
-What crosses is an `ExchangeObject`. With medfl's own server its `weights` are a flat message (`Message.flat`: names
-`group/name`, numbers as `scalars/name`), made smaller as the run says, and its `statistics` have the round. With a
-plain averaging host, which knows of nothing but weights, `weights` is part of a state dict under its own names. That is
-right for the methods that keep FedAvg's server half (`medfl.methods.has_fedavg_server`), and no other is taken.
+Messages are `ExchangeObject`s. With medfl's own server, `weights` is a flat message (`Message.flat`: names
+`group/name`, numbers as `scalars/name`), compressed as the run says, and `statistics` has the round. With a plain
+averaging host, which knows only weights, `weights` is part of a state dict under its own names. That is correct for
+methods that keep FedAvg's server half (`medfl.methods.has_fedavg_server`); other methods are refused.
 
-What MONAI's own `MonaiAlgo` leaves open is settled so:
-    What leaves: the tensors that the method agreed to and none that is personal, as copies on the CPU. The number of
-        training items always comes with them.
+What MONAI's own `MonaiAlgo` leaves open is decided as follows:
+    What leaves: the tensors that the method declares, none of them personal, copied to the CPU. The number of
+        training items is always included.
     What is received: tensors and arrays, checked for names, shapes, types and finite values before use. No path and no
-        configuration: the bundle is the site's own; the host's app root and logging file are not looked at.
-    Optimiser: a new one each round; what is to last, a method keeps in the site's State. None crosses.
-    `abort` ends an evaluation as well as a training; the State stays that of the round before.
+        configuration: the bundle is the site's own; the host's app root and logging file are ignored.
+    Optimiser: a new one each round; state that must persist is kept by the method in the site's State. None is sent.
+    `abort` ends an evaluation as well as a training; the State remains that of the previous round.
     `evaluate` scores the network that the site is judged by, which may be personal.
     One pool of networks and one set of prepared images serve training, evaluation and statistics.
-With rules for what leaves (`policy.outbound`) nothing does that they do not permit; with an audit log
-(`policy.audit`) nothing comes or leaves that is not in it. Without them nothing changes.
+With rules for what leaves (`policy.outbound`), only permitted values leave; with an audit log (`policy.audit`),
+everything sent or received is logged. Without them nothing changes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import methods
+from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
+from medfl.core.mappings import map_values
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
-from medfl.evaluation import tally
-from medfl.evaluation.metrics import CasesByName, summarise
+from medfl.data.fingerprint import Fingerprint
+from medfl.evaluation import conformal, tally
+from medfl.evaluation.conformal import Scored
+from medfl.evaluation.metrics import Cases, CasesByName, summarise
 from medfl.evaluation.tally import Tally
-from medfl.policy.policy import JOBS, Outbound
+from medfl.policy.policy import JOBS, PLAN, UNNAMED_JOBS, Outbound
+from medfl.policy.suppression import LEAST
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
@@ -49,23 +54,27 @@ from medfl.runtimes.monai_fl.held import HeldSite
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
 from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, MESSAGES, TRAINING, during
-from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
+from medfl.runtimes.step import UNSENT, StepResult, introduce, score_sets, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
 HOSTS = ("medfl", "averaging")
-Extra = dict[str, Any] | None
+Extra = Document | None
 """What a host says beside a question, by MONAI's or medfl's names; each method reads only what it names."""
 ROUND = "round"
 BASE_ROUND = "kept"
 LOSS = "train_loss"
-"""Names in `statistics`: of the round that a broadcast belongs to, of the round whose State the site goes on from (that
-of its newest reply that the server took, 0 for none; not said: the newest State), and of a reply's mean training loss.
+"""Names in `statistics`: the round of a broadcast; the round whose State the site continues from (that of its newest
+reply that the server accepted, 0 for none; if missing: the newest State); and a reply's mean training loss.
 """
 SCORED_SECTIONS = "judge"
 SECTION = "section"
-"""Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
-# of each phase its kind in the audit log, and its name in error messages
+FINGERPRINT = "fingerprint"
+"""Names in `extra`: the sections on which `train` scores the trained model, the section that `evaluate` uses, and
+the request for the site's fingerprint instead of statistics."""
+_SETS = ("validate", "half", "test")
+"""Parts of a site's items, for `Kind.sets`."""
+# phase -> its kind in the audit log, and its name in error messages
 _PHASES = {
     FlPhase.TRAIN: ("train", "training"),
     FlPhase.EVALUATE: ("evaluate", "evaluation"),
@@ -77,25 +86,25 @@ _PHASES = {
 class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     """One site, driven by any host that drives a `ClientAlgo`.
 
-    `get_weights` gives the newest that the site has to say: before its first training what the method introduces it
-    with, or with a plain averaging host the run's initial weights; then the reply of its last training.
+    `get_weights` returns the newest message: before the first training the method's introduction of the site, or with a
+    plain averaging host the run's initial weights; then the reply of the last training.
 
     Args:
-        federation: the run with this site's images in it, or what makes it when the site is initialized, or a site
+        federation: the run with this site's images, or a function that makes it when the site is initialized, or a site
             whose work is done elsewhere (`HeldSite`).
-        name: the site's name in it; "" takes the host's `ExtraItems.CLIENT_NAME`.
-        folder: where the State lasts; without one, in memory.
-        host: "medfl", or "averaging" for a host that averages weights and knows of no method.
+        name: the site's name in it; "" uses the host's `ExtraItems.CLIENT_NAME`.
+        folder: where the State is stored; without one, in memory.
+        host: "medfl", or "averaging" for a host that averages weights and knows no methods.
         outbound: rules for what leaves; None or the default ones: what the method sends.
         audit: file of the site's audit log; None: no log.
-        jobs: what the site is there for, of `medfl.policy.policy.JOBS`; none named: any.
-        say: where it is told, after each reply, what all replies together tell of the images.
+        jobs: permitted purposes of the site, of `medfl.policy.policy.JOBS`; if none: `UNNAMED_JOBS`.
+        say: reports, after each reply, the cumulative privacy loss of all replies.
 
     Attributes:
-        states: where the State is.
-        cases: section -> outcomes of the trained model, for the sections that `train` was asked to score, or of the
-            one that `evaluate` was; they stay here.
-        renewed: whether the last training left a State.
+        states: the stored State.
+        cases: section -> outcomes of the trained model, for the sections that `train` was asked to score, or the one
+            that `evaluate` was; they stay here.
+        renewed: whether the last training produced a State.
 
     Raises:
         InputError: there is no such kind of host.
@@ -131,9 +140,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._reply: ExchangeObject | None = None
 
     def initialize(self, extra: Extra = None, states: States | None = None) -> None:
-        """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
+        """Prepare the site; from `extra` only `ExtraItems.CLIENT_NAME` is read.
 
-        `states` stand in for the folder.
+        `states` replace the folder.
 
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
@@ -157,6 +166,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._training_begun = False
         self._view = view
         if self.folder is not None:
+            # another run's State is of another network
             path = Path(self.folder) / view.run_hash[:16] / safe_file_name(name)
             self.states = StatesInFolder(path, view.device)
 
@@ -167,12 +177,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._guard.open_account(name, view.run.data.folder)
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Document:
         """The site, its last round, and what it has told so far of its images: None without rules for what leaves."""
         return {"site": self.name, "round": self.states.last, "privacy": self._guard.privacy}
 
     def train(self, data: ExchangeObject, extra: Extra = None) -> None:
-        """Train for one round; `get_weights` then has the reply.
+        """Train for one round; `get_weights` then returns the reply.
 
         `extra["judge"]` names sections on which the trained model is scored.
 
@@ -207,10 +217,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self.renewed = bool(state)
 
     def get_weights(self, extra: Extra = None) -> ExchangeObject:
-        """Return the newest that the site has to say, with the number of its training items in `statistics`.
+        """Return the newest message, with the number of the site's training items in `statistics`.
 
         Raises:
-            InputError: a best or final model is asked for.
+            InputError: a best or final model is requested.
             RunError: the last training failed or was aborted.
         """
         view = self._ready()
@@ -234,7 +244,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: Extra = None) -> ExchangeObject:
-        """Return the metrics of the network that the site is judged by, on its own items; `cases` has the outcomes.
+        """Return the metrics, on the site's own items, of the network it is judged by; `cases` has the outcomes.
 
         `extra["section"]` may be train, validate (default) or test.
 
@@ -245,15 +255,46 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"one of {', '.join(SECTIONS)}", "choose one")
         self.cases = self.visit(score_site, data, (section,), counted=False)
-        return ExchangeObject(metrics=summarise(self._ready().told(self.cases[section])))
+        return ExchangeObject(metrics=self.metrics_of(self.cases[section]))
+
+    def metrics_of(self, cases: Cases) -> Metrics:
+        """Return the metrics of outcomes, including the bundle's own."""
+        return summarise(self._ready().told(cases))
 
     def examine(self, data: ExchangeObject, sections: Sequence[str]) -> dict[str, Tally]:
-        """Return what the site may tell of a received model on its own items: section -> tables.
+        """Return the releasable evaluation of a received model on the site's items: section -> tables.
 
         Raises:
-            RunError: as `visit`.
+            RunError: as for `visit`.
         """
-        tables: dict[str, Tally] = self.visit(score_site, data, sections, tallied=True)
+
+        def outcome_tables(cases: CasesByName) -> dict[str, Tally]:
+            tables = {}
+            for section, outcome in cases.items():
+                table = tally.of(self._ready().told(outcome))
+                tables[section] = tally.released(table, self._guard.min_count)
+
+            return tables
+
+        tables: dict[str, Tally] = self.visit(score_site, data, sections, tables_of=outcome_tables)
+        return tables
+
+    def calibrate(self, data: ExchangeObject, scores: int = 0) -> dict[str, Tally]:
+        """Return tables for calibrating and evaluating a received model (`conformal.tables_of`).
+
+        "validate" and "test" have a table "sets"; if the site has no validation items, "test" also has "half". A host
+        computes thresholds from all sites' tables with `runs.calibrate.Calibration`. `scores` is an index in
+        `Kind.set_scores`.
+
+        Raises:
+            RunError: as for `visit`.
+        """
+
+        def set_tables(cases: CasesByName) -> dict[str, Tally]:
+            parts = map_values(Scored.from_cases, cases)
+            return conformal.tables_of(parts, self._guard.min_count)
+
+        tables: dict[str, Tally] = self.visit(score_sets, data, _SETS, scores, tables_of=set_tables)
         return tables
 
     def visit(
@@ -263,17 +304,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         *rest: Any,
         part: str = EVALUATION,
         counted: bool = True,
-        tallied: bool = False,
+        tables_of: Callable[[CasesByName], dict[str, Tally]] | None = None,
     ) -> Any:
-        """Call a function of `step` at this site with its State and what the server says; nothing is kept or sent.
+        """Call a function of `step` at this site with its State and the server's message; nothing is kept or sent.
 
-        It is called as (federation, round, name, State, message, *rest). The caller tells metrics of what it gets, and
-        with `counted` of how many items they are: these have to be permitted where the site has rules for what leaves,
-        and stand in its audit log. With `tallied` the tables of the outcomes are returned, without cells that are too
-        small.
+        It is called as (federation, round, name, State, message, *rest). The caller releases metrics of the result and,
+        with `counted`, the number of items: if the site has rules for what leaves, these must be permitted, and they
+        appear in its audit log. If `tables_of` is given, its tables are released instead of the outcomes.
 
         Raises:
-            RunError: what was received is not what the method expects, the function fails, or that may not leave.
+            RunError: what was received is not what the method expects, the function fails, or the result may not leave.
         """
         view = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
@@ -282,27 +322,29 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 state = self._state(round_, base)
 
             result = self._call_step(part, function, round_, state, received, *rest)
-            if tallied:
-                for section, cases in result.items():
-                    table = tally.of(view.told(cases))
-                    result[section] = tally.released(table, self._guard.min_count)
+            if tables_of is not None:
+                result = tables_of(result)
 
+            # in the log the round is the server's, not the one counted here
             activity = Activity(activity.kind, round_)
-            self._guard.check_scores(
-                activity, function.__name__, result, state, counted, view.is_held_out
-            )
+            self._guard.check_scores(activity, function.__name__, result, state, counted, view)
             return result
 
     def get_data_stats(self, extra: Extra = None) -> ExchangeObject:
         """Return counts and statistics of the training ("train") and validation ("eval") images (`data_stats`).
 
+        With `extra["fingerprint"]` return the site's fingerprint instead (`fingerprint`).
+
         Args:
-            extra: with `FlStatistics.HIST_BINS` and `FlStatistics.HIST_RANGE` there are histograms too. A site with a
-                least count has one choice of bins, the bundle's own: the difference of two tells of single images.
+            extra: `FlStatistics.HIST_BINS` and `FlStatistics.HIST_RANGE` add histograms. A site with a minimum count
+                allows only the bundle's own bins: the difference of two choices could reveal single images.
 
         Raises:
-            InputError: the bins are not valid, or not the site's own.
+            InputError: the bins are invalid, or not the site's own.
         """
+        if (extra or {}).get(FINGERPRINT):
+            return ExchangeObject(statistics=self.fingerprint().document())
+
         view = self._ready()
         bins = Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
@@ -310,17 +352,30 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self._guard.check_statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
+    def fingerprint(self) -> Fingerprint:
+        """Return what `medfl site fingerprint` shows of the bundle's data, if `jobs` includes `plan`.
+
+        Raises:
+            InputError: the site does not accept such a job, or has too few cases.
+            RunError: the fingerprint may not leave.
+        """
+        view = self._ready()
+        with self._busy(FlPhase.GET_DATA_STATS, self.states.last, PLAN) as activity:
+            least = max(LEAST, self._guard.min_count)
+            gather = partial(view.fingerprint, least)
+            return self._guard.fingerprint(activity, view.run.bundle_sha256, gather)
+
     def abort(self, extra: Extra = None) -> None:
-        """Stop, from another thread, what is going on: it ends with `Aborted` before its next batch."""
+        """Stop the current work from another thread: it ends with `Aborted` before its next batch."""
         if self.phase != FlPhase.IDLE:
             self._stop.set()
 
     def log_failure(self, kind: str, error: BaseException) -> None:
-        """Write what went wrong with a question into the audit log, unless it stands there already."""
+        """Log a failed request in the audit log, unless it is already there."""
         self._guard.log_failure(Activity(kind, self.states.last), error)
 
     def finalize(self, extra: Extra = None) -> None:
-        """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
+        """Stop the current work and release everything but a State in a folder; `initialize` starts again."""
         self.abort()
         if self._view is not None:
             self._view.close()
@@ -336,16 +391,19 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         return self._view
 
     @contextmanager
-    def _busy(self, phase: FlPhase, round_: int) -> Iterator[Activity]:
+    def _busy(self, phase: FlPhase, round_: int, kind: str = "") -> Iterator[Activity]:
         """Be in a phase, which `abort` can end, in the round that the site counts itself."""
+        # an abort of what went before ends nothing of this
         self._stop.clear()
         self.phase = phase
-        activity = Activity(_PHASES[phase][0], round_)
+        activity = Activity(kind or _PHASES[phase][0], round_)
+        jobs = self.jobs or UNNAMED_JOBS
         try:
-            if self.jobs and activity.kind in JOBS and activity.kind not in self.jobs:
-                allowed = f"{' and '.join(self.jobs)}, as its policy says"
+            if activity.kind in JOBS and activity.kind not in jobs:
                 raise InputError(
-                    f"site {self.name!r}: {activity.kind}", allowed, "ask its administrator"
+                    f"site {self.name!r}: {activity.kind}",
+                    f"{' and '.join(jobs)}, as its policy says",
+                    "ask its administrator",
                 )
             yield activity
         except Aborted as error:
@@ -358,23 +416,24 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             self.phase = FlPhase.IDLE
 
     def _call_step(self, part: str, function: Callable[..., Any], round_: int, *rest: Any) -> Any:
-        """Call a function of `step`; what it raises is told in one line."""
+        """Call a function of `step`; report an exception in one line."""
         view = self._ready()
         try:
             with during(part):
                 result = view.call(function, round_, *rest)
         except MedflError:
             raise
-        except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
+        # A message may be well formed and still not be what the method expects.
+        except Exception as error:
             doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
             raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
 
-        # told to stop after the last batch, or where the method caught what `abort` raised
+        # told to stop after the last batch, or while the method caught the exception of `abort`
         view.go_on()
         return result
 
     def _state(self, newest: int, base: int | None) -> State | None:
-        """Return the State of round `base`; where the host does not say, the newest up to a round."""
+        """Return the State of round `base`; if the host does not give it, the newest up to a round."""
         try:
             if base is None:
                 return self.states.newest(newest)
@@ -388,7 +447,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _decoded(
         self, view: SiteEnd, data: ExchangeObject, activity: Activity
     ) -> tuple[int, int | None, Message]:
-        """Return the round, which the site counts itself where the host does not, its State's, and the message."""
+        """Return the round (counted by the site if the host does not give it), that of its State, and the message."""
         with during(MESSAGES):
             require = view.rules.require
             with errors_safe_to_send():
@@ -426,7 +485,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             return round_, base, received
 
     def _as_message(self, arrived: Mapping[str, object]) -> Message:
-        """Return what came as the message that it is."""
+        """Return the received values as the message that they are."""
         tensors: Tensors = {}
         for name, value in arrived.items():
             if not isinstance(value, Tensor):
@@ -442,7 +501,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _reply_of(
         self, view: SiteEnd, round_: int, step: StepResult, received: Message
     ) -> tuple[ExchangeObject, State]:
-        """Return what leaves after a step, and the State with what was left out of it."""
+        """Return what leaves after a step, and the State with the error feedback of compression."""
         seed = view.message_seed(round_)
         activity = Activity("train", round_)
         samples = view.training_items
@@ -452,11 +511,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
         unsent = step.state.get(UNSENT, {})
 
-        # what earlier rounds left is part of the change that is clipped
+        # the residual of earlier rounds is part of the change that is clipped
         if self._guard.clips_or_noises and unsent:
             reply = _added(reply, unsent)
             unsent = {}
 
+        # privacy before compression: whatever that rounds has its noise already
         reply = self._guard.reply(reply, received, samples)
         wire, unsent = view.wire_compression.reply(reply, received, seed, unsent)
         state = dict(step.state)
@@ -473,7 +533,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _outgoing(
         self, view: SiteEnd, message: Message, numbers: Mapping[str, object], activity: Activity
     ) -> ExchangeObject:
-        """Return a message as it leaves; for a plain averaging host its weights alone."""
+        """Return a message as it leaves; for a plain averaging host only its weights."""
         samples = view.training_items
         values = {**numbers, FlStatistics.DATA_COUNT: samples}
         if self.host == "averaging":
@@ -486,7 +546,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
 
 def _added(reply: Message, unsent: Weights) -> Message:
-    """Return a reply whose weights have the error feedback in them."""
+    """Return a reply with the error feedback added to its weights."""
     if "weights" not in reply:
         return reply
 
@@ -498,13 +558,13 @@ def _added(reply: Message, unsent: Weights) -> Message:
 
 
 def exchange_object(tensors: Weights, numbers: Mapping[str, object]) -> ExchangeObject:
-    """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
+    """Return what is sent: tensors copied to the CPU, since a network's own tensors keep changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))
 
 
 def refuse_other_servers(federation: Federation) -> None:
-    """Raise an InputError if averaging weights is not all that the run's server does."""
+    """Raise an InputError if the run's server does more than average weights."""
     run = federation.run
     if not methods.has_fedavg_server(federation.method):
         raise InputError(

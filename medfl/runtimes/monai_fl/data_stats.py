@@ -1,8 +1,8 @@
-"""Statistics of a site's images: counts, and of each channel mean, deviation and histogram.
+"""Statistics of a site's images: counts, and per channel mean, standard deviation and histogram.
 
-They have the names and places that MONAI FL gives them. The images are those that networks get, after the bundle's
-transforms. With a least count no number is told of fewer images: it is None, or the part has no statistics of images.
-Without one no number is of a single image, unless a section has only one.
+Names and places are those of MONAI FL. The images are the network's inputs, after the bundle's transforms. With a
+minimum count, no number is released for fewer images: it is None, or the part has no image statistics. Without
+one, no number is about a single image, unless a section has only one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOTAL = "total_data"
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins of a histogram: so many of equal width from `low` to `high`."""
+    """The bins of a histogram: this many of equal width from `low` to `high`."""
 
     number: int
     low: float
@@ -45,10 +45,10 @@ class Bins:
 
     @classmethod
     def of(cls, extra: Config) -> Bins | None:
-        """Read what a host asks for, None if it asks for no histograms.
+        """Read a host's request, None if it asks for no histograms.
 
         Raises:
-            InputError: the number of bins is below 1, or their range is no two finite numbers, the lower first.
+            InputError: the number of bins is below 1, or their range is not two finite numbers in ascending order.
         """
         number = extra.get(_BINS)
         limits = extra.get(_RANGE)
@@ -59,7 +59,7 @@ class Bins:
             low, high = map(float, limits or ())
             bins = cls(int(number or 0), low, high)
         except (TypeError, ValueError):
-            bins = cls(0, 0, 0)
+            bins = cls(0, 0, 0)  # told below
 
         if bins.number < 1 or not -float("inf") < bins.low < bins.high < float("inf"):
             raise InputError(
@@ -72,7 +72,7 @@ class Bins:
 
     @classmethod
     def own(cls, metadata: Config) -> Bins | None:
-        """Return those that a bundle has by its metadata.json, over the range of the network's inputs; None: none."""
+        """Return a bundle's bins from its metadata.json, over the range of the network's inputs; None: none."""
         limits = value_range(metadata)
         if limits is None:
             return None
@@ -81,17 +81,17 @@ class Bins:
 
     @property
     def edges(self) -> list[float]:
-        """The ends of the bins, one more than there are bins."""
+        """The edges of the bins, one more than there are bins."""
         edges: list[float] = np.linspace(self.low, self.high, self.number + 1).tolist()
         return edges
 
     def count(self, row: Floats) -> Integers:
-        """Return how many numbers of a row lie in each bin; those outside are left out."""
+        """Return how many numbers of a row are in each bin; numbers outside are ignored."""
         return np.histogram(row, self.number, (self.low, self.high))[0].astype(np.int64)
 
 
 def value_range(metadata: Config) -> Any:
-    """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
+    """Return the range of a network's inputs from metadata.json, None if it is not given."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
     for entry in inputs.values():
         if isinstance(entry, Mapping):
@@ -102,15 +102,15 @@ def value_range(metadata: Config) -> Any:
 
 @dataclass
 class Sums:
-    """What adds up over images and sections, of each channel (C,) or (C, bins).
+    """Sums that add over images and sections, per channel (C,) or (C, bins).
 
     Attributes:
         numbers: pixels or voxels of one channel.
         total, square: sums of their values and of the squares.
         counts: of the histogram.
-        images: how many images have a number in a bin.
-        shares: sums over images of the share of their numbers in a bin, in thousandths that are rounded down: an image
-            adds at most 1000 to a row.
+        images: number of images with a value in a bin.
+        shares: sums over images of the share of their values in a bin, in thousandths rounded down: an image adds at
+            most 1000 to a row.
     """
 
     numbers: int
@@ -127,15 +127,15 @@ class Sums:
 
     @property
     def mean(self) -> list[float]:
-        """Of each channel."""
+        """Mean per channel."""
         values: list[float] = (self.total / self.numbers).tolist()
         return values
 
     @property
     def deviation(self) -> list[float]:
-        """Of each channel, of the population."""
+        """Population standard deviation per channel."""
         mean = self.total / self.numbers
-        # rounding may put the variance of a constant channel below 0
+        # rounding may make the variance of a constant channel negative
         variance = np.maximum(self.square / self.numbers - np.square(mean), 0)
         deviations: list[float] = np.sqrt(variance).tolist()
         return deviations
@@ -143,13 +143,16 @@ class Sums:
 
 def sums(x: Tensor, bins: Bins | None) -> Sums:
     """Return the sums over a batch of images (B, C, ...)."""
+    # (B, C, ...) -> (C, values of all images)
     rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
     counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
         pixels = rows.shape[1] // len(x)
+        # (C, B, bins)
         histograms = np.apply_along_axis(bins.count, 2, rows.reshape(len(rows), len(x), pixels))
         counts = histograms.sum(1)
         present = (histograms > 0).sum(1)
+        # thousandths of each image's pixels, in whole numbers: their sums are exact
         shares = (1000 * histograms // pixels).sum(1)
 
     return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
@@ -162,9 +165,9 @@ def statistics(
 
     Args:
         parts: name -> items.
-        task: tells the classes; for a classification with names of classes there are counts of these.
-        bins: of histograms, numbers outside of them left out; None for no histograms.
-        least: counts below it are None, and enough others that they do not follow from sums.
+        task: determines the classes; for a classification with class names, they are counted.
+        bins: of histograms, values outside are ignored; None for no histograms.
+        least: counts below it are None, and enough others that they cannot be computed from sums.
     """
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
     total = _total(sums_of_parts.values())
@@ -181,10 +184,10 @@ def statistics(
 
 
 def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
-    """Return the sums over a shard's images, None where there are none."""
+    """Return the sums over a shard's images, None without images."""
     of_batches = []
     for x, _ in shard.batches(_BATCH):
-        # several images an item have no common channels
+        # several images per item have no common channels
         if not isinstance(x, Tensor):
             return None
         of_batches.append(sums(x, bins))
@@ -193,7 +196,7 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
 
 
 def _total(addends: Iterable[Sums | None]) -> Sums | None:
-    """Return the sum of those that are there, in their order; None of none."""
+    """Return the sum of the existing addends, in order; None without any."""
     present = [addend for addend in addends if addend is not None]
     return reduce(Sums.add, present) if present else None
 
@@ -228,7 +231,7 @@ def _images(total: Sums, bins: Bins | None) -> Document:
 
 
 def _suppress(result: Document, sums_of_parts: Mapping[str, Sums | None], least: int) -> None:
-    """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
+    """Remove what covers fewer than `least` images from the parts, and from the total what would reveal it."""
     parts = [result[part] for part in sums_of_parts]
     for part, part_sums in zip(parts, sums_of_parts.values(), strict=True):
         if "class_counts" in part:
@@ -243,7 +246,7 @@ def _suppress(result: Document, sums_of_parts: Mapping[str, Sums | None], least:
             hidden = hidden_bins(part_sums.images[channel].tolist(), least)
             histogram["counts"] = _without(histogram["counts"], hidden)
 
-    # a number of all together, less that of one part, is that of the other
+    # the total minus one part is the other part
     total = result[_TOTAL]
     if any(part["data_count"] is None for part in parts):
         total["data_count"] = None
@@ -260,5 +263,5 @@ def _suppress(result: Document, sums_of_parts: Mapping[str, Sums | None], least:
 
 
 def _without(counts: Sequence[int], hidden: Sequence[bool]) -> list[int | None]:
-    """Return a histogram with None in its hidden bins."""
+    """Return a histogram with None in its suppressed bins."""
     return [None if hide else count for hide, count in zip(hidden, counts, strict=True)]

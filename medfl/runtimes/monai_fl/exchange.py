@@ -1,4 +1,4 @@
-"""A simulation whose sites are `ClientAlgo`s of MONAI FL, in this one process: `--runtime monai-fl`."""
+"""A simulation whose sites are `ClientAlgo`s of MONAI FL, all in this process: `--runtime monai-fl`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from medfl.storage.files import State, load_state, save_state, to_device
 
 
 class Exchange(Workers):
-    """What a `Simulator` runs its tasks with: sites that are `MedflClientAlgo` objects of this process.
+    """Runs the tasks of a `Simulator`: its sites are `MedflClientAlgo` objects in this process.
 
-    A visit to a site is what a host of MONAI FL does: initialize, train and get_weights, or evaluate, and finalize. All
-    that server and site say to each other are `ExchangeObject`s; only the outcomes of single cases, which a simulation
-    shows, are read off the site. The States are in the run folder, as the simulator's.
+    A visit to a site consists of the calls of a MONAI FL host: initialize, train and get_weights, or evaluate, and
+    finalize. Server and site exchange only `ExchangeObject`s; outcomes of single cases, which a simulation shows, are
+    read from the site directly. The States are in the run folder, as with the simulator.
     """
 
     def __init__(self, federation: Federation, jobs: int = 1) -> None:
@@ -57,7 +57,7 @@ class Exchange(Workers):
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
     def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Results:
-        """Run tasks one after the other and yield (position, result)."""
+        """Run tasks one after another and yield (position, result)."""
         for index, make in enumerate(tasks):
             task = make()
             yield index, result_or_failure(task, partial(self._run, task))
@@ -104,7 +104,7 @@ class Exchange(Workers):
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _evaluate(self, task: ScoreSite) -> CasesByName:
-        """Have a site evaluate a model, a section at a time."""
+        """Have a site evaluate a model, one section at a time."""
         cases: CasesByName = {}
         data, _ = self._sent(task)
         states = _TaskStates(task, None, self._federation.networks.device)
@@ -116,7 +116,7 @@ class Exchange(Workers):
         return cases
 
     def _visit(self, task: RoundTask) -> Any:
-        # nothing is trained for good, so no State is written
+        # the training is discarded, so no State is written
         states = _TaskStates(task, None, self._federation.networks.device)
         data, _ = self._sent(task)
         with self._at(task.site, states) as site:
@@ -124,7 +124,7 @@ class Exchange(Workers):
 
     @contextmanager
     def _at(self, name: str, states: States) -> Iterator[MedflClientAlgo]:
-        """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
+        """Visit a site; its memory is released afterwards, since there may be thousands."""
         site = self.sites[name]
         with during(f"site {name}"):
             site.initialize({ExtraItems.CLIENT_NAME: name}, states)
@@ -134,7 +134,7 @@ class Exchange(Workers):
                 site.finalize()
 
     def _sent(self, task: RoundTask) -> tuple[ExchangeObject, int]:
-        """Return a broadcast as it crosses, and its bytes."""
+        """Return a broadcast as it is sent, and its bytes."""
         with during(MESSAGES):
             wire = self._federation.compress_broadcast(task.round, task.site, task.broadcast)
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
@@ -144,7 +144,7 @@ class Exchange(Workers):
 
 
 class _TaskStates(States):
-    """A site's State in the files of the run folder that a task names; `written` tells whether there is a new one."""
+    """A site's State in the run folder's files that a task names; `written` tells whether there is a new one."""
 
     def __init__(self, task: RoundTask, new_state: Path | None, device: torch.device) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _TaskStates(States):
 
         return to_device(load_state(self._old.path), self._device)
 
-    of = newest
+    of = newest  # a task names the one State that there is
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
         if state and self._new is not None:

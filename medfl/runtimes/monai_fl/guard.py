@@ -1,6 +1,6 @@
-"""A site's guard: its rules for what leaves (`policy.gate`) and its audit log (`policy.audit`), where it has any.
+"""A site's guard: its optional rules for what leaves (`policy.gate`) and its audit log (`policy.audit`).
 
-Without rules every message passes as it is, without a log nothing is written.
+Without rules every message passes unchanged, without a log nothing is written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from medfl.core.documents import Document
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
 from medfl.core.terminal import Print
+from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers
 from medfl.policy.gate import Gate
 from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, account_file
+from medfl.runtimes.monai_fl.view import SiteEnd
 from medfl.runtimes.step import UNSENT, StepResult
-from medfl.storage.files import State
+from medfl.storage.files import State, write_json
 from medfl.storage.run_folder import safe_file_name
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a site is doing: kind (train, evaluate, introduce, statistics) and round."""
+    """A site's current activity: kind (train, evaluate, introduce, statistics, plan) and round."""
 
     kind: str
     round: int
@@ -43,12 +45,12 @@ def in_words(error: BaseException) -> str:
 
 
 class Guard:
-    """Checks and logs whatever enters or leaves a site.
+    """Checks and logs everything that enters or leaves a site.
 
-    Without a folder the account of the site's privacy lasts in memory; the site may be "" until `open_account`.
+    Without a folder the site's privacy account is in memory; the site may be "" until `open_account`.
 
     Attributes:
-        min_count: of statistics, counts below it are not told.
+        min_count: for statistics; smaller counts are suppressed.
 
     Raises:
         InputError: the log cannot be written.
@@ -71,15 +73,15 @@ class Guard:
         self.min_count = self._rules.min_count
 
     def open_account(self, site: str, data: str) -> None:
-        """Say which site it is, and of which data folder, on whose account all jobs spend.
+        """Set the site and its data folder, whose account all jobs are charged to.
 
         Raises:
-            InputError: epsilon is to be told, but its library is not installed.
-            RunError: the account of the site's privacy cannot be read.
+            InputError: epsilon is to be reported, but its library is not installed.
+            RunError: the site's privacy account cannot be read.
         """
         if self._log is not None:
             self._log.site = site
-        # once for all visits: what a site tells adds up
+        # once for all visits: privacy loss adds up
         if self._rules != Outbound() and self._gate is None:
             file = None
             site_file = None
@@ -88,7 +90,7 @@ class Guard:
                 file = account_file(self._folder, data) if data else site_file
 
             account = Account.open(file, self._rules.delta)
-            # accounts were of a site before they were of the data that several jobs use
+            # older accounts belonged to a site instead of data that several jobs use
             if site_file is not None and site_file != file:
                 account.merge_site_account(site_file)
 
@@ -96,7 +98,7 @@ class Guard:
 
     @property
     def privacy(self) -> Document | None:
-        """What the site has told so far, None without rules."""
+        """The site's release so far, None without rules."""
         if self._gate is None:
             return None
 
@@ -104,7 +106,7 @@ class Guard:
 
     @property
     def clips_or_noises(self) -> bool:
-        """Whether changes of the weights are clipped or noised."""
+        """Whether changes of the weights are clipped or get noise."""
         return self._rules.clip is not None or self._rules.noise is not None
 
     @property
@@ -115,10 +117,10 @@ class Guard:
     # What comes
 
     def admit_received(self, activity: Activity, message: Callable[[], Message]) -> None:
-        """Write down what came; before a training, charge its reply to the account.
+        """Log what was received; before a training, charge its reply to the account.
 
         Raises:
-            RunError: it is beyond the budget.
+            RunError: it exceeds the budget.
         """
         if self._log is not None:
             self._add(activity, "came", describe_message(message()))
@@ -126,8 +128,8 @@ class Guard:
             self._gate.charge_noised_reply()
 
     def log_failure(self, activity: Activity, why: BaseException) -> None:
-        """Write down what went wrong, once, with the id that the server may be told of it."""
-        # an error passes here at each level that it is raised through
+        """Log a failure once, with the id that may be reported to the server."""
+        # an error passes here at each level through which it propagates
         if self._log is not None and why is not self._written:
             self._written = why
             self._add(activity, "refused", {"reason": in_words(why), "failure": error_id(why)})
@@ -135,7 +137,7 @@ class Guard:
     # What leaves
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
-        """Return a reply as it may leave, before it is made smaller."""
+        """Return a reply as it may leave, before compression."""
         if self._gate is None:
             return message
 
@@ -149,7 +151,7 @@ class Guard:
         return self._gate.allowed_numbers(numbers, *optional)
 
     def charge_reply(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
-        """Charge a reply that is about to leave to the account, and say so; `wire` is the reply compressed.
+        """Charge a reply to the account before it leaves, and report it; `wire` is the compressed reply.
 
         Raises:
             RunError: it is too large.
@@ -164,9 +166,9 @@ class Guard:
     def admit_sent(
         self, activity: Activity, wire: Message, numbers: Mapping[str, object], *, from_images: bool
     ) -> None:
-        """Check an introduction that is about to leave; write down any message.
+        """Check an introduction before it leaves; log any message.
 
-        `from_images`: an introduction depends on the site's images; `numbers` are those beside the message.
+        `from_images`: the introduction depends on the site's images; `numbers` are those beside the message.
 
         Raises:
             RunError: it may not leave; names what.
@@ -187,12 +189,12 @@ class Guard:
         metrics: object,
         state: State | None,
         counted: bool,
-        is_held_out: Callable[[str], bool],
+        view: SiteEnd,
     ) -> None:
-        """Check and write down what the caller of a visit may tell: metrics, tables, or in a simulation what it shows.
+        """Check and log what the caller of a visit may release: metrics, tables, or in a simulation what it shows.
 
-        `counted` says whether the number of each section's items is told beside its metrics, `is_held_out` of a section
-        whether it is shown to have none of the training images.
+        `counted`: the number of each section's items is released with its metrics. `view` returns what is released
+        about outcomes, and whether a section is shown to share no image with the training images.
 
         Raises:
             RunError: it may not leave.
@@ -214,26 +216,55 @@ class Guard:
         if self._gate is not None or self._log is not None:
             values: dict[str, object] = {}
             for section, outcome in cases.items():
-                numbers_of_section: Mapping[str, object] = {}
+                numbers_of_section: Mapping[str, object] = outcome
                 if isinstance(outcome, Cases):
-                    numbers_of_section = summarise(outcome)
+                    numbers_of_section = summarise(view.told(outcome))
                     if counted and len(outcome):
                         values[f"{section}/cases"] = len(outcome)
-                else:
-                    numbers_of_section = outcome
 
                 for name, value in numbers_of_section.items():
                     values[f"{section}/{name}"] = _plain(value)
 
-            # noise protects the training images: metrics of a model that never saw them need none
+            # noise protects the training images: metrics of a model on images it never saw need none
             trained_before = bool(set(state or {}) - {UNSENT})
             from_images = (
-                trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
+                trained or trained_before or (self.noises and not all(map(view.is_held_out, cases)))
             )
             self._numbers(activity, "metrics", values, from_images=from_images)
 
+    def fingerprint(
+        self, activity: Activity, bundle: str, gather: Callable[[float], Fingerprint]
+    ) -> Fingerprint:
+        """Return a site's fingerprint, checked and logged; noise is drawn once per bundle hash.
+
+        Raises:
+            RunError: it may not leave.
+        """
+        epsilon = self._rules.fingerprint_epsilon
+        if epsilon is None:
+            answer = gather(0.0)
+            self._numbers(activity, "fingerprint", answer.document(), from_images=True)
+            return answer
+
+        assert self._gate is not None
+        account = self._gate.account.path
+        file = None if account is None else account.with_suffix(f".{bundle[:16]}.fingerprint.json")
+        # drawn again and again, noise would average out
+        if file is not None and file.is_file():
+            answer = read(file)
+            epsilon = 0.0
+        else:
+            answer = gather(epsilon)
+
+        self._gate.charge_fingerprint(answer.document(), epsilon)
+        if file is not None:
+            write_json(file, answer.document())
+
+        self._log_numbers(activity, answer.document())
+        return answer
+
     def check_statistics(self, activity: Activity, numbers: Mapping[str, object]) -> None:
-        """Check and write down statistics of the site's images.
+        """Check and log statistics of the site's images.
 
         Raises:
             RunError: they may not leave.
@@ -245,6 +276,9 @@ class Guard:
     ) -> None:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
+        self._log_numbers(activity, values)
+
+    def _log_numbers(self, activity: Activity, values: Mapping[str, object]) -> None:
         if self._log is not None:
             plain = {}
             for name, value in values.items():
@@ -264,7 +298,7 @@ class Guard:
 
 
 def _plain(value: object) -> object:
-    """Return a number or a table as JSON has it, a table of a single number as that."""
+    """Return a number or a table as JSON, a table with one number as that number."""
     if not isinstance(value, np.ndarray):
         return value
     if value.size == 1:

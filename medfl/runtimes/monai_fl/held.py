@@ -1,8 +1,8 @@
-"""A site whose work is done by a worker inside walls: its keeper's end, which never makes an object of the bundle.
+"""A site whose work is done by a sandboxed worker: its keeper's end, which never creates an object of the bundle.
 
-The keeper has the connection, the policy, the account, the audit log and the site's States. It opens what comes from
-the server, sends it to the worker with the State, and checks what comes back before the site's rules see it. The
-worker (`worker.begin`) keeps nothing: ended, it is begun anew with the next question.
+The keeper holds the connection, the policy, the account, the audit log and the site's States. It decodes what the
+server sends, passes it to the worker with the State, and checks the answer before the site's rules see it. The worker
+(`worker.begin`) keeps nothing: once ended, it is started again with the next request.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ import torch
 from medfl import methods
 from medfl.core.compression import Compression
 from medfl.core.errors import RunError
+from medfl.core.mappings import map_values
 from medfl.core.message import Message
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run, without_round_limit
 from medfl.core.terminal import Print
 from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import printable
+from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules
 from medfl.runtimes.monai_fl.data_stats import Bins
 from medfl.runtimes.monai_fl.pipe import Pipe, read_forms
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd
 from medfl.runtimes.registry import Document
-from medfl.runtimes.step import StepResult, score_site, site_step
+from medfl.runtimes.step import UNSENT, StepResult, score_sets, score_site, site_step
 from medfl.safety.bounds import beyond
-from medfl.safety.sandbox import Allowed
+from medfl.safety.sandbox import Allowed, variables
 from medfl.storage.files import State
 
 _PATIENCE = 60.0
-"""Seconds from an abort until a worker that goes on is ended."""
+"""Seconds from an abort until a worker that continues is killed."""
 _STATED = {
     "run_hash": str,
     "training_items": Count,
@@ -54,14 +56,14 @@ _STATED = {
     "held_out": list[str],
     "facts": dict[str, list[Annotated[int, range(1000)]]],
 }
-"""What a worker says of itself at its start, and the type of each."""
+"""What a worker states about itself at its start, and the type of each value."""
 _TRAINED = {"state": State, "loss": float, "steps": Count}
 _FACTS = {"labels", "channels"}
 _MOST_TEXT = 50_000
 """Characters of all names, of metrics and numbers, that a worker may use: a few for each structure."""
 _LINE = 500
 _MOST_LINES = 10_000
-"""Of one process: its keeper's log lies where the States do."""
+"""Of one process: its keeper's log is beside the States."""
 
 
 class Worker:
@@ -69,10 +71,10 @@ class Worker:
 
     Args:
         module: what Python runs (`python -m`); it calls `worker.begin`.
-        job: what the module is told, in plain values.
+        job: passed to the module, as plain values.
         allowed: what the process may still do.
         variables: for its environment.
-        say: gets the lines that it prints.
+        say: receives the lines that it prints.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Worker:
         variables: Mapping[str, str],
         say: Print,
     ) -> None:
-        """Start nothing yet."""
+        """Prepare the worker; no process is started yet."""
         self._module = module
         self._document = {
             "job": job,
@@ -98,7 +100,7 @@ class Worker:
         self.stop = threading.Event()
 
     def ask(self, question: str, **values: object) -> State:
-        """Return the answer to a question, asked of a new process where there is none.
+        """Return the answer to a request, starting a new process if there is none.
 
         Raises:
             Aborted: it was told to stop.
@@ -114,7 +116,7 @@ class Worker:
             answer = self._pipe.receive()
         except (EOFError, OSError) as error:
             how = self.close()
-            if self.stop.is_set():  # one that was not ready for the signal ends by it
+            if self.stop.is_set():  # not yet ready for the signal, so it ended by it
                 raise Aborted("aborted") from error
             raise RunError(f"the worker has ended: {how}") from error
         except RunError:
@@ -143,7 +145,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[there.fileno()],
-                env={**os.environ, **self._variables},
+                env={**variables(), **self._variables},
                 start_new_session=True,
             )
 
@@ -151,12 +153,12 @@ class Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True).start()
-        # And left open: that it closes tells of a keeper that was killed
+        # And left open: its closing signals that the keeper was killed
         process.stdin.write(json.dumps(document).encode() + b"\n")
         process.stdin.flush()
 
     def _pass_on(self, output: IO[bytes]) -> None:
-        """Pass on what the process prints."""
+        """Forward what the process prints."""
         left = _MOST_LINES
         with output:
             while line := output.readline(_LINE):
@@ -167,7 +169,7 @@ class Worker:
                     self._say(f"worker: more than {_MOST_LINES:,} lines, of which no others follow")
 
     def _wait(self) -> None:
-        """Pass a stop on, and end a worker that goes beyond its bounds or does not stop."""
+        """Forward a stop, and kill a worker that exceeds its limits or does not stop."""
         process = self._process
         if process is None:
             raise EOFError
@@ -176,7 +178,7 @@ class Worker:
             self.close()
             raise RunError(f"the worker was ended: {reason}")
 
-        # Again and again: a signal that comes before the next question is read is lost
+        # Repeatedly: a signal that arrives before the next request is read is lost
         if self.stop.is_set():
             self._stopped = self._stopped or time.monotonic()
             if time.monotonic() - self._stopped > _PATIENCE:
@@ -186,7 +188,7 @@ class Worker:
                 process.send_signal(signal.SIGUSR1)
 
     def close(self) -> str:
-        """End the process and all that it has started, and say how it ended before."""
+        """End the process and everything it has started, and say how it had ended before."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -196,7 +198,7 @@ class Worker:
         if process is None:
             return "it could not be started"
 
-        # It may be ending by itself: what it says last tells why
+        # It may be ending by itself: its last lines tell why
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)
         with suppress(ProcessLookupError):
@@ -213,13 +215,13 @@ class HeldSite(SiteEnd):
 
     Args:
         name: the site.
-        run: as it was accepted, with the folder of the site's images: on whose account it is.
+        run: as accepted, with the folder of the site's images, whose account is charged.
         worker: not started yet.
-        is_reviewed: the site's policy pins the bundle's files. The bundle is then believed when it says that images of
-            a section are none of those that it trains on; of others, scores count as told of the training images.
+        is_reviewed: the site's policy pins the bundle's files. Then the bundle's statement that a section shares no
+            images with the training data is trusted; otherwise scores count as releases about the training images.
 
     Raises:
-        RunError: the worker fails, or says something else of itself than workers do.
+        RunError: the worker fails, or its statements about itself have another form.
     """
 
     def __init__(self, name: str, run: Run, worker: Worker, *, is_reviewed: bool) -> None:
@@ -231,7 +233,8 @@ class HeldSite(SiteEnd):
         self.stop = worker.stop
         self._worker = worker
         self._is_reviewed = is_reviewed
-        # Names and forms are the worker's word: a broadcast that has others is refused, so it cannot name what it likes
+        # Names and forms are the worker's statement: a broadcast with others is refused, so it cannot name what it
+        # likes
         self._stated = stated = worker.ask("begin")
         odd = [key for key, kind in _STATED.items() if not matches_type(stated.get(key), kind)]
         self.facts = {} if odd else stated["facts"]
@@ -239,10 +242,10 @@ class HeldSite(SiteEnd):
         if odd or self.facts.keys() - _FACTS or not ascend:
             raise RunError(f"site {name!r}: its worker says something odd of {odd or 'its data'}")
 
-        # Which groups a site sends is the method's own code, which both ends have
+        # The method's own code, which both ends have, decides which groups a site sends
         method = methods.load(run.method, run.options)
         network = read_forms(stated["network"])
-        # Where the States are: of this run, whatever the worker says of the images
+        # The folder of States depends on the run, whatever the worker states about the images
         both = f"{without_round_limit(run).run_hash} {stated['run_hash']}"
         self.run_hash = hashlib.sha256(both.encode()).hexdigest()
         self.training_items = stated["training_items"]
@@ -275,47 +278,65 @@ class HeldSite(SiteEnd):
     def call(
         self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
-        """Return what a function of `step` makes of (this site, round, name, State, ...); only what sites may tell."""
-        # The others show cases or weights, which stay at a site that is no simulation's
-        if function not in (site_step, score_site):
+        """Return the result of a function of `step` for (this site, round, name, State, ...); only releasable kinds."""
+        # The others return cases or weights, which only leave a site in a simulation
+        if function not in (site_step, score_site, score_sets):
             raise RunError(f"site {self.name!r} is not asked for {function.__name__}")
 
         message, *arguments = rest
         assert isinstance(message, Message)
+        # The error feedback is added behind the checks, so it stays here
+        sent_state = dict(state or {})
+        unsent = sent_state.pop(UNSENT, None)
         answer = self._ask(
             function.__name__,
             round=round_,
             has_state=state is not None,
-            state=state or {},
+            state=sent_state,
             message=message.flat(),
             arguments=arguments,
         )
         assert isinstance(arguments[0], Sequence)
         cases = self._cases(answer.get("cases", State()), arguments[0])
-        if function is score_site:
+        if function is not site_step:
             return cases
 
         if not all(matches_type(answer.get(key), kind) for key, kind in _TRAINED.items()):
             raise RunError(f"site {self.name!r}: its worker's answer is no result of a training")
 
         reply = self._message(answer)
-        return StepResult(answer["state"], reply, answer["loss"], answer["steps"], cases, 0, 0)
+        trained = answer["state"]
+        trained.pop(UNSENT, None)
+        if unsent:
+            trained[UNSENT] = unsent
+
+        return StepResult(trained, reply, answer["loss"], answer["steps"], cases, 0, 0)
 
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
-        """Return what the site says before its first training."""
+        """Return the site's message before its first training."""
         message = self._message(self._ask("introduction"))
-        # Before the server has sent any, the names of tensors are the worker's own
+        # Before the server has sent tensors, their names are the worker's own
         if message.tensors:
             raise RunError(f"site {self.name!r}: its worker introduces itself with tensors")
 
         return message
 
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
-        """Raise a RunError: they would be what the worker says, and no job asks for them."""
+        """Raise a RunError: statistics would be unchecked statements of the worker, and no job asks for them."""
         raise RunError(f"site {self.name!r}: a worker is not asked for statistics")
 
+    def fingerprint(self, min_count: int, epsilon: float) -> Fingerprint:
+        """Return a reviewed bundle's fingerprint, checked as at the server; RunError for other bundles."""
+        if not self._is_reviewed:
+            raise RunError(
+                f"site {self.name!r}: a fingerprint would be the word of a bundle whose files its policy does not pin"
+            )
+
+        answer = self._ask("fingerprint", min_count=min_count, epsilon=epsilon)
+        return read(str(answer.get("fingerprint")).encode(), f"site {self.name!r}: its worker")
+
     def is_held_out(self, section: str) -> bool:
-        """Tell whether a bundle that was reviewed says so."""
+        """Tell whether a reviewed bundle says so."""
         return self._is_reviewed and section in self._stated["held_out"]
 
     def close(self) -> None:
@@ -323,18 +344,18 @@ class HeldSite(SiteEnd):
         self._worker.close()
 
     def _ask(self, question: str, **values: object) -> State:
-        """Ask the worker, after one that was begun anew has said the same of itself."""
+        """Ask the worker; a restarted worker must first state the same about itself."""
         if not self._worker.is_running and self._worker.ask("begin") != self._stated:
             raise RunError(f"site {self.name!r}: its worker says something else than before")
 
         return self._worker.ask(question, **values)
 
     def _cases(self, value: State, asked: Sequence[str]) -> CasesByName:
-        """Return outcomes of the sections that were asked for."""
+        """Return the outcomes of the requested sections."""
         if not matches_type(value, dict[str, State]) or not value.keys() <= {*asked}:
             raise RunError(f"site {self.name!r}: its worker scores something else")
 
-        cases = {section: _outcomes(outcome) for section, outcome in value.items()}
+        cases = map_values(_outcomes, value)
         for outcome in cases.values():
             self._count_names(outcome.values)
 
@@ -355,14 +376,14 @@ class HeldSite(SiteEnd):
         return message
 
     def _count_names(self, names: Iterable[str]) -> None:
-        """Bound what a worker can say by names that neither the server nor the network has."""
+        """Limit what a worker can encode in names that neither the server nor the network has."""
         self._names.update(names)
         if sum(map(len, self._names)) > _MOST_TEXT:
             raise RunError(f"site {self.name!r}: its worker uses too many names")
 
 
 def cases_state(cases: Mapping[str, Cases]) -> State:
-    """Return outcomes as they cross the pipe."""
+    """Return outcomes as they are sent through the pipe."""
     return {
         section: {"ids": list(outcome.ids), "values": dict(outcome.values)}
         for section, outcome in cases.items()

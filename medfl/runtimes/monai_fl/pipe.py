@@ -1,4 +1,4 @@
-"""States over a socket between two processes of one machine, of which one may be hostile."""
+"""States over a socket between two processes of one machine, one of which may be hostile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from medfl.core.errors import RunError
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import JSON_BYTES, JSON_VALUES, printable, read_plain
 from medfl.runtimes.message_rules import Form
-from medfl.safety.bounds import most_memory
+from medfl.safety.bounds import total_memory
 from medfl.storage.files import State, join_state, split_state
 
-_HEAD = struct.Struct("!QQ")
+_HEAD = struct.Struct("!QQ")  # bytes of the tree, and of the tensors' forms
 _SHARE = 0.25
-"""Of the memory that a worker may use: what comes is held more than once while it is read."""
+"""Of the memory that there is: what comes is held more than once while it is read."""
 _PIECE = 1 << 20
 _EVERY = 1.0
-"""Seconds between two looks after the other process: each reads what the kernel says of every process."""
+"""Seconds between two checks of the other process: each reads the kernel's data on every process."""
 _KINDS = {
     str(dtype): dtype
     for dtype in (
@@ -35,27 +35,27 @@ _KINDS = {
         torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
     )
 }  # fmt: skip
-"""Types of the tensors that a State's file can have."""
+"""Types of the tensors in a State's file."""
 
 
 class Pipe:
-    """One end of a socket pair; what comes is data, never code.
+    """One end of a socket pair; what arrives is data, never code.
 
-    The shape of a State and the forms of its tensors cross as JSON, then the tensors' bytes as they are in memory.
+    The structure of a State and the forms of its tensors are sent as JSON, then the raw bytes of the tensors.
 
     Args:
         end: a connected stream socket.
-        wait: called once a second, whether something crosses or not; raises to stop.
+        wait: called once a second, whether data arrive or not; raises to stop.
     """
 
     def __init__(self, end: socket.socket, wait: Callable[[], object] = str) -> None:
-        """Take the socket over."""
+        """Take ownership of the socket."""
         self._end = end
         self._wait = wait
         self._next = 0.0
 
     def send(self, state: Mapping[str, object]) -> None:
-        """Send a State; OSError if nobody is there."""
+        """Send a State; OSError if the other end is closed."""
         tree, tensors = split_state(state)
         forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         documents = [tree.encode(), json.dumps(forms_state(forms)).encode()]
@@ -68,24 +68,25 @@ class Pipe:
                 rest = rest[self._end.send(rest[:_PIECE], socket.MSG_DONTWAIT) :]
 
     def receive(self) -> State:
-        """Return what comes next.
+        """Return the next State.
 
         Raises:
             EOFError: the other process has ended.
-            RunError: it is no State, or too large.
+            RunError: it is not a State, or too large.
         """
         sizes = _HEAD.unpack(self._read(_HEAD.size))
+        # before memory of that size is taken
         _require_at_most(JSON_BYTES, max(sizes))
-        tree, described = [self._read(size) for size in sizes]
+        tree, described = map(self._read, sizes)
         with _reading():
             forms = read_forms(
                 read_plain(described.decode(), is_json=True, nodes=JSON_VALUES, depth=4)
             )
             total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
-            _require_at_most(int(_SHARE * most_memory()), total)
-            tensors = {
-                key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()
-            }
+            _require_at_most(int(_SHARE * total_memory()), total)
+            tensors = {}
+            for key, (shape, dtype) in forms.items():
+                tensors[key] = torch.empty(shape, dtype=dtype)
 
         for tensor in tensors.values():
             self._fill(_bytes_of(tensor))
@@ -94,7 +95,7 @@ class Pipe:
             return join_state(tree.decode(), tensors)
 
     def close(self) -> None:
-        """Close this end; the other reads the end of it."""
+        """Close this end; the other end reads end-of-file."""
         self._end.close()
 
     def _read(self, size: int) -> bytearray:
@@ -111,7 +112,7 @@ class Pipe:
             rest = rest[count:]
 
     def _until_ready(self, event: int) -> None:
-        """Wait for the other process, which may let a byte pass now and then so that this never ends."""
+        """Wait for the other process, which could prolong this forever by sending a byte now and then."""
         poll = select.poll()
         poll.register(self._end, event)
         is_ready = False
@@ -123,12 +124,12 @@ class Pipe:
 
 
 def forms_state(forms: Mapping[str, Form]) -> list[list[object]]:
-    """Return names, shapes and types as they cross a pipe."""
+    """Return names, shapes and types as they are sent through a pipe."""
     return [[name, list(shape), str(dtype)] for name, (shape, dtype) in forms.items()]
 
 
 def read_forms(values: Any) -> dict[str, Form]:
-    """Invert `forms_state`; RunError if it is something else."""
+    """Invert `forms_state`; RunError for any other input."""
     forms = {}
     for value in values:
         if len(value) != 3 or not (isinstance(value[0], str) and matches_type(value[1], list[int])):
@@ -146,6 +147,7 @@ def read_forms(values: Any) -> dict[str, Form]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
+    # by bytes: NumPy has no bfloat16
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -153,7 +155,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _reading() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of a kind for each sort of damage
+    except Exception as error:  # a different type for each kind of damage
         reason = printable(error, 200)
         raise RunError(f"cannot read what came through a pipe: {reason}") from error
 

@@ -1,7 +1,7 @@
-"""Where a site that is its own process keeps its State: by the round that made it, so that a round can be repeated.
+"""Where a site in its own process keeps its State: by the round that made it, so that a round can be repeated.
 
-Which of its States counts is the server's to say: a reply that it refused never happened, and neither did the State
-that came with it.
+The server decides which of its States counts: a reply that it refused never happened, nor did the State that came
+with it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from medfl.storage.files import State, load_state, save_state, state_round, to_d
 
 
 class States:
-    """States in memory, which are gone with the process."""
+    """States in memory, lost when the process ends."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
 
     @property
     def last(self) -> int:
-        """The newest round that is over, 0 before the first."""
+        """The newest completed round, 0 before the first."""
         return max(self._rounds(), default=0)
 
     def newest(self, round_: int) -> State | None:
-        """Return the newest State of a round up to this one, None if there is none."""
+        """Return the newest State up to this round, None if there is none."""
         return self.of(self._newest_round(round_))
 
     def of(self, round_: int) -> State | None:
-        """Return the State of just this round; None for round 0, and where there was nothing to keep.
+        """Return the State of exactly this round; None for round 0, and if there was nothing to keep.
 
         Raises:
-            RunError: it is not there.
+            RunError: it is missing.
         """
         rounds = self._rounds()
         if round_ and round_ not in rounds:
@@ -52,7 +52,7 @@ class States:
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
         """Keep the State of a round and that of its base, from which it was made; remove all others.
 
-        An empty one says that the round is over; without a base that is the newest before.
+        An empty State marks the round as completed; without a base, the base is the newest before it.
         """
         # the base stays: the server may refuse this reply and repeat the round
         if base is None:
@@ -63,7 +63,7 @@ class States:
             self._remove(stale_round)
 
     def _newest_round(self, last: int) -> int:
-        """Return the newest round up to one of which there is a State, 0 if there is none."""
+        """Return the newest round with a State up to the given one, 0 if there is none."""
         return max((round_ for round_ in self._rounds() if round_ <= last), default=0)
 
     def _rounds(self) -> set[int]:
@@ -80,14 +80,14 @@ class States:
 
 
 class StatesInFolder(States):
-    """States in files, from which a site goes on after it was stopped; the folder is this site's and run's alone."""
+    """States in files, from which a stopped site continues; the folder belongs to this site and run alone."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
         self._device = device
 
     def _rounds(self) -> set[int]:
-        return {state_round(path) for path in self.folder.glob("*.safetensors")} - {0}
+        return set(map(state_round, self.folder.glob("*.safetensors"))) - {0}
 
     def _load(self, round_: int) -> State:
         return to_device(load_state(self._file(round_)), self._device)

@@ -1,4 +1,4 @@
-"""What a client of MONAI FL needs of its site; here is the one that works in this process (`SiteView`)."""
+"""What a MONAI FL client needs from its site; here for a site in this process (`SiteView`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import torch
 
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import pick
 from medfl.core.message import Message
 from medfl.core.run import Run, without_round_limit
 from medfl.core.seeding import derive
+from medfl.data.fingerprint import Fingerprint
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.evaluation.metrics import Cases
+from medfl.problem import fingerprint
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation, site_seed
 from medfl.runtimes.message_rules import MessageRules, Wire
@@ -33,24 +36,25 @@ _PARTS = {"train": "train", "eval": "validate"}
 
 
 class Aborted(RunError):
-    """A site was told to stop what it was doing; nothing of it is kept."""
+    """A site was told to stop its work; nothing of it is kept."""
 
     safe_to_send = True
 
 
 class SiteEnd(ABC):
-    """A site as its client knows it: what it may be asked, and the rules for its messages.
+    """A site as seen by its client: the requests that it answers, and the rules for its messages.
 
     Attributes:
         name: the site.
         run: the federation's.
         run_hash: of the run without its number of rounds.
-        rules: for what the site sends and receives.
-        wire_compression: how messages are made smaller on their way.
-        facts: what the run says of this site's data: positions of the `labels` that its masks show, of its `channels`.
-        training_items: how many it trains on.
-        device: where what it gets is put.
-        stop: set by another thread, it stops what is going on.
+        rules: for messages that the site sends and receives.
+        wire_compression: how messages are compressed for transmission.
+        facts: the run's statements about this site's data: indices of the `labels` that its masks show, of its
+            `channels`.
+        training_items: number of items it trains on.
+        device: where received tensors are put.
+        stop: set by another thread to stop the current work.
     """
 
     name: str
@@ -67,29 +71,33 @@ class SiteEnd(ABC):
     def call(
         self, function: Callable[..., Any], round_: int, state: State | None, *rest: object
     ) -> Any:
-        """Return what a function of `step` makes of (this site, round, name, State, ...)."""
+        """Return the result of a function of `step` for (this site, round, name, State, ...)."""
 
     @abstractmethod
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
-        """Return what the site says before its first training: by `step.introduce`, or None: the initial weights."""
+        """Return the site's message before its first training: by `step.introduce`, or None: the initial weights."""
 
     @abstractmethod
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
         """Return statistics of the site's images (`data_stats`).
 
         Raises:
-            InputError: with a least count there is one choice of bins, the bundle's own.
+            InputError: with a minimum count only the bundle's own bins are allowed.
         """
 
     @abstractmethod
-    def is_held_out(self, section: str) -> bool:
-        """Tell whether this site's items of a section are shown to be none of its training images, nor of its patients.
+    def fingerprint(self, min_count: int, epsilon: float) -> Fingerprint:
+        """Return the input for planning a segmentation (`problem.fingerprint`)."""
 
-        They are where each item's files and its patient are known, and both sections have none in common.
+    @abstractmethod
+    def is_held_out(self, section: str) -> bool:
+        """Tell whether this section is shown to share no images or patients with the site's training images.
+
+        This holds if each item's files and patient are known, and the sections have none in common.
         """
 
     def told(self, cases: Cases) -> Cases:
-        """Return outcomes as a site tells of them (`Problem.told`)."""
+        """Return outcomes in the form that a site reports (`Problem.told`)."""
         return cases
 
     def go_on(self) -> None:
@@ -99,18 +107,18 @@ class SiteEnd(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the site holds beside memory."""
+        """Release what the site holds besides memory."""
 
     def message_seed(self, round_: int) -> int:
-        """Return the seed of what is random in a message's compression."""
+        """Return the seed for the randomness in a message's compression."""
         return derive(site_seed(self.run, round_, self.name), "messages")
 
     def received(self, arrived: Wire) -> Message:
-        """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
+        """Return a received broadcast, checked and decompressed, on the site's device; errors of `decode_broadcast`."""
         return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
 
     def averaged(self, arrived: Wire) -> Message:
-        """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
+        """Return weights received from a plain averaging host, likewise; errors of `decode_average`."""
         return self._on_device(self.rules.decode_average(arrived))
 
     def _on_device(self, message: Message) -> Message:
@@ -118,13 +126,13 @@ class SiteEnd(ABC):
 
 
 class SiteView(SiteEnd):
-    """A federation for the steps of one site: broadcasts are opened already, and batches end when the site is to stop.
+    """A federation for the steps of one site: broadcasts are already decompressed, and batches end on a stop.
 
     Prepared images and networks are those of the given federation.
 
     Attributes:
-        compression: none, as steps are given opened messages and return replies that are still whole.
-        bundle, method, task, networks, surface_metrics: as `Federation`.
+        compression: none, as steps receive decompressed messages and return uncompressed replies.
+        bundle, method, task, networks, surface_metrics: as in `Federation`.
     """
 
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
@@ -134,6 +142,7 @@ class SiteView(SiteEnd):
         self._held_out: dict[str, bool] = {}
         self.name = name
         self.rules = federation.message_rules(name)
+        # the client opens broadcasts on arrival: here nothing is left to undo
         self.compression = Compression()
         self.wire_compression = federation.compression
         self.run = federation.run
@@ -151,12 +160,12 @@ class SiteView(SiteEnd):
 
     @cached_property
     def training_items(self) -> int:  # type: ignore[override]
-        """How many items it trains on."""
+        """Number of items it trains on."""
         return len(self._federation.participant_shard(self.name, "train"))
 
     @cached_property
     def facts(self) -> dict[str, list[int]]:  # type: ignore[override]
-        """What the run says of its data."""
+        """The run's statements about its data."""
         run = self.run
         bundle = self.bundle
         sites = self._federation.names
@@ -181,15 +190,16 @@ class SiteView(SiteEnd):
         return function(self, round_, self.name, state, *rest)
 
     def introduction(self, introduce: Callable[..., Message] | None) -> Message:
-        """Return what the site says before its first training."""
+        """Return the site's message before its first training."""
         if introduce is None:
             weights = self.networks.initial
-            return Message({"weights": {name: weights[name] for name in self.rules.leaves}})
+            return Message({"weights": pick(weights, self.rules.leaves)})
 
         return introduce(self, self.name)
 
     def statistics(self, bins: Bins | None, min_count: int) -> Document:
         """Return statistics of the site's images."""
+        # with bounds of its choice, a server could close in on the value of one case
         if bins is not None and min_count:
             allowed = Bins.own(self.bundle.metadata)
             if bins != allowed:
@@ -202,11 +212,16 @@ class SiteView(SiteEnd):
         parts = {part: self.shard(self.name, section) for part, section in _PARTS.items()}
         return statistics(parts, self.task, bins, min_count)
 
+    def fingerprint(self, min_count: int, epsilon: float) -> Fingerprint:
+        """Return the input for planning a segmentation."""
+        return fingerprint.gather(*fingerprint.of_bundle(self.bundle), min_count, epsilon)
+
     def is_held_out(self, section: str) -> bool:
         """Compare the items' files and patients with those of the training images."""
         if section not in self._held_out:
             files, patients = self._files_and_patients(section)
             training_files, training_patients = self._files_and_patients("train")
+            # what is not known may be of the training images
             is_known = "" not in {*files, *patients, *training_files, *training_patients}
             self._held_out[section] = (
                 is_known and not files & training_files and not patients & training_patients
@@ -214,14 +229,14 @@ class SiteView(SiteEnd):
         return self._held_out[section]
 
     def _files_and_patients(self, section: str) -> tuple[set[str], set[str]]:
-        """Return checksums of a section's image files, and whose images they are; "" for what is not known."""
+        """Return checksums of a section's image files, and their patients; "" for unknown ones."""
         files: set[str] = set()
         patients: set[str] = set()
         source = self.bundle.section(section).source
         entries = source.entries if source.is_list else []
 
         for index in self._federation.shard(self.name, section).indices.tolist():
-            # a source that is no list of items names no files
+            # a source that is not a list of items names no files
             images: object = None
             if index < len(entries) and isinstance(entries[index], Mapping):
                 images = entries[index].get("image")
@@ -242,15 +257,15 @@ class SiteView(SiteEnd):
         return self._federation.message_rules(name)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Compute as the run says inside."""
+        """Use the run's compute settings inside."""
         return self._federation.scope()
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
-        """Return a broadcast as it is: it came made smaller, and was opened on arrival."""
+        """Return a broadcast unchanged: it was decompressed on arrival."""
         return broadcast
 
     def site(self, name: str, round_: int) -> Site:
-        """Return a participant as it is in a round."""
+        """Return a participant's state for a round."""
         site = self._federation.site(name, round_)
         return replace(
             site,
@@ -281,12 +296,12 @@ class SiteView(SiteEnd):
 
 @dataclass(frozen=True)
 class _StoppableShard(Shard):
-    """Items of which no more batches come once somebody has said stop."""
+    """Items whose batches end when a stop is requested."""
 
     stop: threading.Event = field(default_factory=threading.Event)
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yield batches; Aborted in the place of the next one."""
+        """Yield batches; raise Aborted instead of the next one."""
         for batch in super().batches(size, generator):
             if self.stop.is_set():
                 raise Aborted("aborted")

@@ -1,4 +1,4 @@
-"""The worker's end of a site inside walls: it opens the bundle, reads images and trains, and keeps nothing."""
+"""The worker's end of a sandboxed site: it opens the bundle, reads images and trains, and keeps nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.importing import without_gc
+from medfl.core.mappings import map_values
 from medfl.safety.bounds import end_group_with_keeper
 from medfl.safety.sandbox import Allowed, Sandbox
 
@@ -22,22 +23,22 @@ if TYPE_CHECKING:
 
 
 def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
-    """Enter the walls that the keeper names on the standard input, and answer its questions until it closes the pipe.
+    """Enter the sandbox given by the keeper on standard input, and answer its requests until it closes the pipe.
 
     Args:
-        opened: makes the federation with the site's images, and the site's name, from the keeper's job.
+        opened: from the keeper's job, makes the federation with the site's images, and the site's name.
     """
     document = json.loads(sys.stdin.readline())
     read, write = (tuple(map(Path, document[name])) for name in ("read", "write"))
     end = socket.socket(fileno=document["pipe"])
     end_group_with_keeper(sys.stdin.fileno())
-    # PyTorch and NumPy, which start threads, are imported behind the walls
+    # PyTorch and NumPy, which start threads, are imported inside the sandbox
     Sandbox(Allowed(read, write)).enter()
     _answer(end, lambda: opened(document["job"]))
 
 
 def _answer(end: socket.socket, opened: Callable[[], tuple[Federation, str]]) -> None:
-    # MONAI imports it where it finds it, for a handler that no bundle's training has here
+    # MONAI imports it if available, for a handler that no bundle's training has here
     sys.modules["mlflow"] = None  # type: ignore[assignment]
     with without_gc():
         from medfl.runtimes.monai_fl.guard import in_words
@@ -80,8 +81,8 @@ def _stated(view: SiteView, _: State) -> State:
         "network": forms_state(rules.network),
         "personal": sorted(rules.personal),
         "exact": sorted(view.wire_compression.exact),
-        "held_out": [section for section in SECTIONS if view.is_held_out(section)],
-        "facts": {name: list(values) for name, values in view.facts.items()},
+        "held_out": list(filter(view.is_held_out, SECTIONS)),
+        "facts": map_values(list, view.facts),
     }
 
 
@@ -95,7 +96,7 @@ def _trained(view: SiteView, question: State) -> State:
         "message": result.reply.flat(),
         "loss": float(result.loss),
         "steps": int(result.steps),
-        "cases": cases_state({name: view.told(part) for name, part in result.cases.items()}),
+        "cases": cases_state(map_values(view.told, result.cases)),
     }
 
 
@@ -104,7 +105,14 @@ def _scored(view: SiteView, question: State) -> State:
     from medfl.runtimes.step import score_site
 
     cases = _called(view, score_site, question)
-    return {"cases": cases_state({name: view.told(part) for name, part in cases.items()})}
+    return {"cases": cases_state(map_values(view.told, cases))}
+
+
+def _sets_scored(view: SiteView, question: State) -> State:
+    from medfl.runtimes.monai_fl.held import cases_state
+    from medfl.runtimes.step import score_sets
+
+    return {"cases": cases_state(_called(view, score_sets, question))}
 
 
 def _called(view: SiteView, function: Callable[..., Any], question: State) -> Any:
@@ -124,9 +132,16 @@ def _introduced(view: SiteView, _: State) -> State:
     return {"message": view.introduction(introduce).flat()}
 
 
+def _fingerprint(view: SiteView, question: State) -> State:
+    answer = view.fingerprint(question["min_count"], question["epsilon"])
+    return {"fingerprint": answer.encoded().decode()}
+
+
 _ANSWERS: dict[str, Callable[[SiteView, State], State]] = {
     "begin": _stated,
     "site_step": _trained,
     "score_site": _scored,
+    "score_sets": _sets_scored,
     "introduction": _introduced,
+    "fingerprint": _fingerprint,
 }

@@ -1,1 +1,1 @@
-"""What a run writes beside its numbers: events, tracking, pictures."""
+"""What a run writes besides its numbers: events, tracking, pictures."""

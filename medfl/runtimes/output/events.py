@@ -1,4 +1,4 @@
-"""A run's numbers as curves: TensorBoard events in the run folder, and other places that are asked for (`tracking`)."""
+"""A run's numbers as curves: TensorBoard events in the run folder, and other requested places (`tracking`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
-from medfl.runtimes.output.tracker import Tracker, scalars
+from medfl.runtimes.output.tracking import Tracker, scalars
 from medfl.storage.files import writing
 
 
 class Events:
-    """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
+    """TensorBoard event files of a run with `done` completed rounds, continued after a resume."""
 
     def __init__(self, path: Path, done: int, *trackers: Tracker) -> None:
         self.path = path
@@ -22,8 +22,8 @@ class Events:
         self.trackers = trackers
 
     def __enter__(self) -> Events:
-        # `purge_step`: rounds after the last committed one are drawn anew
-        from torch.utils.tensorboard import SummaryWriter  # imports for a second
+        # `purge_step`: rounds after the last committed one are written again
+        from torch.utils.tensorboard import SummaryWriter  # imported here because it takes a second
 
         self._writer: Any = SummaryWriter(
             str(self.path), purge_step=self.done + 1 if self.done else None
@@ -32,7 +32,7 @@ class Events:
         self._hook = hook
 
         def skip_writer(failed: threading.ExceptHookArgs) -> None:
-            # what fails in the writer's thread is raised by its next call
+            # an error in the writer's thread is raised by its next call
             if "Async" not in type(failed.thread).__name__:
                 hook(failed)
 
@@ -45,7 +45,7 @@ class Events:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            # an error of the run itself is not to be hidden by one of the disk
+            # a disk error must not hide an error of the run itself
             with suppress(OSError) if kind else writing(self.path):
                 self._writer.close()
         finally:

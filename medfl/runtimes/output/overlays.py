@@ -1,56 +1,59 @@
-"""Which segmented cases a run shows, and what their pictures are made of."""
+"""Which segmented cases a run shows, and the data of their pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from medfl.core.arrays import Array
 from medfl.core.documents import Metrics
+from medfl.core.mappings import map_values, within
 from medfl.data.prepared import Geometry, Shard
-from medfl.evaluation.evaluators import Masks
+from medfl.evaluation.evaluators import Foreign, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.slices import true_colours
 from medfl.report import overlays
-from medfl.report.dice_strip import dice_strips
-from medfl.report.overlays import Example
+from medfl.report.overlays import Example, dice_strips
 from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
 from medfl.storage.run_folder import safe_file_name
 
 SITES = 60
-"""Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""
+"""Maximum number of sites drawn: of more, this many equally spaced in the order of their median Dice."""
 
 
 def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
     """Return the ids of each drawn site's cases to be shown, and why; none where the cases have no Dice."""
-    return {site: overlays.ranked(dice) for site, dice in _drawn_sites(_dice(cases)).items()}
+    return map_values(overlays.ranked, _drawn_sites(_dice(cases)))
 
 
 def case_pictures(
     federation: Federation, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]
 ) -> Iterator[Picture]:
-    """Draw the Dice of each site's test cases, and of each site the best, the median and the worst of them.
+    """Draw the Dice of each site's test cases, and the best, median and worst case of each site.
 
-    Of more than `SITES` sites these many are drawn, the best and the worst among them.
+    Of more than `SITES` sites this many are drawn, including the best and the worst.
     """
     dice = _drawn_sites(_dice(cases))
     if dice:
         yield from dice_strips({site: list(values.values()) for site, values in dice.items()})
     for site, ranks in chosen(cases).items():
-        shown = {ident: masks[site][ident] for ident in ranks if ident in masks.get(site, {})}
-        if not shown:
+        examples = []
+        classes = 0
+        for ident, rank in ranks.items():
+            # no mask: overlapping channels
+            masks_of_case = masks.get(site, {}).get(ident)
+            if masks_of_case is not None:
+                case = _example(federation, site, ident, rank, cases[site], masks_of_case)
+                examples.append(case)
+                classes = max(classes, masks_of_case.classes)
+
+        if not examples:
             continue
 
-        examples = []
-        for ident, masks_of_case in shown.items():
-            examples.append(
-                _example(federation, site, ident, ranks[ident], cases[site], masks_of_case)
-            )
-
         median = float(np.nanmedian(list(dice[site].values())))
-        classes = max(masks_of_case.classes for masks_of_case in shown.values())
         structures = _structures(federation, classes)
         yield overlays.mask_overlays(
             f"masks-{safe_file_name(site)}", site, examples, structures, median
@@ -58,7 +61,7 @@ def case_pictures(
 
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, Metrics]:
-    """Return site -> id -> Dice of the sites that have any."""
+    """Return site -> id -> Dice, for sites that have any."""
     by_site = {}
     for site, outcomes in cases.items():
         # NaN: a structure that is neither in the reference nor predicted
@@ -72,10 +75,13 @@ def _dice(cases: Mapping[str, Cases]) -> dict[str, Metrics]:
 def _drawn_sites(dice: Mapping[str, Metrics]) -> dict[str, Metrics]:
     if len(dice) <= SITES:
         return dict(dice)
-    # as they rank, so that the best and the worst are among them
+    # in rank order, so that the best and the worst are included
     by_median = sorted(dice, key=lambda site: float(np.nanmedian(list(dice[site].values()))))
-    drawn_sites = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
-    return {site: values for site, values in dice.items() if site in drawn_sites}
+    drawn_sites = set()
+    for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int):
+        drawn_sites.add(by_median[i])
+
+    return within(dice, drawn_sites)
 
 
 def _example(
@@ -86,18 +92,22 @@ def _example(
     return Example(
         rank,
         ident,
-        {name: float(value) for name, value in row.items()},
-        true_colours(
-            image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms
-        ),
+        map_values(float, row),
+        in_true_colours(federation, image),
         masks.reference.numpy(),
         masks.prediction.numpy(),
         geometry,
     )
 
 
-def test_item(federation: Federation, site: str, ident: str) -> tuple[Any, Geometry | None]:
-    """Return a test item (1, C, H, W[, D]) as networks are given it, and where it lies in its file if that is known."""
+def in_true_colours(federation: Federation, image: Tensor) -> Array:
+    """Return a test item (1, C, H, W[, D]) as in its file, without the bundle's normalisation."""
+    steps = federation.bundle.section("test").source.transforms
+    return true_colours(image[0].float().numpy(force=True), steps)
+
+
+def test_item(federation: Federation, site: str, ident: str) -> tuple[Foreign, Geometry | None]:
+    """Return a test item (1, C, H, W[, D]) as network input, and its position in its file if known."""
     shard = federation.shard(site, "test")
     index = int(shard.indices[shard.ids.index(ident)])
     image, _ = next(Shard.of(shard.prepared, [index]).batches(1))

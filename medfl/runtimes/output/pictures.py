@@ -1,6 +1,6 @@
-"""Which pictures a run leaves, and what they are drawn from; nothing of it changes a result.
+"""Which pictures a run leaves, and their data; nothing here changes a result.
 
-All draws are on streams of their own, and pictures are no part of the state: a resumed run draws those of its rounds.
+Random draws use separate streams, and pictures are not part of the state: a resumed run draws those of its rounds.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Geometry, Shard, Stacked
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
-from medfl.evaluation.slices import planes, true_colours
+from medfl.evaluation.slices import planes
 from medfl.methods._parts.extras import Synthetic
 from medfl.methods._parts.prototypes import DISTANCES, features
 from medfl.networks.heads import entering_head, head
 from medfl.report import model_plots
-from medfl.report.picture import Floats, Picture, image_picture
-from medfl.report.saved_pictures import WORST, generated_grids, grid_name
+from medfl.report.picture import WORST, Floats, Picture, generated_grids, grid_name, image_picture
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays
 from medfl.runtimes.output.events import Events
-from medfl.runtimes.output.overlays import test_item
+from medfl.runtimes.output.overlays import in_true_colours, test_item
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 from medfl.training.layers import evaluating
 
-_COLUMNS = 8  # generated images of a class in a grid
-# test items at most; their pixels; items a class at least
+_COLUMNS = 8  # generated images per class in a grid
+# maximum of test items; of their pixels; minimum of items per class
 _ITEMS = 1000
 _PIXELS = 1000 * 64 * 64
 _LEAST = 25
@@ -51,14 +50,14 @@ class Pictures:
     def __init__(
         self, federation: Federation, folder: RunFolder, events: Events, done: int
     ) -> None:
-        """Take the parts; `done` rounds were done before this process."""
+        """Store the parts; `done` rounds were completed before this process."""
         self.federation = federation
         self.folder = folder
         self.events = events
         self._mark = _last_mark(folder, done)
 
     def begin(self) -> None:
-        """Draw the geometry of the class texts where the network's head holds their embeddings."""
+        """Draw the geometry of the class texts if the network's head holds their embeddings."""
         federation = self.federation
         classes = self.federation.task.classes
         if federation.task.kind != "classification":
@@ -72,12 +71,12 @@ class Pictures:
                 and embeddings.ndim == 3
                 and len(embeddings) == len(classes)
             ):
-                # (classes, texts of a class, d)
+                # (classes, texts per class, d)
                 means = embeddings.double().mean(1).cpu().numpy()
                 self._keep(model_plots.text_similarities(means, classes), 0)
 
     def after(self, round_: int, server: State) -> None:
-        """Draw generated images of each class, if the method makes any and they are not those of the last picture."""
+        """Draw generated images of each class, if the method makes any and they differ from the last picture."""
         classes = self.federation.task.classes
         labels = torch.arange(len(classes)).repeat_interleave(_COLUMNS)
         generated = self._synthetic(round_, server, labels, "grid")
@@ -86,14 +85,14 @@ class Pictures:
 
         images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
-        # a method that makes them once would else leave the same picture each round
+        # otherwise a method that makes them once would leave the same picture each round
         if mark != self._mark:
             grid = model_plots.generated_grid(images, classes, round_, mark)
             self._keep(grid, round_, "generated")
             self._mark = mark
 
     def finish(self, round_: int, server: State) -> None:
-        """Draw what was observed and, where there is a global network, features of test and generated items."""
+        """Draw the observed values and, if there is a global network, features of test and generated items."""
         curves: dict[str, list[tuple[int, float]]] = {}
         for entry in self.folder.rounds():
             for name, value in entry.get("observed", {}).items():
@@ -114,6 +113,7 @@ class Pictures:
 
         drawn_labels = torch.arange(len(classes)).repeat(max(1, _GENERATED // len(classes)))
         generated = self._synthetic(round_, server, drawn_labels, "features")
+        # a separate stream: pictures change no number of a run
         with stream(seed, "pictures", "items") as draws, federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             if network is None or not _has_vectors(network, pooled, federation.networks.device):
@@ -127,7 +127,7 @@ class Pictures:
                 images = Stacked([{}] * count, generated.inputs, drawn_labels)
                 synthetic, synthetic_labels = self._read(network, Shard.of(images, range(count)))
 
-        # the first ones: `_sample_items` has put classes in turn
+        # the first ones: `_sample_items` interleaves the classes
         points = (real[:_MAPPED], labels[:_MAPPED], synthetic, synthetic_labels)
         for picture in model_plots.feature_scatters(
             *points, classes, derive(seed, "pictures"), round_
@@ -141,10 +141,10 @@ class Pictures:
     def draw_cases(
         self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]
     ) -> None:
-        """Show test cases as the judged models see them.
+        """Show test cases with the predictions of the judged models.
 
-        Of a segmentation the Dice of all of them, and each site's best, median and worst one; of a classification
-        the images with the highest loss.
+        For segmentation the Dice of all cases, and each site's best, median and worst case; for classification the
+        images with the highest loss.
         """
         pictures: Iterable[Picture] = ()
         if self.federation.task.kind == "segmentation":
@@ -179,13 +179,13 @@ class Pictures:
 
 
 def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
-    """Draw so many items that it takes seconds; among the first n, for any n, classes are as equal as can be."""
+    """Draw a number of items that takes seconds; classes are balanced as far as possible in every prefix."""
     x, _ = next(pooled.batches(1))
     limit = max(_LEAST * classes, min(_ITEMS, _PIXELS // max(1, x[0, 0].numel())))
     order = torch.randperm(len(pooled), generator=draws)
     if pooled.labels:
         one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
-        # an item's place among those of its class: first the first of each class, then the second
+        # an item's rank within its class: first the first of each class, then the second
         place = (one_hot.cumsum(0) * one_hot).sum(1)
         order = order[place.argsort(stable=True)]
 
@@ -194,7 +194,7 @@ def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
 
 @torch.no_grad()
 def _has_vectors(network: nn.Module, shard: Shard, device: torch.device) -> bool:
-    """Tell whether the head is a linear layer that one vector an item enters."""
+    """Tell whether the head is a linear layer on one vector per item."""
     if _linear_head(network) is None:
         return False
     x, _ = next(shard.batches(1))
@@ -210,11 +210,11 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 
 
 def _last_mark(folder: RunFolder, done: int) -> str:
-    """Return the mark of the last committed grid; a picture that cannot be read is none."""
+    """Return the mark of the last committed grid; an unreadable picture counts as none."""
     names = set(map(grid_name, range(done + 1)))
     mark = ""
     for path in reversed(generated_grids(folder.path)):
-        # a picture of a round that was not committed is drawn anew
+        # a picture of an uncommitted round is drawn again
         if path.stem in names:
             with suppress(OSError):
                 mark = Picture.read(path).mark
@@ -227,9 +227,9 @@ def _last_mark(folder: RunFolder, done: int) -> str:
 
 
 def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
-    """Yield the images with the highest loss, the highest first, as the network is given them; volumes in a slice.
+    """Yield the images with the highest loss in descending order, as network inputs; a slice of each volume.
 
-    None where items are no images. A case that several sites own is shown once, as the first of them has it.
+    None if items are not images. A case of several sites is shown once, for the first of them.
     """
     losses: dict[str, tuple[float, str, int]] = {}
     for site, outcomes in cases.items():
@@ -237,6 +237,7 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
             continue
         rows = zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)
         for row, (ident, loss) in enumerate(rows):
+            # an item may be tested at several sites, but is shown once
             losses.setdefault(ident, (loss, site, row))
 
     rows_first = _reads_rows(federation)
@@ -252,10 +253,7 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
             geometry = _upright(tuple(image.shape[2:]))
 
         nothing = np.zeros(image.shape[2:], np.int64)
-        pixels = true_colours(
-            image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms
-        )
-        plane = planes(pixels, nothing, nothing, geometry)[0]
+        plane = planes(in_true_colours(federation, image), nothing, nothing, geometry)[0]
         label = int(cases[site].values["label"][row])
         chances = cases[site].values["probabilities"][row]
         predicted = int(chances.argmax())
@@ -271,7 +269,7 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
 
 
 def _reads_rows(federation: Federation) -> bool:
-    """Tell whether pictures are (H, W): those of our own readers are, MONAI's are (W, H)."""
+    """Tell whether pictures are (H, W), as from our own readers; MONAI's are (W, H)."""
     root = getattr(federation.bundle, "root", None)
     files = [] if root is None else sorted((root / "configs").glob("train.*"))
     text = "".join(file.read_text(errors="replace") for file in files)
@@ -279,7 +277,7 @@ def _reads_rows(federation: Federation) -> bool:
 
 
 def _upright(shape: Shape) -> Geometry | None:
-    """Return a geometry that says no more than that rows come first; None of a volume."""
+    """Return a geometry that only says that rows come first; None for a volume."""
     if len(shape) == 2:
         return Geometry(np.eye(4), np.eye(4), shape, "")
 

@@ -1,1 +1,1 @@
-"""The server's half of a round: ask, settle, score."""
+"""The server's half of a round: request, aggregate, score."""

@@ -1,14 +1,15 @@
-"""Claims of a site that the server cannot verify: how many items it has, how far its training moved the weights.
+"""Claims of a site that the server cannot verify: its number of items, and how far its training moved the weights.
 
-A number of items is a whole one, at least 1 and at most what the site had when it introduced itself (0 if it had none).
+A number of items is an integer, at least 1 and at most what the site had when it introduced itself (0 if it had none).
 Among three or more replies
 
-    one whose change is more than `FARTHEST` times the middle one is refused, group by group of its tensors, and so is
-        one with such a number beside them. More than half of the replies have to be honest for the middle one to be;
-    none may have more of the weight than the server allows, where the run has no cap of its own (`--max-share`).
+    a reply whose change exceeds `FARTHEST` times the median is refused, for each group of its tensors, as is a reply
+    with such a number beside them. More than half of the replies must be honest for the median to be;
+    no reply may exceed the share of the weight that the server allows, if the run has no cap of its own
+    (`--max-share`).
 
-None of this holds where every reply counts the same, whatever its number and its distance (`--aggregation median` and
-the like), for those rules bear what is refused here.
+None of this applies if all replies have equal weight, whatever their number and distance (`--aggregation median` and
+others), because those rules tolerate what is refused here.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import sample_counts
 
 FARTHEST = 1000.0
-"""Times the middle norm of a round's changes that a change may have."""
-# replies from which on there is a majority that one of them is compared with
+"""Maximum ratio of a change to the median norm of a round's changes."""
+# number of replies from which there is a majority to compare one with
 _SEVERAL = 3
 _COUNT = "counts"
 
 
 def check_counts(federation: Federation, name: str, message: Message, most: int) -> None:
-    """See that a site's numbers of items can be true: of all, and of each class where the method sends those.
+    """Check that a site's numbers of items are plausible: of all items, and of each class if the method sends these.
 
     Raises:
-        RunError: one is not; names the site, the number and what it may be.
+        RunError: one is not; names the site, the number and the allowed range.
     """
     if not federation.aggregation.counts_samples:
         return
     for label, low, values in _counts(message, min(1, most)):
-        # written so that NaN, which is in no order, counts as wrong
+        # written so that NaN, which compares false, is rejected
         wrong = values[~((values == values.round()) & (low <= values) & (values <= most))]
         if wrong.numel():
             raise RunError(
@@ -53,10 +54,10 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
 
 
 def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield the name, least value and values of whatever counts items; of a class there may be none."""
+    """Yield name, minimum and values of everything that counts items; a class may have none."""
     if "samples" in message.scalars:
         yield "its reply", low, torch.tensor(message.scalars["samples"], dtype=torch.float64)
-    # numbers of items by class are a group "counts", or a tensor of that name in a group of the method's
+    # numbers of items by class are a group "counts", or a tensor of that name in one of the method's groups
     for group, members in message.tensors.items():
         for name in members if group == _COUNT else members.keys() & {_COUNT}:
             yield f"'{group}/{name}'", 0, members[name].double()
@@ -65,7 +66,7 @@ def _counts(message: Message, low: int) -> Iterator[tuple[str, int, Tensor]]:
 def far_replies(
     federation: Federation, replies: Messages, broadcast: Mapping[str, Weights]
 ) -> dict[str, str]:
-    """Return site -> why, of replies whose change of a group, or number, is over `FARTHEST` times the middle one.
+    """Return site -> reason for replies with a change of a group, or a number, over `FARTHEST` times the median.
 
     A tensor that the server did not send has changed from 0.
     """
@@ -83,7 +84,7 @@ def far_replies(
             numbers[key][name] = abs(number)
 
     numbers.pop("samples", None)
-    # of a site that is far off in several, the first by name is told
+    # if a site is far off in several, the first by name is reported
     for group in sorted(norms):
         reasons = _far(f"its change of {group!r} has the norm", norms[group]) | reasons
 
@@ -95,9 +96,9 @@ def far_replies(
 
 
 def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
-    """Return the sites whose size is far beyond the middle one, each with why."""
+    """Return the sites whose size is far beyond the median, with the reason."""
     middle = sorted(sizes.values())[len(sizes) // 2]
-    # where most have not moved at all, any change is infinitely many times the middle one
+    # if most have not moved at all, any change is infinitely many times the median
     if len(sizes) < _SEVERAL or middle <= 0:
         return {}
 
@@ -112,8 +113,8 @@ def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
 
 
 def _change(members: Weights, before: Weights) -> float:
-    """Return the L2 norm of what a reply has changed in a group; infinite where that is no number of the type."""
-    norms: list[float] = []
+    """Return the L2 norm of a reply's change in a group; infinite if it overflows the type."""
+    norms = []
     for name, tensor in members.items():
         if tensor.is_floating_point():
             sent = before.get(name)
@@ -129,12 +130,12 @@ def _change(members: Weights, before: Weights) -> float:
 
 
 def check_shares(federation: Federation, label: str, replies: Messages, most: float | None) -> None:
-    """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
+    """Check that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
-    `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.
+    `most` is the largest share of one among three or more; None: any. A run with its own cap has no such limit.
 
     Raises:
-        InputError: one has more; names it.
+        InputError: a site has more; names it.
     """
     if most is None or federation.run.max_share is not None or federation.equal_weight_flag:
         return

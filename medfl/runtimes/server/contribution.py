@@ -1,16 +1,16 @@
-"""What each site contributes to a round, as an estimate: its Shapley value, and what is lost without it.
+"""Estimates of each site's contribution to a round: its Shapley value, and the loss without it.
 
-v(S) is the key metric, on everybody's validation images, of the model that is made of the replies of the sites S alone;
-of none it is the model before the round. A site i is worth
+v(S) is the key metric, on everybody's validation images, of the model aggregated from the replies of the sites S only;
+for the empty set it is the model before the round. The contribution of site i is
 
     left out    v(all) - v(all but i)
-    Shapley     the mean of v(S and i) - v(S) over the orders in which sites may come, S those before i
+    Shapley     the mean of v(S and i) - v(S) over the orders in which sites may come, with S those before i
 
-of which the latter add up to v(all) - v(none). Up to five sites it is over all orders, and exact for the round. Of more
-it is over n orders, each of which another site begins, and an order ends where v(S) is within 1 % of the round's gain
-of v(all): guided sampling and truncation as in GTG-Shapley (Liu et al., ACM TIST 2022), which also leaves out rounds
-that gain little. It says what replies were worth to these rounds by these images, not what a site's data would be
-worth to another run.
+Shapley values add up to v(all) - v(none). With up to five sites they are computed over all orders, exactly for the
+round. With more, n orders are used, each starting with a different site, and an order ends when v(S) is within 1 % of
+the round's gain of v(all): guided sampling and truncation as in GTG-Shapley (Liu et al., ACM TIST 2022), which also
+skips rounds with little gain. The values measure what replies were worth to these rounds on these images, not what a
+site's data would be worth to another run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from medfl.core.settings import MEAN
 from medfl.runtimes.federation import Federation
 
 EXACT = 5
-"""Sites of a round up to which every subset is scored."""
+"""Maximum number of sites in a round for scoring every subset."""
 MOST = 20
-"""Sites of a round for which contributions are estimated at all."""
+"""Maximum number of sites in a round for which contributions are estimated."""
 SHAPLEY = "shapley"
 LEFT_OUT = "left_out"
 _TRUNCATED = 0.01  # of a round's gain
 Value = Callable[[frozenset[str]], float]
-"""Sites -> how good the model of their replies is; NaN where that is undefined."""
+"""Sites -> value of the model from their replies; NaN if undefined."""
 
 
 def check(federation: Federation, is_remote: bool) -> None:
@@ -68,7 +68,7 @@ def check(federation: Federation, is_remote: bool) -> None:
 
 
 def cost(federation: Federation) -> str:
-    """Say how many models a round is asked for."""
+    """Describe how many models are scored per round."""
     count = len(federation.cohort(1))
     if count <= EXACT:
         models = f"{2**count}"
@@ -83,6 +83,7 @@ def cost(federation: Federation) -> str:
 
 def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, Metrics]:
     """Return "shapley" and "left_out" -> site -> what it contributes; {} where a model's value is undefined."""
+    # a subset comes up in many orders, and each value is a model scored
     value = cache(value)
     everybody = frozenset(names)
     last = value(everybody)
@@ -91,7 +92,7 @@ def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, Me
     if len(names) > EXACT:
         least = _TRUNCATED * abs(last - first)
     else:
-        least = -1.0
+        least = -1.0  # no order is cut short
 
     gains = dict.fromkeys(names, 0.0)
     orders = _orders(names, seed)
@@ -115,7 +116,7 @@ def contributions(names: Sequence[str], value: Value, seed: int) -> dict[str, Me
 
 
 def _orders(names: Sequence[str], seed: int) -> list[tuple[str, ...]]:
-    """Return all orders of few sites, and of many as many as there are sites, each of which begins one."""
+    """Return all orders of few sites; of many, one order starting with each site."""
     if len(names) <= EXACT:
         return list(permutations(names))
 

@@ -1,11 +1,11 @@
-"""Tasks for the sites and for the server's model, made for one run and handed to its workers."""
+"""Tasks for the sites and for the server's model, created for one run and given to its workers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
@@ -16,25 +16,25 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.profiling import MESSAGES, during
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, Results, RoundTask, Train
+from medfl.runtimes.tasks import Answer, Introduce, MakeTask, Results, RoundTask, Train
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
 
 @dataclass
 class Dispatcher:
-    """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come."""
+    """Creates the tasks of one run, each when its turn comes, and yields (site, result) as the results arrive."""
 
     federation: Federation
     folder: RunFolder
     workers: Workers
     tolerance: Tolerance
     say: Print
-    # whether scores show a bar on stderr as they come
+    # whether scoring shows a progress bar on stderr
     progress: bool = False
 
     def introductions(self, missing: dict[str, str]) -> Iterator[tuple[str, Message]]:
-        """Yield the introductions; `missing` takes the reason of each site without one.
+        """Yield the introductions; `missing` receives the reason for each site without one.
 
         Raises:
             RunError: too few sites have one.
@@ -54,19 +54,19 @@ class Dispatcher:
     ) -> Iterator[tuple[str, tuple[StepResult, bool]]]:
         """Start the training of a round; yield the result of each site, and whether it has a new State.
 
-        Training goes on while other tasks are run, if the workers can do both. The trained models are scored on
-        `sections`; `left_out` takes the reason of each site without a reply, `on_result` is called whenever a site's
-        result has come.
+        Training continues while other tasks are run, if the workers support both. The trained models are scored on
+        `sections`; `left_out` receives the reason for each site without a reply; `on_result` is called whenever a
+        site's result arrives.
 
         Raises:
             RunError: too few sites replied.
         """
 
-        def task(**fields: Any) -> Train:
+        def task(**fields: Answer) -> Train:
             path = self.folder.state_path(round_, fields["site"])
             return Train(**fields, new_state=path, sections=tuple(sections))
 
-        # longest site first: it has the most training items, for the local epochs are the same everywhere
+        # longest site first: it has the most training items, since all sites train the same number of local epochs
         results = self.workers.start(
             [partial(self._make, task, round_, server, name) for name in names],
             self._sizes(names, "train"),
@@ -82,14 +82,14 @@ class Dispatcher:
         results: Results,
         left_out: dict[str, str],
         label: str,
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
+    ) -> Iterator[tuple[str, Answer]]:
+        """Yield (site, result) for results that pass the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
         attendance = Attendance(names, self.tolerance.min_replies, left_out, label, self.say)
         return attendance.present(checked)
 
-    def _checked(self, name: str, result: Any) -> Any:
-        """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
+    def _checked(self, name: str, result: Answer) -> Answer:
+        """Return an introduction or a training result, or `FailedReply` if it is incomplete or makes invalid claims."""
         if isinstance(result, FailedReply):
             return result
 
@@ -111,21 +111,21 @@ class Dispatcher:
         server: State,
         names: Sequence[str],
         sections: Sequence[str] = (),
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the result of a task at each site; where some sites may be missing, one is enough.
+    ) -> Iterator[tuple[str, Answer]]:
+        """Yield the result of a task at each site; if sites may be missing, one is enough.
 
-        `task` makes it, called with the fields of `RoundTask`; it goes through items of `sections`, by which the
-        longest site is known.
+        `task` creates it, called with the fields of `RoundTask`; it processes items of `sections`, whose numbers
+        determine the longest site.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
         sizes = self._sizes(names, *sections) if sections else None
         results = self._shown(len(tasks), self.workers.run(tasks, sizes))
-        # scores change no weights, so one site is enough where failures are tolerated at all
+        # scores change no weights, so one site is enough if failures are tolerated at all
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
-    def at_server(self, tasks: Sequence[MakeTask]) -> list[Any]:
-        """Return the results of tasks with the server's model, in order."""
+    def at_server(self, tasks: Sequence[MakeTask]) -> list[Answer]:
+        """Return the results of tasks on the server's model, in order."""
         return self.workers.all(tasks, partial(self._shown, len(tasks)))
 
     def _shown(self, count: int, results: Results) -> Results:
@@ -148,3 +148,44 @@ class Dispatcher:
             sizes.append(sum(map(len, shards)))
 
         return sizes
+
+
+# The training of a round, which may start before the previous round has been evaluated, and how its time counts.
+
+
+class RoundTraining:
+    """The training of one round, from its start.
+
+    Attributes:
+        results: the result of each site, and whether it has a new State.
+        left_out: the reason for each site without a reply.
+        started: start time, in seconds of `time.perf_counter`.
+        overlap: seconds of it during which the previous round was still being evaluated; 0 if that had ended before.
+    """
+
+    results: Iterator[tuple[str, tuple[StepResult, bool]]]
+
+    def __init__(self, round_: int, cohort: list[str], on_result: Callable[[], object]) -> None:
+        self.round = round_
+        self.cohort = cohort
+        self.left_out: dict[str, str] = {}
+        self.started = time.perf_counter()
+        self.overlap = 0.0
+        self._on_result = on_result
+        self._open = len(cohort)
+        self._last = 0.0
+
+    def count_result(self) -> None:
+        """Note that a site's result has arrived."""
+        self._open -= 1
+        self._last = time.perf_counter()
+        self._on_result()
+
+    def evaluation_seconds(self, ended: float) -> float:
+        """Return how long the previous round's evaluation, which has `ended`, continued after the last result.
+
+        The time before that counts for this training (`overlap`), so that none counts twice.
+        """
+        # results are still open: this training continues, so all of the evaluation falls within it
+        self.overlap = (ended if self._open else self._last) - self.started
+        return ended - self.started - self.overlap

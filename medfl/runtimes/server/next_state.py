@@ -1,19 +1,19 @@
-"""Which replies of a round the server's aggregation can use; the others are refused, and their sites named.
+"""Decides which replies of a round the server can aggregate; the others are refused, and their sites named.
 
-A reply is checked on arrival for all that is known of every method's (`MessageRules`).
-What else a method puts into its replies only its own server half knows: class means of the classes that a site has,
-covariances, a selector. So it is asked. A reply is refused
+On arrival a reply is checked by the rules common to all methods (`MessageRules`).
+Only a method's own server half knows what else its replies contain: class means of the classes that a site has,
+covariances, a selector. So it is tried. A reply is refused
 
-    if a tensor has another form than in most others' replies, or a group whose tensors are named by class another one
-        for each class; with as many for either form, the server's own message decides, and without one all are refused;
+    if a tensor has another form than in most other replies, or a group whose tensors are named by class has different
+    forms between classes; in a tie the server's own message decides, and without one all are refused;
     if its change is far beyond the others' (`claims`);
     if the server's half fails with it, or its next State has NaN or infinite values, another form than before under the
-        same name, or a group of tensors with other names (a State may gain groups, classes and sites); what it says
-        next and what it tells of the round (`observed`) is tried too.
+    same name, or a group of tensors with other names (a State may gain groups, classes and sites); the next broadcast
+    and what the server reports about the round (`observed`) are tried too.
 
-Only then are replies left out to see who is to blame: those that fail alone, found by halving, or else those without
-which the others do. So a round in which nothing is wrong costs a look at the State. The server's half is a function of
-its arguments, and what is tried leaves nothing behind.
+Only after a failure are replies left out to find the cause: those that fail alone, found by bisection, or else those
+without which the others succeed. So a round without errors costs only a check of the State. The server's half is a
+function of its arguments, and attempts leave nothing behind.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from medfl.core.documents import Config, Metrics
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.mappings import pick, without
 from medfl.core.message import Message, Messages, Weights, is_finite
+from medfl.core.names import not_among
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.runtimes.attendance import Attendance, Tolerance
@@ -43,7 +45,7 @@ T = TypeVar("T")
 
 
 class NextState(NamedTuple):
-    """What a round has come to: the server's next State, the replies that it is made of, what the method tells."""
+    """Outcome of a round: the server's next State, the replies it was made from, and the method's observations."""
 
     server: State
     replies: Messages
@@ -59,17 +61,18 @@ def next_state(
     left_out: dict[str, str],
     say: Print,
 ) -> NextState:
-    """Return the server's next State, made of the replies that it can be made of.
+    """Return the server's next State, made from the usable replies.
 
-    They are those of the cohort that passed `MessageRules.check_reply`. `left_out` has the reason of each site without
-    one, and takes those of the refused.
+    They are from the cohort and passed `MessageRules.check_reply`. `left_out` has the reason for each site without a
+    reply, and receives those of refused sites.
 
     Raises:
         RunError: a reply is refused and too few are left, with site and tensor; or aggregation fails with each reply.
-        InputError: as it does, or a site has more of the weight than it may.
+        InputError: raised by the aggregation, or a site exceeds its share of the weight.
     """
     cohort = federation.cohort(round_)
     method = federation.run.method
+    # if a method changes its State in place, a second attempt would start from the first one's
     before = object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
@@ -81,10 +84,12 @@ def next_state(
             check_unchanged(method, server, before)
 
     with federation.networks.scope():
+        # the server's broadcast decides ties between forms
         sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
 
+    # forms first: distances are defined only between tensors of the same form
     attendance.drop(odd_replies(replies, sent, {"weights"} | federation.like_weights))
-    usable = {name: reply for name, reply in replies.items() if name not in left_out}
+    usable = without(replies, left_out)
     attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
     check_shares(federation, attendance.label, result.replies, tolerance.max_share)
@@ -99,13 +104,13 @@ def first_state(
     absent: dict[str, str],
     say: Print,
 ) -> State:
-    """Return the server's first State, made of the introductions that it can be made of.
+    """Return the server's first State, made from the usable introductions.
 
-    They passed `MessageRules.check_reply`; `absent` has each site without one, and takes the refused, with reasons.
+    They passed `MessageRules.check_reply`; `absent` has each site without one, and receives refused ones, with reasons.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
-        InputError: the sites do not go together.
+        InputError: the sites do not fit together.
     """
     method = federation.method
     least = tolerance.min_replies
@@ -126,10 +131,10 @@ def first_state(
 
 
 def resumed_state(federation: Federation, folder: RunFolder, manifest: Config) -> State:
-    """Return the server's State of a resumed run, after trying what the next round asks of it.
+    """Return the server's State of a resumed run, after trying what the next round needs from it.
 
     Raises:
-        InputError: the file is no State of this run's method and network.
+        InputError: the file is not a State of this run's method and network.
         RunError: the file is damaged.
     """
     server = to_device(folder.server_state(manifest), federation.networks.device)
@@ -162,9 +167,9 @@ def _from_usable(
     fatal: type[InputError],
     attendance: Attendance,
 ) -> T:
-    """Return what an attempt makes of the messages, refusing those because of which it fails."""
+    """Return the result of an attempt with the messages, refusing those that make it fail."""
     while True:
-        names = [name for name in messages if name not in attendance.left_out]
+        names = not_among(messages, attendance.left_out)
         try:
             return attempt(names)
         except fatal:
@@ -179,24 +184,24 @@ def _only(messages: Messages, names: Sequence[str]) -> Messages:
     if len(names) == len(messages):
         return messages
 
-    return {name: messages[name] for name in names}
+    return pick(messages, names)
 
 
 class _Unusable(Exception):
-    """The server cannot go on from a State."""
+    """The server cannot continue from a State."""
 
 
 def _checked_state(
     federation: Federation, round_: int, server: State, replies: Messages
 ) -> NextState:
-    """Return the server's next State; `_Unusable` if it cannot go on from there."""
+    """Return the server's next State; `_Unusable` if it cannot continue from there."""
     after = federation.aggregate(round_, server, replies)
     check_state(federation.run.method, "the server's State", after)
     for why in _flaws(after, server, "", federation.names, federation.task.num_classes):
         raise _Unusable(f"the server's next State: {why}")
 
     with federation.networks.scope():
-        # what the next round would fail with is the fault of these replies, and later nobody could tell whose
+        # these replies are to blame for a failure in the next round, and later nobody could tell which
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
 
@@ -214,12 +219,12 @@ def _checked_state(
 
 
 def _at_fault(
-    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, label: str
+    names: Sequence[str], attempt: Callable[[Sequence[str]], object], error: Exception, label: str
 ) -> dict[str, str]:
-    """Return whose replies an attempt failed because of, and why.
+    """Return which replies made an attempt fail, and why.
 
     Raises:
-        RunError: it fails with each of several alone: that is not theirs, or theirs all together.
+        RunError: it fails with each of several alone: then none, or all, are to blame.
         InputError: as above, if it is one.
     """
 
@@ -238,12 +243,13 @@ def _at_fault(
         if len(some) == 1:
             return {some[0]: failed}
 
+        # bisection: with one bad reply among n, about 2 log n attempts instead of n
         half = len(some) // 2
         first = some[:half]
         second = some[half:]
         return alone(first, failure(first)) | alone(second, failure(second))
 
-    # if each fails alone, the fault lies with the server's half or with the State, not with a reply
+    # if each fails alone, the fault is in the server's half or in the State, not in a reply
     at_fault = alone(names, error) if names else {}
     if len(at_fault) == len(names) > 1 or not names:
         if isinstance(error, MedflError):
@@ -254,7 +260,7 @@ def _at_fault(
         ) from error
 
     if not at_fault:
-        # no part fails by itself: two replies contradict each other, or one all others
+        # no part fails by itself: two replies contradict each other, or one contradicts all others
         needed_absent = []
         for name in names:
             others_fail = failure([present for present in names if present != name])
@@ -268,7 +274,7 @@ def _at_fault(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return an error in one line, without what is said to somebody who could do something about it."""
+    """Return an error in one line, without advice for somebody else."""
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
         # a sentence, else the key itself
@@ -278,7 +284,10 @@ def _in_one_line(error: Exception) -> str:
         return f"'{printable(text)}' is missing"
 
     text = error._parts[0] if isinstance(error, InputError) else str(error)
-    kind = "" if isinstance(error, MedflError | _Unusable) else f"{type(error).__name__}: "
+    kind = ""
+    if not isinstance(error, MedflError | _Unusable):
+        kind = f"{type(error).__name__}: "
+
     return kind + printable(" ".join(text.split()), 200).replace("\\'", "'")
 
 
@@ -290,13 +299,13 @@ def odd_replies(
     broadcast: Mapping[str, Weights],
     checked_groups: Collection[str] = ("weights",),
 ) -> dict[str, str]:
-    """Return which replies have a tensor of another form than most, and what is odd about it.
+    """Return which replies have a tensor of another form than most, and what differs.
 
-    Where the replies do not decide, the broadcast does; `checked_groups` are those whose forms were checked on arrival.
+    If the replies do not decide, the broadcast does; forms of `checked_groups` were checked on arrival.
     """
     forms = {name: _forms(message.tensors, checked_groups) for name, message in replies.items()}
     expected = _forms(broadcast, checked_groups)
-    reasons = dict[str, str]()
+    reasons = {}
     for key in sorted(set().union(*forms.values())):
         site_forms = {name: form[key] for name, form in forms.items() if key in form}
         counts: Counter[Form] = Counter()
@@ -309,9 +318,10 @@ def odd_replies(
         if len(tied) > 1:
             usual = next(iter(tied & {*expected.get(key, {}).values()}), None)
 
-        expectation = (
-            "the other sites' is another" if usual is None else f"expected {_form_text(usual)}"
-        )
+        expectation = "the other sites' is another"
+        if usual is not None:
+            expectation = f"expected {_form_text(usual)}"
+
         for name, form in site_forms.items():
             wrong = [tensor for tensor, tensor_form in form.items() if tensor_form != usual]
             if wrong and name not in reasons:
@@ -324,7 +334,7 @@ def odd_replies(
 def _forms(
     tensors: Mapping[str, Weights], checked_groups: Collection[str]
 ) -> dict[str, dict[str, Form]]:
-    """Return key -> flat name -> form; tensors that are named by class have one key in common."""
+    """Return key -> flat name -> form; tensors that are named by class share one key."""
     forms: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
         if group in checked_groups:
@@ -352,7 +362,7 @@ def _is_class(name: str) -> bool:
 def _flaws(
     after: object, before: object, path: str, sites: Sequence[str], classes: int
 ) -> Iterator[str]:
-    """Say what is wrong with a part of a State, given what it was before, or None."""
+    """Describe what is wrong with a part of a State, given its previous value or None."""
     if isinstance(after, Tensor):
         if not is_finite(after):
             yield f"{path!r} has NaN or infinite values"
@@ -363,7 +373,7 @@ def _flaws(
     elif isinstance(after, Mapping):
         entries = before if isinstance(before, Mapping) else {}
         values = [*after.values(), *entries.values()]
-        # entries of the State itself are no group: a method may add some at any time
+        # entries of the State itself are not a group: a method may add some at any time
         if path and values and all(isinstance(value, Tensor) for value in values):
             yield from _naming_flaws(after, entries, path, sites, classes)
 
@@ -384,11 +394,11 @@ def _naming_flaws(
     sites: Sequence[str],
     classes: int,
 ) -> Iterator[str]:
-    """Say what is wrong with the names of a group of tensors in a State."""
-    # names may be added where they are those of sites or of classes: these come round by round
+    """Describe what is wrong with the names of a group of tensors in a State."""
+    # names of sites or classes may be added: they appear round by round
     lost = was.keys() - after.keys()
     new = after.keys() - was.keys() - set(sites)
-    by_class = any(_is_class(name) for name in after) and all(_is_class(name) for name in was)
+    by_class = any(map(_is_class, after)) and all(map(_is_class, was))
     if lost:
         yield f"{path + '/' + min(lost)!r} is gone"
 

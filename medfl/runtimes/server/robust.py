@@ -1,30 +1,30 @@
-"""Robust aggregation: a bad site among good ones, by fault or by intent, moves the result little or not at all.
+"""Robust aggregation: a bad site among good ones, faulty or malicious, moves the result little or not at all.
 
-n replies of d numbers; how many bad sites each rule tolerates, its time, and what it costs when all are good.
+For n replies of d numbers: how many bad sites each rule tolerates, its time, and its cost when all are good.
 
-    mean        FedAvg's own. Tolerates no bad site: one that sends x1000 moves it as far as it likes. Time n d.
-    clip:C      FedAvg's mean, by sample counts, of changes whose L2 norm is at most C: a longer one is shortened to
-                w + C (w_k - w) / |w_k - w| (as Sun et al., 2019, "Can you really backdoor federated learning?", bound
-                norms). `auto`: C is the median of the round's norms. One bad site moves the result by at most its
-                share of C, in any direction. Time 2 n d. Slows sites whose changes are long.
+    mean        FedAvg's own. Tolerates no bad site: one that sends x1000 moves it arbitrarily far. Time n d.
+    clip:C      FedAvg's mean, by sample counts, of changes clipped to L2 norm C: a longer one is scaled to
+                w + C (w_k - w) / |w_k - w| (norm bounding as in Sun et al., 2019, "Can you really backdoor federated
+                learning?"). `auto`: C is the median of the round's norms. One bad site moves the result by at most
+                its share of C, in any direction. Time 2 n d. Slows sites whose changes are long.
     median      Coordinate-wise median (Yin et al., 2018, Alg. 1, option I). Tolerates fewer than n/2 bad sites.
-                Time n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, as
-                a class that few have, is lost.
+                Time n log n d. Its variance is up to pi/2 of the mean's, and what only a minority of sites knows, such
+                as a class that few have, is lost.
     trimmed:B   Coordinate-wise trimmed mean (ibid., option II): without the floor(B n) largest and smallest, B below
                 1/2. Tolerates floor(B n) bad sites. Time n log n d. Loses less than the median, the less the smaller B.
     krum:F      Krum (Blanchard et al., 2017): the one reply with the smallest sum of squared distances to its n - F - 2
-                nearest. Tolerates F bad sites of n >= 2F + 3. Time n^2 d. One site's training is all that a round
-                gains: on sites that differ, and with noise, the slowest to learn.
+                nearest. Tolerates F bad sites of n >= 2F + 3. Time n^2 d. A round gains only one site's training: with
+                heterogeneous sites, and with noise, the slowest to learn.
     multikrum:F The mean of the n - F - 2 replies with the smallest of these sums (ibid., section 4; m as in Damaskinos
-                et al., 2019). Tolerates as many. Time n^2 d. Loses the F + 2 that are furthest out.
+                et al., 2019). Tolerates as many. Time n^2 d. Loses the F + 2 most distant replies.
 
 They take ten to some tens of times as long as the mean, more with more replies: `benchmarks/aggregation_cost.py`.
 
-All but `mean` and `clip` ignore sample counts, which a site could make up: every reply counts the same. Distances and
-norms are over all floating tensors, BatchNorm's statistics among them, for these move a network as well. Integers,
-which count batches, take the middle value, or that of the chosen replies; of `mean` and `clip` the maximum.
+All but `mean` and `clip` ignore sample counts, which a site could invent: all replies have equal weight. Distances and
+norms are over all floating tensors, including BatchNorm's statistics, since these move a network as well. Integers,
+which count batches, take the median, or the value of the chosen replies; for `mean` and `clip` the maximum.
 
-Departure: Yin et al. aggregate gradients of one step, here it is weights after local training, as in FedAvg.
+Departure: Yin et al. aggregate gradients of one step; here it is weights after local training, as in FedAvg.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from torch import Tensor
 from medfl.core import setting_values
 from medfl.core.documents import Metrics
 from medfl.core.errors import RunError
+from medfl.core.mappings import pick
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.run import Run
-from medfl.methods.base import sample_shares, slices, uniform_shares, weighted_mean
+from medfl.methods.base import sample_shares, sent, slices, uniform_shares, weighted_mean
 
-_BLOCK = 2**22  # numbers of all replies together that are looked at at a time
+_BLOCK = 2**22  # numbers of all replies together that are processed at a time
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How the server makes one set of weights of several.
+    """How the server combines several sets of weights into one.
 
     Attributes:
         kind: one of `setting_values.AGGREGATIONS`.
-        fraction: of `trimmed`, the share of the replies that is dropped at each end.
-        bad: of `krum` and `multikrum`, how many bad sites there may be.
-        bound: of `clip`, the largest norm of a change; None: the median of the round's.
+        fraction: for `trimmed`, the share of the replies dropped at each end.
+        bad: for `krum` and `multikrum`, the maximum number of bad sites.
+        bound: for `clip`, the largest norm of a change; None: the median of the round's.
     """
 
     kind: str = "mean"
@@ -65,10 +66,10 @@ class Aggregation:
 
     @classmethod
     def parse(cls, text: str) -> Aggregation:
-        """Read what `--aggregation` takes.
+        """Parse a value of `--aggregation`.
 
         Raises:
-            InputError: it is something else.
+            InputError: it is not a valid value.
         """
         return cls(*setting_values.aggregation(text))
 
@@ -90,7 +91,7 @@ class Aggregation:
 
     @property
     def described(self) -> str:
-        """The rule, and what a reply counts."""
+        """The rule, and how replies are weighted."""
         if self.counts_samples:
             return f"{self}, replies count by their images, no change is longer than the bound"
 
@@ -103,24 +104,24 @@ class Aggregation:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether a reply counts by its number of items, so that this number has to be true."""
+        """Whether replies are weighted by their number of items, which must then be true."""
         return self.kind in ("mean", "clip")
 
     @property
     def least(self) -> int:
-        """Replies that it needs: 2F + 3 for Krum."""
+        """Minimum number of replies: 2F + 3 for Krum."""
         if self.kind in ("krum", "multikrum"):
             return 2 * self.bad + 3
 
         return 1
 
     def combined(self, replies: Messages, before: Weights) -> Tensors:
-        """Return weights made of the replies' and of what they were before; their order is of no matter.
+        """Return weights combined from the replies' and the previous ones; the order of replies does not matter.
 
-        A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
+        A block of coordinates of all replies is read at a time, so that replies on disk need not fit in memory.
 
         Raises:
-            RunError: there are fewer replies than it needs.
+            RunError: there are fewer replies than the minimum.
         """
         if len(replies) < self.least:
             raise RunError(
@@ -130,10 +131,9 @@ class Aggregation:
         if self.kind == "clip":
             return self._clipped(replies, before)
 
-        # by name, not by arrival: sums and ties depend on the order
-        parts = [replies[name]["weights"] for name in sorted(replies)]
+        parts = sent(replies, "weights")
         if self.least > 1:
-            chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
+            chosen = pick(replies, self._nearest(sorted(replies), parts))
             return weighted_mean(chosen, "weights", uniform_shares(chosen))
 
         count = len(parts)
@@ -145,7 +145,7 @@ class Aggregation:
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
     def observed(self, replies: Messages, before: Weights) -> Metrics:
-        """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
+        """Return the bound of `clip` in a round, and for each site the norm of its change and its share of the mean."""
         if self.kind != "clip":
             return {}
         norms = change_norms(replies, before)
@@ -159,9 +159,9 @@ class Aggregation:
         return self.bound
 
     def _clipped(self, replies: Messages, before: Weights) -> Tensors:
-        """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
+        """Return the mean of the clipped changes: the share that a site loses goes to the previous weights.
 
-        Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
+        Integers, which enter no norm, take their median if a site's moved by more than the bound.
         """
         norms = change_norms(replies, before)
         limit = self._limit(norms)
@@ -170,11 +170,12 @@ class Aggregation:
             if norm > limit:
                 shares[name] *= limit / norm
 
-        parts = [replies[name]["weights"] for name in sorted(replies)]
+        parts = sent(replies, "weights")
         if any(norm > limit for norm in norms.values()):
-            # w + s (w_k - w) is (1 - s) w + s w_k: the weights before are one more reply
+            # w + s (w_k - w) is (1 - s) w + s w_k: the previous weights act as one more reply
             names = next(iter(replies.values()))["weights"]
-            rest = Message({"weights": {name: before[name] for name in names}})
+            rest = Message({"weights": pick(before, names)})
+            # "" sorts before all names, and no site has it
             shares[""] = 1 - math.fsum(shares.values())
             replies = {**replies, "": rest}
 
@@ -182,7 +183,11 @@ class Aggregation:
         for name, tensor in mean.items():
             if tensor.is_floating_point():
                 continue
-            moved = [(part[name].double() - before[name].double()).norm() for part in parts]
+            moved = []
+            for part in parts:
+                moved.append((part[name].double() - before[name].double()).norm())
+
+            # a mean of integers takes the largest, which one site could move at will
             if any(float(norm) > limit for norm in moved):
                 mean[name] = _middle(parts, name, 0)
 
@@ -200,7 +205,7 @@ class Aggregation:
 
 def change_norms(replies: Messages, before: Weights) -> Metrics:
     """Return the L2 norm of each reply's change of the weights, over their floating tensors, in float64."""
-    norms: Metrics = {}
+    norms = {}
     for site in sorted(replies):
         squares = []
         weights = replies[site]["weights"]
@@ -211,21 +216,22 @@ def change_norms(replies: Messages, before: Weights) -> Metrics:
                 for (_, rows), (_, old_rows) in zip(blocks, old_blocks, strict=True):
                     squares.append(float((rows[0] - old_rows[0]).square().sum()))
 
+        # the exact sum of the rounded squares: independent of the order of the blocks
         norms[site] = math.sqrt(math.fsum(squares))
 
     return norms
 
 
 def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:
-    """Return the mean of each coordinate's values without the `cut` largest and smallest; of integers the middle one.
+    """Return the mean of each coordinate's values without the `cut` largest and smallest; for integers the median.
 
-    Half of the values but one or two dropped at each end is the median.
+    Cutting all but one or two values gives the median.
     """
     like = parts[0][name]
     out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     for start, rows in _blocks(parts, name, like):
         ordered = rows.T.contiguous().sort(1).values
-        # the mean of integers may be none
+        # the mean of integers may not be an integer
         if like.is_floating_point():
             values = ordered[:, cut : len(parts) - cut].mean(1)
         else:
@@ -251,8 +257,8 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
 
 
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first coordinate, the replies' values (n, coordinates)) in float64, of integers in int64."""
-    # float64, so that a sum of squares of float32 loses nothing that matters
+    """Yield (first coordinate, the replies' values (n, coordinates)) in float64, integers in int64."""
+    # float64, so that a sum of squares of float32 loses no significant digits
     size = max(1, _BLOCK // len(parts))
     wide = torch.float64 if like.is_floating_point() else torch.int64
     reads = [slices(weights, name) for weights in parts]
@@ -262,11 +268,11 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
 
 
 def with_effective_counts(replies: Messages, run: Run) -> Messages:
-    """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
+    """Return replies weighted as the run says: by their items, equally, or by items with a cap on a site's share."""
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
 
-    counts = sample_counts({name: replies[name] for name in sorted(replies)})
+    counts = sample_counts(pick(replies, sorted(replies)))
     if run.site_weights == "uniform":
         counts = dict.fromkeys(counts, 1.0)
     else:
@@ -281,7 +287,7 @@ def with_effective_counts(replies: Messages, run: Run) -> Messages:
 
 
 def sample_counts(replies: Messages) -> Metrics:
-    """Return the numbers of items of those replies that say one."""
+    """Return the numbers of items of the replies that give one."""
     counts = {}
     for name, reply in replies.items():
         if "samples" in reply.scalars:
@@ -291,12 +297,12 @@ def sample_counts(replies: Messages) -> Metrics:
 
 
 def cap_counts(counts: Mapping[str, float], most: float) -> Metrics:
-    """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
+    """Return numbers of items capped to `most` of their sum; those below the cap are unchanged.
 
-    They are all the same where there are too few of them to be below.
+    All become equal if there are too few of them to satisfy the cap.
     """
     rising = sorted(counts.values())
-    # so many of the largest are shortened to one number
+    # so many of the largest are reduced to one number
     for cut in range(min(len(rising), math.ceil(1 / most))):
         # the limit L for which L = most * (sum of the others + cut * L)
         limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
@@ -306,7 +312,7 @@ def cap_counts(counts: Mapping[str, float], most: float) -> Metrics:
 
 
 def shares_under_cap(replies: Messages, run: Run) -> Metrics:
-    """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
+    """Return each site's share of the mean, and its share without the cap, for runs with a cap on shares."""
     if run.max_share is None or len(sample_counts(replies)) < len(replies):
         return {}
 

@@ -1,4 +1,4 @@
-"""Scores of a run: each round's on validation data, of which the best is remembered, and the last on test data."""
+"""Scores of a run: each round on validation data, remembering the best, and the last round on test data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
 from medfl.core.documents import Metrics
+from medfl.core.mappings import map_values, pick, pick_known, within
 from medfl.core.message import Messages, Weights
 from medfl.core.names import slug
 from medfl.core.run import examines
@@ -22,6 +24,7 @@ from medfl.evaluation.metrics import (
     OVER_CLASSES,
     Cases,
     CasesByName,
+    direction,
     fewer_classes,
     higher_is_better,
     spread,
@@ -40,7 +43,7 @@ from medfl.storage.places import CONTRIBUTION, CROSS_SITE
 from medfl.storage.run_documents import NEWCOMERS
 from medfl.storage.run_folder import RunFolder
 
-_MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
+_MAX_SCORED = 100  # maximum of sites whose own models are scored on all test items, equally spaced
 
 _OWN = "the site's own model, as the method leaves it"
 _GLOBAL = "the global model, for want of one of its own"
@@ -49,7 +52,7 @@ _RECEIVED = (
     "own test images)"
 )
 _NOTHING = "nothing, for the server has something for each of its sites and nothing for others"
-"""What is scored at a site without training items, of a method with a model for each site."""
+"""What is scored at a site without training items, for a method with a model per site."""
 _TRAINED_ONCE_MORE = (
     "the final global model after one more local training at the site, of which nothing is sent"
 )
@@ -59,7 +62,7 @@ CasesBySite = dict[str, dict[str, Cases]]
 
 
 class Final(NamedTuple):
-    """What a run's end gives: scores for summary.json, and outcomes of each site's test items by the judged model."""
+    """Result of a run's end: scores for summary.json, and the judged model's outcomes on each site's test items."""
 
     summary: Document
     cases: CasesByName
@@ -70,7 +73,7 @@ class Scoring:
     """Scores the models of one run.
 
     Attributes:
-        untested: whether nothing is to be scored on test items.
+        untested: whether nothing may be scored on test items.
         cross_site: whether sites' models are scored at every site.
         last: the round after which the run ends.
     """
@@ -89,14 +92,14 @@ class Scoring:
         self.kind = self.federation.bundle.kind
         self.summarise = self.federation.bundle.summarise
         self.last = self.run.rounds
-        # test items, and those by which some tasks choose thresholds
+        # thresholds are chosen on validation images: on test images they would look better than they are
         self.sections = ("validate", "test") if self.kind.decides else ("test",)
 
     @property
     def names(self) -> list[str]:
-        """The sites that can be asked: without those that take no part."""
+        """The sites that can be asked: all but those that take no part."""
         federation = self.federation
-        # there the one participant is no site, and scores are still of sites
+        # there the single participant is not a site, and scores are still per site
         if self.method.pools_data:
             return federation.names
 
@@ -108,6 +111,7 @@ class Scoring:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
         if self.method.judged == "personal":
+            # such a model is built from State and broadcast only, so it is scored after the round, at all sites
             personal = self._personal(round_, server, ("validate",), self.names)
         else:
             personal = {name: result.cases for name, result in results.items() if result.cases}
@@ -137,8 +141,8 @@ class Scoring:
         return entry
 
     def contributions(self, round_: int, server: State, replies: Messages) -> dict[str, Metrics]:
-        """Return what each reply contributes to a round; `server` is the State before it."""
-        sign = 1 if higher_is_better(self.key) else -1
+        """Return each reply's contribution to a round; `server` is the State before it."""
+        sign = direction(self.key)
 
         def value(names: frozenset[str]) -> float:
             state = server
@@ -152,6 +156,7 @@ class Scoring:
             return math.nan if metric is None else sign * metric
 
         seed = derive(self.run.seed, "contribution", round_)
+        # with a separate seed, so that estimating contributions changes no other random draws
         return contribution.contributions(list(replies), value, seed)
 
     def _remember(self, round_: int, server: State, val: Metrics) -> None:
@@ -160,11 +165,11 @@ class Scoring:
         if value is None:
             return
 
-        sign = 1 if higher_is_better(self.key) else -1
+        sign = direction(self.key)
         if best is not None and sign * value <= sign * best["value"]:
             return
 
-        # written now: the next round replaces the server's State and those of the sites
+        # written now: the next round replaces the States of the server and the sites
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
@@ -185,6 +190,7 @@ class Scoring:
         chunk = self.kind.chunk
         task = partial(tasks.ScoreGlobal, round_, server, section)
         starts = range(0, total, chunk)
+        # in chunks of fixed size, whatever the number of workers, so that batches, and thus bits, are the same
         parts = self.dispatcher.at_server([partial(task, i, i + chunk) for i in starts])
         if parts and parts[0] is not None:
             return Cases.concat(parts)
@@ -192,13 +198,14 @@ class Scoring:
         return None
 
     def _at_sites(self, round_: int, section: str, server: State) -> Cases | None:
-        """Have each site examine the received model, and return their outcomes in the order of the data."""
+        """Have each site evaluate the received model, and return their outcomes in the order of the data."""
         by_site = self._personal(round_, server, (section,), self.names)
         cases = Cases.concat([part[section] for part in by_site.values()])
         if not len(cases):
             return None
 
         scored = {*cases.ids}
+        # not site by site: metrics of a global model are summed in one order under every partition
         return cases.select([i for i in self.federation.pooled(section).ids if i in scored])
 
     def _personal(
@@ -212,7 +219,7 @@ class Scoring:
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
     def _tested(self, round_: int, server: State) -> Cases | None:
-        """Return the global model's outcomes of the test items."""
+        """Return the global model's outcomes on the test items."""
         cases = self._global(round_, "test", server)
         validation = self._global(round_, "validate", server) if self.kind.decides else None
         if cases is None:
@@ -221,20 +228,20 @@ class Scoring:
         return self.kind.decided(cases, validation)
 
     def _personal_tested(self, round_: int, server: State, names: Sequence[str]) -> CasesByName:
-        """Return the outcomes of each site's test items by its own model."""
+        """Return the outcomes of each site's own model on its test items."""
         by_site = self._personal(round_, server, self.sections, names)
-        return {name: self._decided(cases) for name, cases in by_site.items()}
+        return map_values(self._decided, by_site)
 
     def _decided(self, cases: Mapping[str, Cases]) -> Cases:
         return self.kind.decided(cases["test"], cases.get("validate"))
 
     def _of_sites(self, cases_of: Mapping[str, Cases]) -> dict[str, Metrics]:
-        """Return the metrics of each site, whose macro means are of the same findings at all."""
+        """Return the metrics of each site, with macro means over the same findings at all sites."""
         compared = self.kind.comparable(cases_of)
-        return {name: self.summarise(cases) for name, cases in compared.items()}
+        return map_values(self.summarise, compared)
 
     def _by_site(self, cases: Cases | None, section: str) -> CasesByName:
-        """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
+        """Split the pooled outcomes by site: the received model is the same at all sites, so it is run once."""
         by_site: CasesByName = {}
         if not cases:
             return by_site
@@ -242,19 +249,20 @@ class Scoring:
         scored = {*cases.ids}
         for name in self.federation.names:
             shard = self.federation.shard(name, section)
+            # a runtime without a site's images has no outcomes for it either
             if len(shard) and scored.issuperset(shard.ids):
                 by_site[name] = cases.select(shard.ids)
 
         return by_site
 
     def _judged_weights(self, round_: int, server: State) -> Weights:
-        """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
+        """Return the global model's weights; without a global model, every site's own under `<site>/<tensor>`."""
         with self.federation.networks.scope():
             network = self.method.global_predictor(self.federation.host(round_), server)
             if network is not None:
                 return copied_weights(network)
 
-        # one site's at a time, spilled to disk: those of thousands do not fit in memory
+        # one site at a time, spilled to disk: those of thousands do not fit in memory
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
@@ -271,6 +279,7 @@ class Scoring:
         personal_by_site = self._final_personal(last, server)
         global_by_site = self._by_site(global_cases, "test")
         newcomers, newcomer_model = self._newcomers(last, server, global_by_site)
+        # newcomers have no personal model, so they are listed with the received one
         global_by_site = {**global_by_site, **newcomers}
         received = self._of_sites(global_by_site)
         personal = self._of_sites(personal_by_site)
@@ -284,6 +293,7 @@ class Scoring:
         tallies = self.dispatcher.workers.tallies
         examined = tally.examined(tallies, self.kind.decides, self.key)
         if examined is not None:
+            # sites that only release tables have no cases here: their sums replace them
             last_global = {"round": last, **examined.pooled.metrics}
             received = {name: site.row for name, site in examined.sites.items()}
 
@@ -303,18 +313,22 @@ class Scoring:
         judged_scores = personal
         judged_last = last_personal
         judged_best = best_personal
+        judged_all = personal_cases
         site_models = None
         if judged == "global":
             judged_cases = global_by_site
             judged_scores = received
             judged_last = last_global
             judged_best = best_global
+            judged_all = global_cases
         elif global_cases is None:
             site_models = self._site_models(last, server)
 
-        by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
+        # means over the sites are of the same sites whatever the method: newcomers use what they receive
+        with_newcomers = {**pick(received, newcomers), **judged_scores}
+        by_site = {name: scores.get(self.key) for name, scores in with_newcomers.items()}
         reasons = {}
-        for name in self.names:  # of those that are absent that is said
+        for name in self.names:  # absent sites are reported
             reasons[name] = undefined.reason(
                 self.key, judged_scores.get(name), judged_cases.get(name)
             )
@@ -327,8 +341,8 @@ class Scoring:
             "personal": last_personal and {"last": last_personal, "best": best_personal},
             **self._personal_model(),
             "site_models": site_models,
-            "sites": {"metric": self.key, **self._spread(by_site, judged_cases)},
-            **self._units([scores for scores in (last_global, last_personal) if scores]),
+            "sites": {"metric": self.key, **self._spread(by_site, {**newcomers, **judged_cases})},
+            **self._units(list(filter(None, (last_global, last_personal)))),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
         }
@@ -338,7 +352,6 @@ class Scoring:
             lines = examined.lines
             summary["examined"] = examined.pooled.as_dict()
         else:
-            judged_all = global_cases if judged == "global" else personal_cases
             lines = undefined.of_tests(self.key, judged_last, judged_all, reasons)
 
         summary |= self.undefined_lines(lines)
@@ -353,7 +366,10 @@ class Scoring:
                 classes = self._classes(scores.get(name), cases.get(name))
                 columns[name] |= _columns(model, scores.get(name), classes)
 
-        self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
+        if judged_all is None:
+            judged_all = personal_cases
+
+        self._write_tables(columns, judged_all)
         if contributed := contribution.rows(self.folder.rounds()):
             self.folder.write_table(CONTRIBUTION, contributed)
 
@@ -367,10 +383,10 @@ class Scoring:
 
     def _spread(
         self, by_site: Mapping[str, float | None], cases_of: Mapping[str, Cases]
-    ) -> dict[str, Any]:
-        """Return mean and worst of the sites, and of which classes or findings their means are where that is not all.
+    ) -> Document:
+        """Return mean and worst over the sites, and which classes or findings their means cover if that is not all.
 
-        "of_classes" and "classes_at" are as of `fewer_classes`; "left_out" are findings that no site's mean is over.
+        "of_classes" and "classes_at" are as in `fewer_classes`; "left_out" are findings in no site's mean.
         """
         higher = higher_is_better(self.key)
         if self.key not in OVER_CLASSES:
@@ -382,14 +398,14 @@ class Scoring:
                 averaged[name] = self.kind.averaged(cases)
 
         basis = fewer_classes(averaged)
-        # a mean over fewer classes ranks no site
+        # a mean over fewer classes does not rank a site: the one without the hard class would lead
         complete = None
         if basis:
             counts = basis["classes_at"]
             complete = [name for name in counts if counts[name] == basis["of_classes"]]
 
         if self.kind.decides and averaged:
-            everywhere = set[int]().union(*averaged.values())
+            everywhere = set().union(*averaged.values())
             names = enumerate(self.federation.bundle.classes)
             left_out = [name for index, name in names if index not in everywhere]
             if left_out:
@@ -398,7 +414,7 @@ class Scoring:
         return {**spread(by_site, higher, complete), **basis}
 
     def undefined_lines(self, lines: Sequence[str] = ()) -> Document:
-        """Return `undefined`, what is said of rounds without the validation metric, and these lines; {} without any."""
+        """Return `undefined`: notes on rounds without the validation metric, and these lines; {} without any."""
         reasons = {}
         for entry in self.folder.rounds():
             if entry["val"] or "undefined" in entry:
@@ -408,14 +424,14 @@ class Scoring:
         return {"undefined": lines} if lines else {}
 
     def _scored(self, round_: int, cases: Cases | None) -> Document | None:
-        """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
+        """Return a round with the metrics of its cases, for segmentation including each structure's."""
         if cases is None:
             return None
         metrics = self.summarise(cases)
         return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
     def _classes(self, scores: Metrics | None, cases: Cases | None) -> Document:
-        """Return `classes`, {} where the task has no structures, findings or numbers; `scores` are of these cases."""
+        """Return `classes`, {} if the task has no structures, findings or numbers; `scores` are of these cases."""
         if scores is None or cases is None or not len(cases):
             return {}
         bundle = self.federation.bundle
@@ -424,7 +440,8 @@ class Scoring:
 
     def _units(self, scored: Sequence[Document]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images and the bundle: the units of metrics that have one."""
-        metrics: set[str] = set().union(*scored)
+        # the unit of a distance is that of the files' spacing, which only some formats record
+        metrics = set().union(*scored)
         distances = sorted(name for name in metrics if name.startswith("hd95"))
         if distances:
             geometry = self.federation.sections["test"].geometry
@@ -432,16 +449,16 @@ class Scoring:
             return {"units": dict.fromkeys(distances, " or ".join(units))}
 
         units_of = self.kind.units(self.federation.bundle.metadata)
-        of_metrics = {name: text for name, text in units_of.items() if name in metrics}
+        of_metrics = within(units_of, metrics)
         return {"units": of_metrics} if of_metrics else {}
 
     def masks(
         self, server: State, cases: Mapping[str, Cases], save: bool
     ) -> tuple[dict[str, dict[str, Masks]], int | None]:
-        """Segment what the pictures show by the network that is judged; with `save` all masks are written.
+        """Segment what the pictures show with the judged network; with `save` all masks are written.
 
         Returns:
-            site -> id -> masks, and how many were written, None if there was nothing to write.
+            site -> id -> masks, and the number written, None if there was nothing to write.
         """
         last = self.last
         shown = chosen(cases)
@@ -453,7 +470,7 @@ class Scoring:
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
 
-        folders: dict[str, str | None] = dict.fromkeys(names)
+        folders = dict.fromkeys(names)
         if save:
             folders = {name: str(self.folder.predictions_folder(name)) for name in names}
 
@@ -475,10 +492,10 @@ class Scoring:
     def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.
 
-        For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,
-        where the run asks for it (`score_trained`), the final global one after one more local training, of which
-        nothing is sent. Sites outside the last cohort have one too then, unless evaluations are off (`eval_every` 0):
-        of 10,000 sites it would take as long as 100 rounds with 100 of them.
+        For globally judged methods the personal model is the site's own if there is one (`SiteModels`); otherwise, if
+        the run asks for it (`score_trained`), it is the final global model after one more local training, of which
+        nothing is sent. Sites outside the last cohort then have one too, unless evaluations are off (`eval_every` 0):
+        with 10,000 sites it would take as long as 100 rounds with 100 of them.
         """
         if self.method.judged == "personal":
             return self._personal_tested(last, server, self.names)
@@ -497,6 +514,7 @@ class Scoring:
             return {}
 
         task = partial(tasks.TrainToScore, sections=self.sections)
+        # round `last + 1`: the random draws of the last round would repeat its batches
         answers = self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
         by_site = _in_order(names, answers)
         return {name: self._decided(cases) for name, cases in by_site.items() if cases}
@@ -504,10 +522,10 @@ class Scoring:
     def _newcomers(
         self, last: int, server: State, global_by_site: Mapping[str, Cases]
     ) -> tuple[CasesByName, str]:
-        """Score on test items of sites without training items what a method with a model for each site gives them.
+        """Score sites without training items on their test items, for a method with a model per site.
 
-        That is the global model where there is one. Returns site -> outcomes, and in words what was scored, "" for no
-        such site.
+        They get the global model if there is one. Returns site -> outcomes, and a description of what was scored, ""
+        for no such site.
         """
         names = []
         for name in self.federation.names:
@@ -518,7 +536,7 @@ class Scoring:
         if not names or self.method.judged != "personal":
             return {}, ""
         if global_by_site:
-            return {name: global_by_site[name] for name in names}, _GLOBAL
+            return pick(global_by_site, names), _GLOBAL
 
         score = partial(tasks.ScoreNewcomer, last, server)
         answers = self.dispatcher.at_server([partial(score, name, self.sections) for name in names])
@@ -530,7 +548,7 @@ class Scoring:
         return by_site, _RECEIVED if by_site else _NOTHING
 
     def _personal_model(self) -> dict[str, str]:
-        """Say what the personal model is, where one is scored."""
+        """Describe the personal model, if one is scored."""
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
 
@@ -540,17 +558,19 @@ class Scoring:
         return {}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
-        """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
-        # n models on the items of n sites: the time grows with the square of n
+        """Score each site's own model on all test items: mean and sd over the sites, not their ensemble."""
+        # n models on the items of n sites: quadratic in n
         count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
-        scores = _in_order(
-            names,
-            ((name, self.summarise(self.kind.decided(cases, None))) for name, cases in answers),
-        )
+        scores: dict[str, Metrics] = {}
+        # in the order of the sites: the bits of mean and sd depend on it
+        for name, cases in _in_order(names, answers).items():
+            scores[name] = self.summarise(self.kind.decided(cases, None))
+
         models: dict[str, Metrics] = {"mean": {"round": last}, "sd": {"round": last}}
-        for metric in dict.fromkeys(name for metrics in scores.values() for name in metrics):
+        # a metric that some sites' models lack is a mean over those that have it
+        for metric in dict.fromkeys(chain.from_iterable(scores.values())):
             over_sites = spread({name: metrics.get(metric) for name, metrics in scores.items()})
             models["mean"][metric] = over_sites["mean"]
             models["sd"][metric] = over_sites["sd"]
@@ -578,7 +598,7 @@ class Scoring:
             draws = bootstrap.draw(self.kind.strata(cases), derive(self.run.seed, CROSS_SITE, name))
             redrawn = self.kind.redrawn(cases, draws, [self.key])
             low, high = self.kind.intervals(cases, redrawn).get(self.key, ("", ""))
-            # the key metric has a column even where it is undefined at all sites
+            # the key metric has a column even if it is undefined at all sites
             scores = {self.key: "", **self.summarise(cases)}
             row = {"model": model, "of": owner, "at": name, "cases": len(cases)}
             rows.append({**row, "low": low, "high": high, **scores})
@@ -597,14 +617,9 @@ class Scoring:
 
         return self._scored(best["round"], cases)
 
-    def _write_tables(
-        self,
-        columns: Mapping[str, Document],
-        global_cases: Cases | None,
-        personal_cases: Cases | None,
-    ) -> None:
+    def _write_tables(self, columns: Mapping[str, Document], cases: Cases | None) -> None:
         federation = self.federation
-        classes = self.federation.bundle.classes
+        classes = federation.bundle.classes
         rows = []
         for name in federation.names:
             row: Document = {"site": name}
@@ -617,18 +632,13 @@ class Scoring:
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
             self._write_cases("predictions.csv", cases)
 
     def _write_cases(self, name: str, cases: Cases) -> None:
-        """Write a table of cases, with the site of each."""
-        federation = self.federation
-        classes = federation.bundle.classes
-        owner: dict[str, str] = {}
-        for site in federation.names:
-            owner |= dict.fromkeys(federation.shard(site, "test").ids, site)
-
+        """Write a table of cases with the site of each."""
+        classes = self.federation.bundle.classes
+        owner = self.run.partition.owners("test")
         rows = []
         for index, ident in enumerate(cases.ids):
             columns = self.kind.row(cases, index, classes, self.key)
@@ -639,16 +649,17 @@ class Scoring:
 
 def _in_order(names: Sequence[str], answers: Iterable[tuple[str, Any]]) -> Document:
     """Return the answers in the order of the sites, which is that of every sum over them."""
-    by_site = dict(answers)
-    return {name: by_site[name] for name in names if name in by_site}
+    return pick_known(dict(answers), names)
 
 
 def _columns(model: str, scores: Metrics | None, classes: Document) -> Document:
-    """Return a site's cells of sites.csv: of each structure or finding also how many of its test items have it."""
+    """Return a site's cells of sites.csv: for each structure or finding also how many of its test items have it."""
     structures = classes.get("classes", {})
     row = {f"{model}_{metric}": value for metric, value in (scores or {}).items()}
+    # the structure's own `cases` says the same
     for name in structures:
         row.pop(f"{model}_dice_{slug(name)}_cases", None)
+
     for name, class_metrics in structures.items():
         for metric, value in class_metrics.items():
             if value is not None and metric != "scored":

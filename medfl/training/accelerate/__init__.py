@@ -1,1 +1,1 @@
-"""How training steps are computed: precision, compiled networks, and arithmetic that is the same on every processor."""
+"""How training steps are computed: precision, compiled networks, and arithmetic with the same bits everywhere."""

@@ -1,12 +1,13 @@
-"""What PyTorch computes on the CPU, with the same bits on every processor.
+"""PyTorch's arithmetic on the CPU, with the same bits on every processor.
 
-MKL's vector functions make square roots, arc functions and tangents from the processor's approximate reciprocals, which
-Intel and AMD have of other bits, whatever `MKL_CBWR` says; so Adam trained another network on each. A square root that
-IEEE 754 rounds has no choice; the others are the C library's. `x ** 0.5` does not pass here: write `torch.sqrt(x)`.
+MKL's vector functions compute square roots, arc functions and tangents from the processor's approximate reciprocals,
+which differ in their bits between Intel and AMD, whatever `MKL_CBWR` says; so Adam trained a different network on each.
+A square root rounded by IEEE 754 is unique; the others come from the C library. `x ** 0.5` is not covered: write
+`torch.sqrt(x)`.
 
-oneDNN's convolutions divide their sums by the sizes of the processor's caches, under a cap too: the gradient of
-ResNet-18's kernels from 256 to 512 channels was another with 256 KiB of second cache than with more. Here convolutions
-are products of matrices, which MKL promises to be the same under `MKL_CBWR=COMPATIBLE`.
+oneDNN's convolutions split their sums by the processor's cache sizes, even with an instruction-set cap: the gradient of
+ResNet-18's kernels from 256 to 512 channels was different with 256 KiB of L2 cache than with more. Here convolutions
+are matrix products, which MKL guarantees to be reproducible under `MKL_CBWR=COMPATIBLE`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _inside = False
 
 @contextmanager
 def run_precision(run: Run) -> Iterator[None]:
-    """Inside the block allow TF32 if the run does, and compute portably if it asks for that.
+    """Inside the block allow TF32 if the run does, and compute portably if it requests that.
 
     Raises:
-        InputError: it is portable, and this process was not begun for that.
+        InputError: it is portable, and this process was not started for that.
     """
     portable.enable_if_requested(vars(run))
     with tf32(run.tf32), portable_arithmetic(run.portable):
@@ -47,7 +48,7 @@ def run_precision(run: Run) -> Iterator[None]:
 
 @contextmanager
 def portable_arithmetic(active: bool) -> Iterator[None]:
-    """Compute so in this process inside the block, where `active`; blocks may lie in each other."""
+    """Use portable arithmetic in this process inside the block, if `active`; blocks may be nested."""
     global _inside
     if not active or _inside:
         yield
@@ -78,7 +79,7 @@ def _registered() -> Any:
 
 
 def _kernels(function: Callable[..., Any]) -> tuple[Callable[..., Tensor], ...]:
-    """Return the kernels of a function: of a new tensor, in place, and into a given one."""
+    """Return the variants of a function: returning a new tensor, in place, and writing to a given one."""
 
     def new(x: Tensor) -> Tensor:
         if x.is_floating_point() or x.is_complex():

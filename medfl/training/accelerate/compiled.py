@@ -1,8 +1,8 @@
 """Networks compiled by `torch.compile` while they are trained.
 
 Operations are fused and launched together: on a GPU by CUDA graphs, as with `mode="reduce-overhead"`. The order of some
-sums changes, so the last bits differ from those of eager steps. It is meant for
-GPUs; on a CPU steps of a small CNN are slower (docs/performance.md).
+sums changes, so the last bits differ from those of eager steps. It is intended for
+GPUs; on a CPU the steps of a small CNN are slower (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medfl.core.documents import Document
 from medfl.core.errors import RunError, as_text, root_cause
 
 _ENABLED: ContextVar[bool] = ContextVar("compiling", default=False)
 _MOST_VARIANTS = 256
-"""Compilations of one network's code, after which PyTorch would train eagerly, by what the process has seen before."""
+"""Limit of compilations of one network's code; beyond it PyTorch would train eagerly, depending on history."""
 
 
 @contextmanager
@@ -35,8 +36,8 @@ def compile_steps() -> Iterator[None]:
 class NetworkCalls:
     """How a network is called in the training steps of one visit: compiled for full batches, if that is enabled.
 
-    Short batches stay eager, so that one compilation serves all sites whatever their number of items. Which steps are
-    compiled therefore never depends on what the process has trained before.
+    Short batches stay eager, so that one compilation serves all sites whatever their number of items. So which steps
+    are compiled never depends on what the process has trained before.
     """
 
     def __init__(self, network: nn.Module, batch_size: int, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class NetworkCalls:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Let the steps inside the block be compiled.
+        """Allow the steps inside the block to be compiled.
 
         Raises:
             RunError: the network cannot be compiled.
@@ -80,8 +81,8 @@ class NetworkCalls:
                 "run it without --compile"
             ) from error
 
-    def step(self, inputs: Any) -> AbstractContextManager[None]:
-        """Return a context in which the network is called as suits the inputs (N, ...) of a batch."""
+    def step(self, inputs: object) -> AbstractContextManager[None]:
+        """Return a context in which the network is called as fits the inputs (N, ...) of a batch."""
         if self._compiled and isinstance(inputs, Tensor) and len(inputs) >= self._batch_size:
             return self._compiled_calls()
         return nullcontext()
@@ -97,11 +98,11 @@ class NetworkCalls:
             self._network._compiled_call_impl = None
 
 
-def _options(device: torch.device) -> dict[str, Any]:
+def _options(device: torch.device) -> Document:
     """Return the options of `torch.compile`; "triton.cudagraphs" is all that `mode="reduce-overhead"` sets."""
     return {
         "triton.cudagraphs": device.type == "cuda",
-        "fallback_random": True,  # dropout draws the numbers of eager steps
+        "fallback_random": True,  # dropout draws the same numbers as in eager steps
         "compile_threads": 1,  # workers may not start processes
         # A pattern of PyTorch 2.8 to 2.14 loses the factor `alpha` of a product that is added to a tensor.
         "pattern_matcher": False,

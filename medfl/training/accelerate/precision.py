@@ -1,6 +1,6 @@
-"""How a device computes: TF32 only where it is asked for, kernels with their channels last.
+"""How a device computes: TF32 only on request, kernels in channels-last layout.
 
-TF32 rounds the factors of float32 products to ten bits. PyTorch lets convolutions do so unasked.
+TF32 rounds the factors of float32 products to ten bits. PyTorch enables it for convolutions by default.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _end_openmp_threads() -> None:
         ctypes.CDLL(str(library)).omp_pause_resource_all(2)  # hard: ended, until they are needed
 
 
-# A forked process has no threads but believes in OpenMP's, and would wait for them for ever
+# A forked process has no threads but believes in OpenMP's, and would wait for them forever
 os.register_at_fork(before=_end_openmp_threads)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Compute with so many threads inside the block; sums of several may differ in the last bits."""
+    """Use this number of threads inside the block; sums over several may differ in the last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -40,9 +40,9 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 on CUDA devices inside a block, in convolutions and in matrix products alike.
+    """Allow or forbid TF32 on CUDA devices inside a block, for both convolutions and matrix products.
 
-    The settings are the process's; they are put back when the block ends, and mean nothing on a CPU.
+    The settings are process-wide; they are restored when the block ends, and have no effect on a CPU.
     """
     backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [backend.allow_tf32 for backend in backends]
@@ -56,7 +56,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def with_channels_last(network: nn.Module) -> nn.Module:
-    """Lay a network's kernels (O, I, H, W[, D]) out in memory with their channels last, in place; values stay."""
+    """Convert a network's kernels (O, I, H, W[, D]) to channels-last layout, in place; values stay."""
     for parameter in network.parameters():
         if parameter.ndim in _LAYOUTS:
             parameter.data = parameter.data.contiguous(memory_format=_LAYOUTS[parameter.ndim])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from medfl.storage.files import load_weights
 from medfl.storage.run_documents import read_run
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, with_channels_last
-from tests.support.programs import python_path
+from tests.support import forked
 from tests.support.toy import ToyBundle, run_record
 
 
@@ -208,29 +207,23 @@ def test_kernels_of_volumes_too() -> None:
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
-def test_a_forked_process_computes_with_threads_after_its_parent_has() -> None:
+def test_a_forked_process_computes_with_threads_after_its_parent_has(tmp_path: Path) -> None:
     """Without ending OpenMP's threads first it waits for ever: the runs of a comparison, and workers with --threads."""
-    program = """
-import os, signal
-import torch
-import medfl.training.accelerate.precision
-torch.set_num_threads(2)
-square = torch.ones(600, 600)
-expected = (square @ square).relu().sum()
-worker = os.fork()
-if not worker:
-    signal.alarm(60)
-    torch.set_num_threads(2)
-    os._exit(0 if (square @ square).relu().sum() == expected else 3)
-assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
-assert (square @ square).relu().sum() == expected
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": python_path()}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    square = torch.ones(600, 600)
+
+    def computed() -> float:
+        torch.set_num_threads(2)
+        return float((square @ square).relu().sum())
+
+    def parent() -> int:
+        expected = computed()
+        worker = os.fork()
+        if not worker:
+            signal.alarm(60)
+            os._exit(0 if computed() == expected else 3)
+        code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        return 0 if (code, computed()) == (0, expected) else 1
+
+    process = forked.start(parent, output=tmp_path / "said")
+    process.join(120)
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
