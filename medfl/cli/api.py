@@ -1,4 +1,4 @@
-"""What notebooks and scripts call: `medfl.run`, `medfl.compare`, `medfl.tune`, `medfl.bundles`."""
+"""Functions for notebooks and scripts: `medfl.run`, `medfl.compare`, `medfl.tune`, `medfl.bundles`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import map_values, present
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
 from medfl.policy.admission import trusting
@@ -49,29 +50,29 @@ def run(
     say: Print = print,
     **settings: Any,
 ) -> Result:
-    """Run a federation in this process, as `medfl run` does, and return what it left.
+    """Run a federation in this process, like `medfl run`, and return the results.
 
     Args:
-        bundle: a shipped bundle's name (`medfl.bundles()`), the folder of any, or `medfl.Parts` of your own.
-        method: its name (`medfl.methods.names()`), or the dotted path of a module of your own.
+        bundle: a shipped bundle's name (`medfl.bundles()`), any bundle's folder, or your own `medfl.Parts`.
+        method: its name (`medfl.methods.names()`), or the dotted path of your own module.
         out: run folder, new or empty; default: a folder in runs/.
-        options: options of the method, as `{"mu": 0.01}`.
-        config: ids of the bundle's configuration to override, as `{"image_size": 48}`.
-        resume: go on with the run in `out`, perhaps with more rounds; method, options and settings are the same.
-        with_local: train each site alone first, as its reference.
+        options: options of the method, e.g. `{"mu": 0.01}`.
+        config: overridden ids of the bundle's configuration, e.g. `{"image_size": 48}`.
+        resume: continue the run in `out`, perhaps with more rounds; method, options and settings must be the same.
+        with_local: first train each site alone, as its reference.
         callbacks: called after each round with a `medfl.RoundEnd`: `medfl.EarlyStopping(patience=5)`,
-            `medfl.BestCheckpoint("best.pt")`, functions of your own; one that returns True ends the run.
-        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
-        runtime: who runs the sites, with the same results, as `medfl.federate` has them.
-        jobs: worker processes; they change no result. None: the cores, at most the cohort.
+            `medfl.BestCheckpoint("best.pt")`, your own functions; one that returns True ends the run.
+        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": also log the numbers there.
+        runtime: runs the sites, with the same results; see `medfl.federate`.
+        jobs: worker processes; they do not change the result. None: the cores, at most the cohort.
         trust: run a bundle that inspection refuses; its code then runs with your rights.
-        say: where lines for the user go; `str` says nothing.
+        say: prints lines for the user; `str` is silent.
         settings: the flags of `medfl run` under their names: data, sites, partition, cohort, rounds, local_epochs,
-            batch_size, lr, seed, init, device, ... What is not given comes from the bundle's protocol.
+            batch_size, lr, seed, init, device, ... Defaults come from the bundle's protocol.
 
     Raises:
         InputError: bad input; nothing was written.
-        RunError: it failed while running; what was saved can be continued with `resume`.
+        RunError: it failed while running; what was saved can be resumed with `resume`.
     """
     requested = {"method": method, **_known(settings)}
     launch = _launch(out, jobs, say).having(
@@ -101,29 +102,29 @@ def compare(
     say: Print = print,
     **settings: Any,
 ) -> Comparison:
-    """Run what is missing of a grid of methods, partitions and seeds, and return the comparison of all its runs.
+    """Run the missing runs of a grid of methods, partitions and seeds, and return the comparison of all its runs.
 
-    The folder then has results.csv, tables.md and tables.tex, and a folder for each run.
+    The folder then contains results.csv, tables.md and tables.tex, and a folder for each run.
 
     Args:
-        bundle: a shipped bundle's name, the folder of any, or `medfl.Parts`.
-        methods: names, each with options of its own where wanted: `["fedavg", "fedprox mu=0.1"]`.
+        bundle: a shipped bundle's name, any bundle's folder, or `medfl.Parts`.
+        methods: names, with their own options if wanted: `["fedavg", "fedprox mu=0.1"]`.
         out: folder; a new one, or that of an earlier comparison with the same settings.
         seeds: of the runs and their partitions.
-        partitions: as `["iid", "dirichlet:0.1"]`; default: the bundle's own.
-        options: options of every method that has them.
-        config: ids of the bundle's configuration to override.
-        jobs: runs at the same time; default: the cores.
+        partitions: e.g. `["iid", "dirichlet:0.1"]`; default: the bundle's own.
+        options: options for every method that has them.
+        config: overridden ids of the bundle's configuration.
+        jobs: number of concurrent runs; default: the cores.
         trust: run a bundle that inspection refuses; its code then runs with your rights.
-        say: where lines for the user go; `str` says nothing.
-        settings: as for `run`, but for seed and partition.
+        say: prints lines for the user; `str` is silent.
+        settings: as for `run`, except seed and partition.
 
     Raises:
         InputError: bad input.
         RunError: a run failed; those that finished are kept.
     """
     requested = _known(settings, ("seed", "partition"))
-    specs: tuple[str | None, ...] = tuple(partitions) or (None,)
+    specs = tuple(partitions) or (None,)
     entries = tuple(map(Entry.read, methods))
     if not entries:
         raise InputError(
@@ -169,28 +170,28 @@ def tune(
     say: Print = print,
     **settings: Any,
 ) -> Document:
-    """Search for a method's settings, as `medfl tune` does, and return the content of best.json.
+    """Search for a method's settings, like `medfl tune`, and return the content of best.json.
 
     Args:
-        bundle: a shipped bundle's name, the folder of any, or `medfl.Parts`.
-        method: its name, or the dotted path of a module of your own.
-        grid: values to try, as `{"mu": [0.01, 0.1], "lr": [0.001, 0.01]}`: of options of the method, or of lr,
-            lr_decay, local_epochs, batch_size, rounds, cohort. Trials are validated and not tested; the best is
-            run whole.
+        bundle: a shipped bundle's name, any bundle's folder, or `medfl.Parts`.
+        method: its name, or the dotted path of your own module.
+        grid: values to try, e.g. `{"mu": [0.01, 0.1], "lr": [0.001, 0.01]}`: for options of the method, or lr,
+            lr_decay, local_epochs, batch_size, rounds, cohort. Trials are validated and not tested; the best one is
+            run in full.
         out: folder; a new one, or that of the same search.
-        trials: so many of the combinations, drawn by the first seed; None: all.
-        seeds: of each trial, whose mean counts.
+        trials: number of combinations, drawn by the first seed; None: all.
+        seeds: of each trial, which is scored by their mean.
         partition: of all trials; default: the bundle's own.
         options: of all trials.
-        config: ids of the bundle's configuration to override.
-        jobs: runs at the same time; default: the cores.
+        config: overridden ids of the bundle's configuration.
+        jobs: number of concurrent runs; default: the cores.
         trust: run a bundle that inspection refuses; its code then runs with your rights.
-        say: where lines for the user go; `str` says nothing.
-        settings: as for `run`, but for seed.
+        say: prints lines for the user; `str` is silent.
+        settings: as for `run`, except seed.
 
     Raises:
         InputError: bad input.
-        RunError: no trial, or not the chosen run, was finished.
+        RunError: no trial, or not the chosen run, finished.
     """
     requested = _known(settings, ("seed", "partition"))
     values = parse_grid(f"{name}={','.join(map(str, listed))}" for name, listed in grid.items())
@@ -219,12 +220,12 @@ def tune(
 
 
 def bundles() -> tuple[str, ...]:
-    """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
+    """Return the names of the shipped bundles; `medfl bundles NAME` describes each."""
     return shipped()
 
 
 def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
-    """Return how these calls carry out their runs."""
+    """Return how these calls execute their runs."""
     folder = Path(out) if out else None
     return Launch(
         out=folder, jobs=jobs, progress=sys.stderr.isatty(), command="medfl.run(...)", say=say
@@ -232,7 +233,7 @@ def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
 
 
 def _known(settings: Config, never: Sequence[str] = ()) -> Document:
-    """Return the settings as a run takes them; refuse what no run has."""
+    """Return the settings in a run's form; refuse unknown ones."""
     if "folds" in settings:
         call = "medfl.runs.cross_validate(BUNDLE, K, requested={'method': NAME}, out=DIR)"
         raise InputError(
@@ -241,11 +242,11 @@ def _known(settings: Config, never: Sequence[str] = ()) -> Document:
     check_names(
         settings, [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)]
     )
-    return {name: _plain(value) for name, value in settings.items() if value is not None}
+    return map_values(_plain, present(settings))
 
 
 def _plain(value: Any) -> Any:
-    """Return a path as text, and a number of NumPy as Python's, for the record."""
+    """Convert a path to text, and a NumPy number to Python's, for the record."""
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, Path) else value

@@ -1,4 +1,4 @@
-"""Flags that verbs share: what is run, over which sites, how it trains, and on what machine."""
+"""Flags shared by verbs: what is run, over which sites, how it trains, and on which machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import present
+from medfl.core.names import split_commas
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 from medfl.storage.places import weights_file
 
 
-# argparse's parsers and groups have no other base in common
+# argparse's parsers and groups have no other common base
 class Flags(argparse._ActionsContainer):
-    """What a verb, or a group of its flags, can be given."""
+    """Arguments of a verb, or of a group of its flags."""
 
     def add_argument_group(self, *names: Any, **settings: Any) -> Group:
         """Add a group of flags with a title."""
@@ -26,11 +28,11 @@ class Flags(argparse._ActionsContainer):
         return group
 
     def add_text(self, name: str, metavar: str, text: str, **more: Any) -> None:
-        """Add a flag or a place that takes a text."""
+        """Add a flag or positional argument for text."""
         self.add_argument(name, metavar=metavar, help=text, **more)
 
     def add_number(self, flag: str, metavar: str, text: str, kind: type = int) -> None:
-        """Add a flag that takes a number; its range is checked where it is used."""
+        """Add a flag for a number; its range is checked where it is used."""
 
         def read(text: str) -> int | float:
             try:
@@ -53,22 +55,26 @@ class Flags(argparse._ActionsContainer):
         kind: Callable[[str], Path] = Path,
         **more: Any,
     ) -> None:
-        """Add a flag or a place that takes a path, `existing` where the path must be there."""
+        """Add a flag or positional argument for a path, which must exist if `existing`."""
         self.add_text(name, metavar, text, type=kind, **more)
 
     def add_switch(self, flag: str, text: str) -> None:
-        """Add a flag that is on where it is given."""
+        """Add a boolean flag."""
         self.add_argument(flag, action="store_true", help=text)
 
     def add_examinations(self) -> None:
         """Add the flags that ask for more scores than a run needs."""
-        text = "score each site's own model at every site too (cross_site.md, a heat map in the report)"
-        self.add_switch("--cross-site", text)
-        text = "estimate what each site contributes to each evaluated round (contribution.csv, a table in the report)"
-        self.add_switch("--contribution", text)
+        self.add_switch(
+            "--cross-site",
+            "score each site's own model at every site too (cross_site.md, a heat map in the report)",
+        )
+        self.add_switch(
+            "--contribution",
+            "estimate what each site contributes to each evaluated round (contribution.csv, a table in the report)",
+        )
 
     def add_what(self, option_text: str, *, data: bool = True) -> None:
-        """Add the flags that say what is trained, and with `data` on what, but for the method."""
+        """Add the flags for what is trained, and with `data` on what, except the method."""
         self.add_text(
             "--set", "OPTION=VALUE", option_text, dest="options", action="append", default=[]
         )
@@ -86,8 +92,13 @@ class Flags(argparse._ActionsContainer):
 
     def add_preset(self) -> None:
         """Add the flag for presets of the bundle's protocol."""
-        text = "apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated"
-        self.add_text("--preset", "NAME", text, dest="presets", action="append")
+        self.add_text(
+            "--preset",
+            "NAME",
+            "apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated",
+            dest="presets",
+            action="append",
+        )
 
     def add_config(self, text: str) -> None:
         """Add the flag for ids of a bundle's configuration."""
@@ -97,6 +108,7 @@ class Flags(argparse._ActionsContainer):
         """Add the flags of settings, as `medfl.core.settings` declares them."""
         for declared in (SETTINGS[name] for name in names):
             if declared.kind is bool:
+                # None, not False: what is not given comes from the protocol
                 self.add_argument(
                     declared.flag, action="store_true", default=None, help=declared.help
                 )
@@ -106,7 +118,7 @@ class Flags(argparse._ActionsContainer):
                 self.add_number(declared.flag, declared.metavar, declared.help, declared.kind)
 
     def add_columns(self, **roles: str) -> None:
-        """Add a flag for each column of a table of labels: role -> what the column has."""
+        """Add a flag for each column of a table of labels: role -> contents of the column."""
         for role, content in roles.items():
             self.add_text(
                 f"--{role}-column",
@@ -115,7 +127,7 @@ class Flags(argparse._ActionsContainer):
             )
 
     def add_sites(self) -> Any:
-        """Add the flags about the sites, but for their partition; return their group."""
+        """Add the flags about the sites, except their partition; return their group."""
         group = self.add_argument_group("sites")
         group.add_number("--sites", "N", "number of sites")
         group.add_settings(*names_of_group(SITES))
@@ -159,7 +171,7 @@ class Flags(argparse._ActionsContainer):
         )
 
     def add_robustness(self) -> Any:
-        """Add the flags about sites that fail, or send what is wrong; return their group."""
+        """Add the flags about sites that fail or send wrong messages; return their group."""
         group = self.add_argument_group("robustness")
         group.add_settings(*names_of_group(ROBUSTNESS))
         group.add_number(
@@ -177,7 +189,7 @@ class Flags(argparse._ActionsContainer):
         return group
 
     def add_trust(self) -> None:
-        """Add the flag that lets bundles and run folders run what no inspection accepts."""
+        """Add the flag that allows bundles and run folders to run what inspection does not accept."""
         self.add_switch(
             "--trust",
             "run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
@@ -186,7 +198,7 @@ class Flags(argparse._ActionsContainer):
         self.add_walls()
 
     def add_walls(self) -> None:
-        """Add the flags that put walls around shipped bundles too, or around none."""
+        """Add the flags that sandbox shipped bundles too, or none."""
         self.add_switch(
             "--sandbox",
             "run a shipped bundle, too, in a process that writes only the output folder, without network "
@@ -202,26 +214,35 @@ class Flags(argparse._ActionsContainer):
         self.add_text("--jobs", "auto|N", f"{text}; default auto", type=_jobs, default="auto")
 
     def add_machine_and_output(self, content: str) -> Any:
-        """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
+        """Add the machine flags of a verb with many runs, and --out; return the group of outputs."""
         of_machine = self.add_machine()
         of_machine.add_trust()
         of_machine.add_jobs(
             "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results",
         )
         output = self.add_argument_group("output")
-        text = f"folder of {content}; what is there already is not run again"
-        output.add_path("--out", "DIR", text, required=True)
+        output.add_path(
+            "--out",
+            "DIR",
+            f"folder of {content}; what is there already is not run again",
+            required=True,
+        )
+        self.set_defaults(goes_on_by="; the same command goes on")
 
         return output
 
     def add_quiet(self) -> None:
-        """Add the flag that silences what is told while running."""
+        """Add the flag that silences progress messages."""
         self.add_switch("--quiet", "print errors only")
 
     def add_bundle(self, **more: Any) -> None:
         """Add the argument that names a bundle."""
-        text = "name of a shipped bundle, or the folder of any bundle"
-        self.add_text("bundle", "BUNDLE", text, **{"type": bundle_name, **more})
+        self.add_text(
+            "bundle",
+            "BUNDLE",
+            "name of a shipped bundle, or the folder of any bundle",
+            **{"type": bundle_name, **more},
+        )
 
 
 class Group(Flags, argparse._ArgumentGroup):
@@ -234,12 +255,13 @@ def names_of_group(*groups: str) -> list[str]:
 
 
 def given_settings(args: Namespace, *more: str) -> Document:
-    """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
+    """Return the given settings among those of a verb, and `more`: name -> value."""
     values = {name: getattr(args, name, None) for name in (*SETTINGS, *more)}
     check_limits(values)
+    # a file that is not there is told before anything is opened
     if values["init"]:
         weights_file(values["init"])
-    return {name: value for name, value in values.items() if value is not None}
+    return present(values)
 
 
 def given_columns(args: Namespace) -> dict[str, str]:
@@ -253,7 +275,7 @@ def given_columns(args: Namespace) -> dict[str, str]:
 
 
 def bundle_name(text: str) -> str:
-    """Return a bundle's name or folder as it was given; an InputError where there is no such bundle."""
+    """Return a bundle's name or folder as given; InputError if there is no such bundle."""
     from medfl.bundle.files import find
 
     find(text)
@@ -261,7 +283,7 @@ def bundle_name(text: str) -> str:
 
 
 def bundle_folder(text: str) -> Path:
-    """Return a bundle's folder, which need not say how to train; an InputError where there is none."""
+    """Return a bundle's folder, which need not define training; InputError if there is none."""
     from medfl.bundle.files import shipped_folders
 
     folder = shipped_folders().get(text) or Path(text)
@@ -275,7 +297,7 @@ def bundle_folder(text: str) -> Path:
 
 
 def existing(text: str) -> Path:
-    """Return the path of a file or folder; an InputError where there is none."""
+    """Return the path of a file or folder; InputError if it does not exist."""
     path = Path(text)
     if not path.expanduser().exists():
         raise InputError(f"{text} is not there", "a file or folder", "check the path")
@@ -283,7 +305,7 @@ def existing(text: str) -> Path:
 
 
 def run_folder(text: str) -> Path:
-    """Return the folder of a run; an InputError where it holds none."""
+    """Return the folder of a run; InputError if it contains none."""
     if not (Path(text) / "run.json").is_file():
         raise InputError(
             f"{text} holds no run (no run.json)", "a folder that medfl run wrote", "as runs/NAME"
@@ -301,7 +323,7 @@ def _partition(text: str) -> str:
 def _jobs(text: str) -> int | None:
     if text == "auto":
         return None
-    if not (text.isascii() and text.isdecimal() and int(text)):  # of ² isdigit holds too
+    if not (text.isascii() and text.isdecimal() and int(text)):  # isdigit also accepts ²
         raise InputError(
             f"--jobs {text}", "auto or a whole number of at least 1", "give for example --jobs 2"
         )
@@ -324,11 +346,11 @@ def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
 
 def parse_names(text: str) -> list[str]:
     """Return the names in a list with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return list(filter(None, split_commas(text)))
 
 
 def as_flag_text(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
+    """Return a value as typed on the command line."""
     if isinstance(value, str):
         return value
 
@@ -336,7 +358,7 @@ def as_flag_text(value: Any) -> str:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Read the flag that names seeds, once each."""
+    """Parse the flag that lists seeds, each only once."""
     try:
         return tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError as error:

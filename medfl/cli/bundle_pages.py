@@ -1,4 +1,4 @@
-"""The shipped bundles: what is known of each as JSON-able documents, terminal text and a Markdown table.
+"""The shipped bundles, described as JSON-able documents, terminal text and a Markdown table.
 
 Everything is read from their data sets and configurations.
 """
@@ -14,12 +14,13 @@ from medfl.cli.arguments import as_flag_text
 from medfl.core import tables, terminal
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.mappings import pick_known, present
 
 _COUNTED = {"segmentation": "masks", "multilabel": "findings", "regression": "number"}
 
 
 def bundles(name: str | None = None) -> Document:
-    """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
+    """Return {"bundles": [...]}, or the description of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
         return {"bundles": list(map(_bundle, shipped()))}
     if name not in shipped():
@@ -71,7 +72,7 @@ def _bundle(name: str) -> Document:
         "patch_size": training.get("patch_size"),
         "network": training["network_name"],
         "protocol": protocol.get("protocol", ""),
-        "defaults": {key: protocol[key] for key in settings if protocol.get(key) is not None},
+        "defaults": present(pick_known(protocol, settings)),
         "presets": {
             name: preset.get("about", "")
             for name, preset in (protocol.get("presets") or {}).items()
@@ -96,13 +97,13 @@ def _short(text: str) -> str:
 
 
 def classes_text(entry: Document) -> str:
-    """Return the number of classes and what else they are: masks with the background, findings or numbers."""
+    """Return the number of classes and their kind: masks with the background, findings or numbers."""
     subject = _COUNTED.get(entry["task"])
     return f"{entry['classes']} ({subject})" if subject else str(entry["classes"])
 
 
 def _sides(entry: Document) -> str:
-    """Return the size of what enters the network: the images', or of volumes with patches the patches'."""
+    """Return the size of the network's input: that of images, or of patches for volumes with patches."""
     size = entry["patch_size"] or entry["image_size"]
     if isinstance(size, list):
         return "x".join(map(str, size))
@@ -147,7 +148,7 @@ def _bundle_page(entry: Document, width: int) -> str:
         "phantom": f"a PHANTOM cohort in {entry['data']['folder']}",
         "phantom only": "no images below $MEDFL_DATA: runs use a PHANTOM cohort unless --data names a folder",
     }[entry["data"]["status"]]
-    concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
+    concepts = entry["concepts"] or entry["class_names"]  # mask values have only names
     words_by_class = zip(entry["class_names"], concepts, strict=True)
     classes = [
         key if concepts == entry["class_names"] else f"{key} ({words})"

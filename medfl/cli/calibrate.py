@@ -1,4 +1,4 @@
-"""The verb `medfl calibrate`: sets, masks and intervals with a promised coverage, for a finished run."""
+"""The verb `medfl calibrate`: sets, masks and intervals with guaranteed coverage, for a finished run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ images; medfl predict and medfl export take up what is written.
 examples
   medfl calibrate runs/ham10000-fedavg-0 --coverage 0.95 --scores aps
       sets of classes that have the true one in 95 % of new images
+  medfl calibrate SERVER/ham10000-evaluate-... --coverage 0.9
+      by what the sites of a FLARE job told (medfl flare export --evaluate --calibrate lac)
   medfl calibrate runs/lungs --share shrunken --by sex
       a threshold for each site, drawn towards that of all; reached by sex too"""
 
@@ -32,27 +34,60 @@ def add(verbs: Any) -> None:
     text = "give a finished model's predictions a promised coverage: sets of classes or findings, masks, intervals"
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
     verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
-    text = "a run folder; its images must be available"
-    verb.add_path("run", "RUN", text, arguments.run_folder)
-    text = "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9"
-    verb.add_number("--coverage", "C", text, float)
-    text = "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)"
-    verb.add_text("--scores", "lac|aps", text, default="")
-    text = (
-        "whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
-        "(between both); all three are examined"
+    verb.add_path(
+        "run",
+        "RUN",
+        "a run folder; its images must be available, unless its sites told their sums",
+        arguments.run_folder,
     )
-    verb.add_argument("--share", default="pooled", choices=WAYS, help=text)
-    text = (
-        "shrunken: number of images that those of all other sites count as, together; default: 100"
+    verb.add_number(
+        "--coverage",
+        "C",
+        "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9",
+        float,
     )
-    verb.add_number("--strength", "M", text, float)
-    text = "examine groups of test images too: centre, site, sex, age (bands of 20 years) or localisation"
-    verb.add_text("--by", "COLUMN", text, default="")
-    text = "tell no sums of a site, and no counts, of fewer images; default: 0, of groups 10"
-    verb.add_number("--min-count", "K", text)
-    text = "model of the last round, or the best by validation; default: last"
-    verb.add_text("--which", "last|best", text, default="last")
+    verb.add_text(
+        "--scores",
+        "lac|aps",
+        "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)",
+        default="",
+    )
+    verb.add_argument(
+        "--share",
+        default="pooled",
+        choices=WAYS,
+        help="whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
+        "(between both); all three are examined",
+    )
+    verb.add_number(
+        "--strength",
+        "M",
+        "shrunken: number of images that those of all other sites count as, together; default: 100",
+        float,
+    )
+    verb.add_text(
+        "--by",
+        "COLUMN",
+        "examine groups of test images too: centre, site, sex, age (bands of 20 years) or localisation",
+        default="",
+    )
+    verb.add_number(
+        "--min-count",
+        "K",
+        "tell no sums of a site, and no counts, of fewer images; default: 0, of groups 10",
+    )
+    verb.add_path(
+        "--policy",
+        "FILE",
+        "policy of the sites: what each may tell, by outbound and jobs (evaluate)",
+        arguments.existing,
+    )
+    verb.add_text(
+        "--which",
+        "last|best",
+        "model of the last round, or the best by validation; default: last",
+        default="last",
+    )
     verb.add_settings("device")
     verb.add_path("--out", "DIR", "folder of the result; default: that of the run")
     verb.add_trust()
@@ -65,13 +100,17 @@ def _calibrate(args: Namespace) -> int:
         raise InputError("--strength or --min-count", "numbers of at least 0", "give such a number")
 
     hold(args, Use(runs=[args.run], folder=args.out or args.run))
+    from medfl.policy.policy import Policy
     from medfl.runs.calibrate import Options, calibrate
     from medfl.runs.plan import device_named
     from medfl.runs.result import load_run
 
     values = {field: getattr(args, field) for field in Options.__dataclass_fields__}
     result = load_run(args.run, device_named(args.device or "cpu"))
-    document = calibrate(result, Options(**values), args.out, progress=sys.stderr.isatty())
+    policy = None if args.policy is None else Policy.read(args.policy)
+    document = calibrate(
+        result, Options(**values), args.out, policy=policy, progress=sys.stderr.isatty()
+    )
     return show(args, document, _lines(document))
 
 

@@ -1,4 +1,4 @@
-"""The verbs `medfl methods` and `medfl bundles`: what there is to choose from."""
+"""The verbs `medfl methods` and `medfl bundles`: what is available."""
 
 from __future__ import annotations
 

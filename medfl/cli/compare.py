@@ -13,6 +13,7 @@ from medfl.compare import papers
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.core.mappings import map_values
 from medfl.runtimes.launch import Launch
 
 _EXAMPLES = """\
@@ -28,8 +29,13 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
-    text = "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table"
-    compare.add_text("bundle", "BUNDLE", text, nargs="?", type=arguments.bundle_name)
+    compare.add_text(
+        "bundle",
+        "BUNDLE",
+        "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table",
+        nargs="?",
+        type=arguments.bundle_name,
+    )
     group = compare.add_argument_group("what")
     group.add_text(
         "--methods", "A,B,...", "comma-separated methods, with their default options", default=""
@@ -40,8 +46,12 @@ def add(verbs: Any) -> None:
         "run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
         "--methods selects some of its methods",
     )
-    text = "with --paper: run only this fraction of the rounds (stated in the tables)"
-    group.add_number("--scale", "FACTOR", text, float)
+    group.add_number(
+        "--scale",
+        "FACTOR",
+        "with --paper: run only this fraction of the rounds (stated in the tables)",
+        float,
+    )
     group.add_text(
         "--method",
         "'NAME OPTION=VALUE ...'",
@@ -56,8 +66,11 @@ def add(verbs: Any) -> None:
         "folder that medfl tune wrote, or one holding several: use the settings found there; default:"
         " all methods in it, or those of --methods",
     )
-    text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
-    group.add_text("--seeds", "0,1,2", text)
+    group.add_text(
+        "--seeds",
+        "0,1,2",
+        "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's",
+    )
     group.add_what("set an option of every method that has it; may be repeated")
     sites = compare.add_sites()
     sites.add_partition("append")
@@ -77,8 +90,7 @@ def add(verbs: Any) -> None:
         "report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
         " default: the best of --against",
     )
-    text = "also print the published figures of these methods"
-    output.add_switch("--published", text)
+    output.add_switch("--published", "also print the published figures of these methods")
     output.add_examinations()
     output.add_quiet()
 
@@ -104,13 +116,16 @@ def _compare(args: Namespace) -> int:
     from medfl.runs.request_checks import check_driver, check_places
 
     shared = _shared(args)
-    check_places(args.bundle, shared["requested"])
+    # what is wrong with any partition is told before the first run
+    for partition in args.partition or [None]:
+        check_places(args.bundle, {**shared["requested"], "partition": partition})
     check_driver(args.device or "")
     seeds = arguments.parse_seeds(args.seeds or "0,1,2")
     hold(args, Use(bundles=[args.bundle], folder=args.out))
     from medfl.compare.search import Entry, tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}
+    # without names, all that was tuned
     methods = list(dict.fromkeys(arguments.parse_names(args.methods))) or (
         [] if args.entries else [*tuned]
     )
@@ -162,7 +177,7 @@ def _compare(args: Namespace) -> int:
 
     written = write_tables(comparison, args.out, **tests)
     document |= {
-        "tables": {form: str(path) for form, path in written.items()},
+        "tables": map_values(str, written),
         "ranks": comparison.ranks(),
     }
     lines = [
@@ -201,10 +216,10 @@ def _paper(args: Namespace) -> int:
         )
 
     with without_gc():
-        from medfl.compare.papers import runs as paper_runs, tables as paper_tables
+        from medfl.compare.papers import runs as paper_runs
 
     lines, code, document = paper_runs.run(
-        paper_tables.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,
+        paper_runs.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,
         methods=arguments.parse_names(args.methods), partitions=args.partition,
         seeds=None if args.seeds is None else arguments.parse_seeds(args.seeds),
         scale=1.0 if args.scale is None else args.scale,
@@ -216,7 +231,7 @@ def _paper(args: Namespace) -> int:
 
 
 def _shared(args: Namespace) -> Document:
-    """Return what all runs of the grid share."""
+    """Return the common settings of all runs of the grid."""
     return {
         "options": arguments.parse_pairs("--set", args.options),
         "config": arguments.parse_pairs("--config", args.config),
@@ -225,5 +240,8 @@ def _shared(args: Namespace) -> Document:
 
 
 def _no_folds(text: str) -> None:
-    advice = "cross-validate each method: medfl run BUNDLE --method NAME --folds K"
-    raise InputError(f"--folds {text}", "runs of a comparison differ by their seeds", advice)
+    raise InputError(
+        f"--folds {text}",
+        "runs of a comparison differ by their seeds",
+        "cross-validate each method: medfl run BUNDLE --method NAME --folds K",
+    )

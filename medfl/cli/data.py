@@ -41,8 +41,9 @@ def add(verbs: Any) -> None:
     make.add_number("--per-class", "N", "images per class")
     make.add_number("--size", "PIXELS", "side length of the images, in pixels or voxels")
     make.add_number("--seed", "S", "random seed; default: 0")
-    text = "folder to download to; an interrupted download is continued"
-    fetch.add_path("--out", "DIR", text, required=True)
+    fetch.add_path(
+        "--out", "DIR", "folder to download to; an interrupted download is continued", required=True
+    )
     check.add_path("--data", "DIR", "data folder; default: the bundle's folder below $MEDFL_DATA")
 
 
@@ -55,9 +56,10 @@ def _make(args: Namespace) -> int:
         if (value := getattr(args, name)) is not None
     }
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
-        advice = "draw some in a checkout of medfl: python -m tools.synthetic_data BUNDLE --out DIR"
         raise InputError(
-            f"bundle {args.bundle}", "shipped bundles have drawn images (medfl bundles)", advice
+            f"bundle {args.bundle}",
+            "shipped bundles have drawn images (medfl bundles)",
+            "draw some in a checkout of medfl: python -m tools.synthetic_data BUNDLE --out DIR",
         )
 
     folder = datasets.write_phantom(args.bundle, args.out, **sizes)
@@ -86,10 +88,9 @@ def _check(args: Namespace) -> int:
 
     show(args, report.as_dict(), _check_lines(report.as_dict()))
     if not report.ok:
+        more = ""
         if len(report.problems) > 1:
             more = f" (and {len(report.problems) - 1} more)"
-        else:
-            more = ""
 
         raise InputError(
             f"{report.problems[0]}{more}",
@@ -101,7 +102,7 @@ def _check(args: Namespace) -> int:
 
 
 def _check_lines(document: Config) -> list[str]:
-    """Return the lines on a data set's check (`CheckReport.as_dict`): where, how many, what is wrong."""
+    """Return the lines on a data set's check (`CheckReport.as_dict`): folder, counts, problems."""
     source = {"phantom": "PHANTOM: drawn images", "real": "real images"}[document["source"]]
     facts = {
         "data set": f"{document['name']}, {source}",

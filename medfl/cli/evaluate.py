@@ -1,4 +1,4 @@
-"""The verb `medfl evaluate`: examine a finished model at sites, without training."""
+"""The verb `medfl evaluate`: evaluate a finished model at sites, without training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.core.names import listed
+from medfl.core.run import Run
 from medfl.core.untrusted import printable
-from medfl.storage.places import is_run
+from medfl.storage.places import is_run, require_unused
 from medfl.storage.run_documents import read_run
 
 EXAMPLES = """\
@@ -24,7 +25,7 @@ same tables, intervals and report; medfl subgroups and compare take it too.
 
 examples
   medfl evaluate runs/ham10000-fedavg-0 --data DIR --partition centre
-      a run's model on the test images of each centre of another folder
+      a run's model, as it was configured, on the test images of each centre of another folder
   medfl evaluate bundles/exported ham10000 --data DIR
       the weights of an exported bundle, or of anybody's, on a shipped data set
   medfl evaluate model.safetensors bundles/lungs --data lungs --sites 1
@@ -63,8 +64,9 @@ def add(verbs: Any) -> None:
     machine.add_jobs("number of worker processes; does not change results")
     output = verb.add_argument_group("output")
     output.add_path("--out", "DIR", "new folder; default: runs/BUNDLE-evaluated-MODEL")
-    text = "segmentation: write the predicted masks of the test images"
-    output.add_switch("--save-predictions", text)
+    output.add_switch(
+        "--save-predictions", "segmentation: write the predicted masks of the test images"
+    )
     output.add_quiet()
 
 
@@ -74,27 +76,73 @@ def run(args: Namespace) -> int:
     requested = arguments.given_settings(args, "partition", "presets", "data", "sites")
     model = Path(args.model).expanduser()
     bundle, init = _parts(model, args.bundle)
+    record = _own_run(model, bundle)
+    if record is not None:
+        # what is given anew counts more than the record
+        config = {**record.config, **config}
+
     if args.out is None:
         stem = model.resolve().stem
         args.out = Path("runs") / f"{Path(bundle).expanduser().resolve().name}-evaluated-{stem}"
 
-    if init.startswith("run:"):
-        runs = [model]
-    else:
-        runs = []
-
+    require_unused(args.out, advice="give a new folder")
+    runs = [model] * init.startswith("run:")
     hold(args, Use(bundles=[bundle], runs=runs, folder=args.out))
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
+    if record is not None:
+        _check_one_model(model, record)
+
     _check_classes(model, bundle, config)
-    requested |= {"method": "fedavg", "rounds": 0, "init": init}
-    document = federate(bundle, config=config, requested=requested, launch=launch_of(args))
+    method, options = _method_of(record)
+    requested |= {"method": method, "rounds": 0, "init": init}
+    document = federate(
+        bundle, options=options, config=config, requested=requested, launch=launch_of(args)
+    )
     return show(args, document, result_lines(Path(document["folder"])))
 
 
+def _own_run(model: Path, bundle: str) -> Run | None:
+    """Return the record of a run that is evaluated on its own bundle, None for any other model."""
+    if not (model.is_dir() and is_run(model)):
+        return None
+
+    record = read_run(model / "run.json")[0]
+    if bundle == record.bundle or Path(bundle).resolve() == Path(record.bundle_path).resolve():
+        return record
+
+    return None
+
+
+def _method_of(record: Run | None) -> tuple[str, Config]:
+    """Return the method for the evaluation, and its options: the run's own, if it changes the network like FedBM."""
+    if record is not None:
+        from medfl import methods
+
+        kind = methods.method_class(record.method)
+        if kind.judged == "global" and kind.adapt is not methods.Method.adapt:
+            return record.method, record.options
+
+    return "fedavg", {}
+
+
+def _check_one_model(model: Path, record: Run) -> None:
+    """Raise an InputError for a run that has a model for each site but none for all."""
+    from medfl.runs.initial_weights import read
+
+    # of personal models the file has each site's tensors below its name
+    sites = tuple(f"{site}/" for site in record.partition.sites)
+    if any(name.startswith(sites) for name in read(f"run:{model}")):
+        raise InputError(
+            f"{model}, whose method {record.method!r} has a model for each site and none for all",
+            f"its sites are {listed([*map(printable, record.partition.sites)])}",
+            f"export one, and examine that: medfl export {model} --site NAME --out DIR; medfl evaluate DIR",
+        )
+
+
 def _check_classes(model: Path, bundle: str, config: Config) -> None:
-    """Raise an InputError if the model is known to be of other classes than the bundle's."""
+    """Raise an InputError if the model is known to have other classes than the bundle's."""
     from medfl.bundle.bundle import Bundle
     from medfl.problem.described import channel_names
 
@@ -117,7 +165,7 @@ def _check_classes(model: Path, bundle: str, config: Config) -> None:
 
 
 def _parts(model: Path, bundle: str | None) -> tuple[str, str]:
-    """Return the bundle, and what `--init` says for the model; InputError where no bundle is known."""
+    """Return the bundle, and the model's `--init` value; InputError if no bundle is known."""
     if model.is_dir() and is_run(model):
         return bundle or read_run(model / "run.json")[0].bundle_path, f"run:{model}"
 

@@ -32,8 +32,12 @@ def add(verbs: Any) -> None:
     )
     export.add_path("run", "RUN", "a folder that medfl run wrote", arguments.run_folder)
     export.add_path("--out", "DIR", "new folder of the bundle", required=True)
-    text = "model of the last round, or the best by validation; default: last"
-    export.add_text("--which", "last|best", text, default="last")
+    export.add_text(
+        "--which",
+        "last|best",
+        "model of the last round, or the best by validation; default: last",
+        default="last",
+    )
     export.add_text(
         "--site",
         "NAME",

@@ -38,7 +38,10 @@ examples
       then nvflare job submit -j jobs/medfl-... --startup-kit ADMIN-KIT, the kit of a
       person who may submit jobs (type admin in project.yml)
   medfl flare export hippocampus --sites north,south --evaluate --init run:runs/hippocampus-fedavg-0 --out jobs
-      nothing trains: each site examines the model, and tells counts
+      nothing trains: each site examines the model, and tells counts; with --calibrate lac
+      medfl calibrate then takes the folder that the server writes
+  medfl flare export path/to/bundle --data DIR --sites north,south --plan --out jobs
+      nothing trains: each site whose policy says jobs: [plan] tells its fingerprint, for medfl plan
   medfl flare export hippocampus --sites north,south --rehearsal --rounds 2 --out rehearsal
       every site takes drawn images: medfl data make hippocampus --out DIR
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 80 --resume --out more
@@ -70,6 +73,16 @@ def add(verbs: Any) -> None:
     group.add_switch(
         "--evaluate", "only examine the weights of --init at the sites; nothing trains"
     )
+    group.add_text(
+        "--calibrate",
+        "SCORES",
+        "with --evaluate: sites also tell histograms of these scores (lac or aps of classes, residual of numbers, "
+        "risk of findings and masks), for medfl calibrate",
+        default="",
+    )
+    group.add_switch(
+        "--plan", "only ask the sites for their fingerprints, for medfl plan; nothing trains"
+    )
     group.add_switch("--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_text(
@@ -99,12 +112,13 @@ def _export(args: Namespace) -> int:
 
     check_options(args.method or "fedavg", values)
     requested = given_settings(args, "method", "presets")
-    require_unused(args.out)
+    require_unused(args.out, advice="give a new folder")
     from medfl.flare.offer import export
 
     document = export(
         args.bundle, sites, args.out, options=values, config=config, requested=requested,
-        evaluate=args.evaluate, rehearsal=args.rehearsal, data=args.data, resume=args.resume,
+        evaluate=args.evaluate, calibrate=args.calibrate, plan=args.plan, rehearsal=args.rehearsal, data=args.data,
+        resume=args.resume,
         min_replies=args.min_replies, deadline=args.deadline,
     )  # fmt: skip
 

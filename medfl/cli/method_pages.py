@@ -1,10 +1,11 @@
-"""The methods there are, as JSON-able documents, terminal text and a Markdown table, read from the catalogue."""
+"""The available methods as JSON-able documents, terminal text and a Markdown table, read from the catalogue."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from medfl.cli.arguments import as_flag_text
 from medfl.core import tables, terminal
 from medfl.core.declared import Declared, read_options
 from medfl.core.documents import Config, Document
+from medfl.core.mappings import without
 from medfl.core.names import check_method_name, method_names
 from medfl.core.task import TASKS
 
 CATALOGUE = Path(__file__).with_name("methods.json")
-"""What `method_facts` found out; `make docs` refreshes it, and a test holds it to the classes."""
+"""Facts about the shipped methods and their messages; `make docs` refreshes it, a test compares it with the classes."""
 _JUDGED = {
     "global": "the server's model is the product",
     "personal": "each site's own model is the product",
@@ -26,7 +28,7 @@ _SHOWN = 4  # options of a method in a table; its own page has them all
 
 
 def methods(name: str | None = None) -> Document:
-    """Return {"methods": [...]}, or what is known of one, shipped or a dotted path; InputError if there is none."""
+    """Return {"methods": [...]}, or the facts about one, shipped or a dotted path; InputError if there is none."""
     catalogue = _catalogue()
     if name is None:
         return {"methods": [_entry(catalogue[shipped]) for shipped in method_names()]}
@@ -35,15 +37,32 @@ def methods(name: str | None = None) -> Document:
     if name in catalogue:
         return {**_entry(catalogue[name]), "docs": _docstring(catalogue[name]["module"])}
 
-    from medfl.cli import method_facts
+    return facts(name)
 
-    return method_facts.method(name)
+
+def facts(name: str) -> Document:
+    """Return the facts that a method's class states, shipped or a dotted path; InputError if there is none."""
+    from medfl import methods as registry  # imports PyTorch
+
+    cls = registry.method_class(name)
+    return {
+        "name": name,
+        "summary": (cls.__doc__ or "").partition("\n")[0],
+        "paper": cls.paper,
+        "tasks": list(cls.tasks),
+        "judged": cls.judged,
+        "plain_host": registry.has_fedavg_server(cls),
+        "options": registry.options_of(cls),
+        "prototype_options": registry.prototype_options(cls),
+        "docs": sys.modules[cls.__module__].__doc__ or "",
+    }
 
 
 def check_options(name: str, options: Config) -> None:
     """Raise an InputError for an option that a shipped method does not have, or for a value that it does not allow.
 
-    What an option's limits do not say, such as two options that exclude each other, the method's class checks later.
+    Rules beyond an option's limits, such as two options that exclude each other, are checked later by the method's
+    class.
     """
     check_method_name(name)
     if options and name in method_names():
@@ -59,8 +78,8 @@ def _catalogue() -> dict[str, Document]:
 
 
 def _entry(stored: Document) -> Document:
-    """Return an entry of the catalogue as `method_facts.method` gives it, but for the docstring."""
-    entry = {key: value for key, value in stored.items() if key != "module"}
+    """Return an entry of the catalogue as `facts` gives it, but for the docstring."""
+    entry = without(stored, ["module"])
     for key in ("options", "prototype_options"):
         entry[key] = [Declared(**option).document for option in stored[key]]
     return entry
@@ -74,7 +93,7 @@ def _docstring(module: str) -> str:
 
 
 def travels_text(entry: Document) -> str:
-    """Return what a method's messages carry, in words."""
+    """Describe in words what a method's messages contain."""
     facts = entry["travels"]
     if facts["pooled"]:
         return "all images, to one place"
@@ -87,7 +106,7 @@ def travels_text(entry: Document) -> str:
 
 
 def tasks_text(entry: Document) -> str:
-    """Return the tasks that a method is for."""
+    """Return the tasks that a method supports."""
     if set(entry["tasks"]) >= set(TASKS):
         return "any"
 
@@ -95,7 +114,7 @@ def tasks_text(entry: Document) -> str:
 
 
 def _defaults(entry: Document) -> list[str]:
-    """Return the first options of a method with their defaults; of prototype sharing only that it can be had."""
+    """Return the first options of a method with their defaults; for prototype sharing only that it is available."""
     defaults = [
         f"{option['name']}={as_flag_text(option['default'])}" for option in entry["options"]
     ]
@@ -108,7 +127,7 @@ def _more(entry: Document) -> str:
 
 
 def _authors(paper: str) -> str:
-    """Return the authors and the year that end a paper's title in brackets; the whole text where there are none."""
+    """Return the authors and the year in brackets at the end of a paper's title; the whole text without brackets."""
     authors = re.search(r"\(([^()]*\d{4})\)$", paper)
     return authors[1] if authors else paper
 
@@ -144,22 +163,28 @@ def methods_text(document: Document, width: int = tables.WIDTH) -> str:
 
 def _method_page(entry: Document, width: int) -> str:
     host = "yes" if entry["plain_host"] else "no, the server has work of its own"
-    if entry["travels"]["pooled"]:
-        host = "no, there is nothing to average"
+    messages = {}
+    if travels := entry.get("travels"):  # not of a method of one's own
+        if travels["pooled"]:
+            host = "no, there is nothing to average"
 
-    stays = ", ".join(entry["travels"]["kept"])
-    facts = {
+        stays = ", ".join(travels["kept"])
+        messages = {
+            "travels": travels_text(entry),
+            "stays": f"{stays} (kept at a site from round to round)" if stays else "nothing",
+        }
+
+    page_facts = {
         "paper": entry["paper"] or "-",
         "tasks": ", ".join(entry["tasks"]),
         "judged": f"{entry['judged']}: {_JUDGED[entry['judged']]}",
-        "travels": travels_text(entry),
-        "stays": f"{stays} (kept at a site from round to round)" if stays else "nothing",
+        **messages,
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
     lines = [
         *textwrap.wrap(f"{entry['name']}: {entry['summary']}", width),
         "",
-        *terminal.definitions(facts, width),
+        *terminal.definitions(page_facts, width),
         "",
     ]
     lines += _options("options, each given as --set NAME=VALUE", entry["options"], width) or [
@@ -175,7 +200,10 @@ def _method_page(entry: Document, width: int) -> str:
 
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
-    rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
+    rows = []
+    for o in options:
+        rows.append([o["name"], _type(o), as_flag_text(o["default"]), o["help"]])
+
     if rows:
         return [
             title,

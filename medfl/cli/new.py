@@ -1,4 +1,4 @@
-"""The verb `medfl new`: a bundle for images of one's own."""
+"""The verb `medfl new`: a bundle for your own images."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def add(verbs: Any) -> None:
     new.add_text(
         "--label-column",
         "A,B,...",
-        "columns of the classes, findings or numbers; default: found by their names and values",
-        default="",
+        "columns of the classes, findings or numbers; default: found by their names and values; may be repeated",
+        action="append",
+        default=[],
     )
     new.add_columns(file="the images' file names", patient="the patient", centre="the centre")
     new.add_text(
@@ -95,11 +96,11 @@ def add(verbs: Any) -> None:
         "PIXELS",
         "side length to which pictures are resized; default: 64, or 128 with masks",
     )
-    text = (
+    new.add_switch(
+        "--no-plan",
         "volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
-        "--network has this effect too"
+        "--network has this effect too",
     )
-    new.add_switch("--no-plan", text)
 
 
 def _new(args: Namespace) -> int:
@@ -107,8 +108,9 @@ def _new(args: Namespace) -> int:
     from medfl.datasets.readers.label_columns import Wanted
     from medfl.starter import starter
 
-    columns = parse_names(args.label_column)
+    columns = parse_names(",".join(args.label_column))
     roles = given_columns(args)
+    # --label-column names several, which `columns` has
     roles.pop("label", None)
     requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank, roles)
     survey = starter.survey(
@@ -142,9 +144,9 @@ def _new(args: Namespace) -> int:
 
 
 def _planned(survey: Survey) -> Survey:
-    """Return the survey with a plan from its training cases; nothing leaves, so nothing is hidden."""
+    """Return the survey with a plan from its training cases; nothing leaves, so nothing is suppressed."""
     from medfl.cli.site import of_survey
-    from medfl.partner.fingerprint import gather
+    from medfl.problem.fingerprint import gather
     from medfl.starter import starter
     from medfl.starter.plan import plan
 
@@ -157,6 +159,7 @@ def _planned(survey: Survey) -> Survey:
     )
     notes = list(survey.notes)
     of_normalisation = starter.otherwise_normalised(survey.channel_titles)
+    # a plan normalises as nnU-Net does
     if planned.clip and of_normalisation in notes:
         notes.remove(of_normalisation)
 
@@ -165,12 +168,13 @@ def _planned(survey: Survey) -> Survey:
 
 
 def _offer(args: Namespace, survey: Survey) -> str:
-    """Return what to say of patients that are not known, with the command that file names suggest."""
+    """Return the message about unknown patients, with the command that file names suggest."""
     from medfl.datasets.own import NO_PATIENTS
 
     if survey.offer is None:
         return NO_PATIENTS
 
+    # by then there is a bundle of this name
     again = [f"{word}-by-patient" if word == str(args.bundle) else word for word in args.given]
     command = shlex.join(["medfl", *again, "--group-by", survey.offer[0]])
     return f"{NO_PATIENTS}, or, if the names of the files begin with them ({survey.offer[1]} patients then): {command}"

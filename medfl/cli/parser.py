@@ -1,4 +1,4 @@
-"""The parser of the command line, with medfl's errors in one line, and how a verb prints what it did."""
+"""The parser of the command line, with medfl's one-line errors, and how a verb prints its results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ class Parser(Flags, argparse.ArgumentParser):
     """argparse with medfl's one-line errors."""
 
     def __init__(self, **settings: Any) -> None:
-        """Take full option names only: a short form could mean something else in the next version."""
+        """Accept full option names only: an abbreviation could mean something else in the next version."""
         super().__init__(**settings, allow_abbrev=False, formatter_class=_formatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
-        """Refuse what this verb does not know here, where its options can be named."""
+        """Refuse arguments unknown to this verb here, where its options can be named."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}", unknown[0].partition("=")[0])
 
         return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a verb or value that is not among the choices, and name the nearest."""
+        if action.choices is not None and value not in action.choices:
+            choices = [*action.choices]
+            raise InputError(
+                f"{action.metavar or '/'.join(action.option_strings)} {value!r}",
+                f"one of {', '.join(choices)}",
+                did_you_mean(str(value), choices, f"see {self.prog} --help"),
+            )
 
     def error(self, message: str, unknown: str = "") -> NoReturn:
         """Turn a usage error into an InputError."""
@@ -43,7 +53,7 @@ class Parser(Flags, argparse.ArgumentParser):
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
+    """Return a help formatter as wide as the terminal, at most 100 columns, that keeps the examples as written."""
     return argparse.RawDescriptionHelpFormatter(
         prog, max_help_position=28, width=screen_width() - 2
     )
@@ -52,7 +62,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def add_verb(
     verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = ""
 ) -> Any:
-    """Add a verb, or an action of one, with the flags that all have; return its parser."""
+    """Add a verb, or an action of one, with the common flags; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
     verb.add_switch("--json", "print one JSON document on stdout, logs on stderr")
@@ -61,7 +71,7 @@ def add_verb(
 
 
 def add_actions(verbs: Any, name: str, text: str) -> Any:
-    """Add a verb that has actions; return the subparsers that take them."""
+    """Add a verb that has actions; return their subparsers."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text))
     return verb.add_subparsers(
         title="actions", metavar="ACTION", required=True, parser_class=Parser
@@ -84,13 +94,22 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
     return 0
 
 
+def intact(args: argparse.Namespace | None) -> str:
+    """Return what is said of a command that was ended from outside."""
+    advice = getattr(args, "goes_on_by", "")
+    if hasattr(args, "resume"):
+        advice = "; a run continues with --resume"
+
+    return f"what was saved is intact{advice}"
+
+
 def telling(args: argparse.Namespace) -> Document:
-    """Return where a run tells of itself, as keyword arguments: `say` takes lines, `progress` allows bars."""
+    """Return a run's message settings as keyword arguments: `say` prints lines, `progress` allows bars."""
     return {"say": str if args.quiet else log, "progress": sys.stderr.isatty() and not args.quiet}
 
 
 def log(text: str) -> None:
-    """Print a line while running; on a terminal a long one is broken between words, a table is left as it is."""
+    """Print a line while running; on a terminal a long one is wrapped between words, a table is left unchanged."""
     warn(
         "\n".join(terminal.wrap_to_terminal(text))
         if "\n" not in text and sys.stderr.isatty()
@@ -99,8 +118,8 @@ def log(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line on stderr as it is."""
+    """Print a line on stderr unchanged."""
     with terminal.beside_bars():
-        with suppress(OSError):  # nobody reads it any more: a run goes on
+        with suppress(OSError):  # nobody reads it any more: a run continues
             sys.stderr.write(terminal.visible(text) + "\n")
         terminal.flush(sys.stderr)

@@ -28,8 +28,13 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "plan a segmentation bundle from the sites' fingerprints, by nnU-Net's published rules"
     plan = add_verb(verbs, "plan", text, _plan, _EXAMPLES)
-    text = "fingerprints that the sites have written (medfl site fingerprint)"
-    plan.add_path("files", "FILE", text, arguments.existing, nargs="*")
+    plan.add_path(
+        "files",
+        "FILE",
+        "fingerprints that the sites have written (medfl site fingerprint)",
+        arguments.existing,
+        nargs="*",
+    )
     add_pairs(plan)
     plan.add_number(
         "--sites", "N", "with --images: number of sites that share the cases; default: 3"
@@ -88,12 +93,12 @@ def _written(files: list[Path]) -> dict[str, Fingerprint]:
 
 
 def _divided(args: Namespace) -> dict[str, Fingerprint]:
-    """Return the fingerprints of sites that share a folder's cases in turn; nothing leaves, so nothing is hidden."""
-    from medfl.partner.fingerprint import gather
+    """Return the fingerprints of sites that share a folder's cases in turn; nothing leaves, so none is suppressed."""
+    from medfl.problem.fingerprint import gather
 
     progress = sys.stderr.isatty()
     empty, cases = of_folder(args, progress)
-    count: int = args.sites
+    count = args.sites
     if not 1 <= count <= len(cases):
         raise InputError(
             f"--sites {count}", f"1 to {len(cases)}, the training cases", "give another number"

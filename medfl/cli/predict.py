@@ -1,4 +1,4 @@
-"""The verb `medfl predict`: what a trained network says of new images."""
+"""The verb `medfl predict`: a trained network's predictions for new images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import within
 from medfl.core.tables import text_table
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
@@ -30,22 +31,32 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "apply a trained network to new images: write classes, findings, numbers or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
-    text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
-    predict.add_path("model", "RUN|BUNDLE", text)
-    text = (
+    predict.add_path(
+        "model",
+        "RUN|BUNDLE",
+        "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it",
+    )
+    predict.add_path(
+        "images",
+        "PATH",
         "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF, NIfTI, NRRD or MetaImage "
-        "files, DICOM files and series, .zip and .npz archives"
+        "files, DICOM files and series, .zip and .npz archives",
+        nargs="+",
     )
-    predict.add_path("images", "PATH", text, nargs="+")
     predict.add_path("--out", "DIR", "new or empty folder", required=True)
-    text = (
+    predict.add_path(
+        "--reference",
+        "DIR|CSV",
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
-        "CSV with id and label, or with id and a column for each finding or number"
+        "CSV with id and label, or with id and a column for each finding or number",
     )
-    predict.add_path("--reference", "DIR|CSV", text)
     predict.add_columns(file="the images' file names", label="the labels")
-    text = "model of a run: of the last round, or the best by validation; default: last"
-    predict.add_text("--which", "last|best", text, default="last")
+    predict.add_text(
+        "--which",
+        "last|best",
+        "model of a run: of the last round, or the best by validation; default: last",
+        default="last",
+    )
     predict.add_text(
         "--site",
         "NAME",
@@ -64,9 +75,9 @@ def add(verbs: Any) -> None:
 
 def _predict(args: Namespace) -> int:
     arguments.given_settings(args)
-    is_run(
-        args.model.expanduser()
-    )  # refuses another folder before PyTorch is imported, as what follows
+    # PyTorch is imported later: what is wrong with the folders is told at once
+    model = args.model.expanduser()
+    is_of_run = is_run(model)
     require_unused(args.out.expanduser(), advice="give a new folder")
     check_which(args.which)
 
@@ -77,8 +88,6 @@ def _predict(args: Namespace) -> int:
     if columns and args.reference is None:
         raise InputError("a column without --reference", "a column of a table", "add --reference")
 
-    model = args.model.expanduser()
-    is_of_run = (model / "run.json").is_file()
     hold(
         args,
         Use(
@@ -161,15 +170,20 @@ def _by_name(metrics_of: Mapping[str, Config]) -> list[str]:
     """Return a table of the metrics of each finding or number, [] without any."""
     from medfl.evaluation.metrics import METRICS, title
     from medfl.report.formatting import number
+    from medfl.report.table import LEFT_OUT
 
-    kinds = set[str]().union(*metrics_of.values())
-    names = [name for name in METRICS if name in kinds]
+    kinds = set().union(*metrics_of.values())
+    names = list(within(METRICS, kinds))
     rows = []
+    note = []
     for name, values in metrics_of.items():
         cells = [number(values.get(metric)) for metric in names]
-        rows.append([name, f"{values.get('cases') or 0:.0f}", *cells])
+        is_out = values.get("scored") == 0
+        rows.append([name + "*" * is_out, f"{values.get('cases') or 0:.0f}", *cells])
+        if is_out:
+            note = [LEFT_OUT]
 
-    return ["", *text_table(["", "cases", *map(title, names)], rows)] if rows else []
+    return ["", *text_table(["", "cases", *map(title, names)], rows), *note] if rows else []
 
 
 def _vectors(rows: Sequence[Config], names: Sequence[str]) -> list[str]:
@@ -190,7 +204,7 @@ def _vectors(rows: Sequence[Config], names: Sequence[str]) -> list[str]:
 
 
 def _structures(rows: Sequence[Config]) -> list[str]:
-    """Return how much of each structure the images show in the mean, in millilitres or as a share of the pixels."""
+    """Return the mean amount of each structure in the images, in millilitres or as a share of the pixels."""
     lines = []
     for name in dict.fromkeys(
         key for row in rows for key in row if key not in ("id", "mask", "abstain")

@@ -42,10 +42,10 @@ def add(verbs: Any) -> None:
 
 
 def _report(args: Namespace) -> int:
-    from medfl.compare import grid_page
+    from medfl.compare import side_by_side
     from medfl.report import write_report
 
-    grids = [folder for folder in args.folders if grid_page.is_grid(folder)]
+    grids = list(filter(side_by_side.is_grid, args.folders))
     if grids and args.folders != grids[:1] or grids and args.out is not None:
         raise InputError(
             f"{grids[0]}, which medfl compare wrote, beside other folders or --out",
@@ -58,13 +58,18 @@ def _report(args: Namespace) -> int:
 
         written = [str(write_page(args.folders, args.out))]
     else:
-        written = [
-            str(grid_page.write_grid_page(folder) if folder in grids else write_report(folder))
-            for folder in args.folders
-        ]
+        written = []
+        for folder in args.folders:
+            written.append(
+                str(
+                    side_by_side.write_grid_page(folder)
+                    if folder in grids
+                    else write_report(folder)
+                )
+            )
 
     if grids:
-        args.folders = [run.path for run in grid_page.runs_of(grids[0]) if run.summary is not None]
+        args.folders = [run.path for run in side_by_side.runs_of(grids[0]) if run.summary]
 
     if args.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves

@@ -104,6 +104,7 @@ def add_flags(run: Any) -> None:
 
 def run(args: Namespace) -> int:
     """Execute `medfl run`."""
+    # first of all: libraries read it while they are imported
     if _was_portable(args):
         portable.enable()
 
@@ -119,7 +120,8 @@ def run(args: Namespace) -> int:
     launch = launch_of(args)
 
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
-        hold(args, Use(bundles=[_bundle_of_folds(args.out)], folder=args.out))
+        begun = [*args.out.glob("fold-*")]
+        hold(args, Use(bundles=[_bundle_of_folds(args.out)], runs=begun, folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
 
     request_checks.check_before_imports(
@@ -168,13 +170,13 @@ def _without(names: str, requested: Config) -> str:
 
 
 def _hold(args: Namespace) -> None:
-    """Put walls around a foreign bundle, by what the run opens and writes."""
+    """Sandbox a third-party bundle, by what the run opens and writes."""
     is_elsewhere = (args.track or "").partition(":")[2]
     hold(
         args,
         Use(
             bundles=[args.bundle] if args.bundle else [],
-            runs=[path for path in (args.source, args.out if args.resume else None) if path],
+            runs=list(filter(None, (args.source, args.out if args.resume else None))),
             folder=_run_folder(args),
             connects=f"--track {args.track}" if is_elsewhere else "",
             compiles=args.compile,
@@ -187,7 +189,7 @@ def _run_folder(args: Namespace) -> Path:
         return Path(args.out)
 
     if args.source is not None:
-        with suppress(InputError, OSError):  # told later
+        with suppress(InputError, OSError):  # reported later
             run = read_run(record_of(args.source))[0]
             return default_run_folder(run.bundle, run.method, run.seed)
 
@@ -197,7 +199,7 @@ def _run_folder(args: Namespace) -> Path:
 
 
 def _bundle_of_folds(folder: Path) -> str:
-    """Return the bundle of a cross-validation; "" where its record cannot be read: told later."""
+    """Return the bundle of a cross-validation; "" if its record cannot be read, which is reported later."""
     with suppress(Refused):
         document = json_values(folder / FOLDS)
         if isinstance(document, dict):
@@ -207,7 +209,7 @@ def _bundle_of_folds(folder: Path) -> str:
 
 
 def launch_of(args: Namespace) -> Launch:
-    """Return how a run is carried out, by the flags that its verb has."""
+    """Return how a run is executed, from the flags that its verb has."""
     flags = {field.name for field in fields(Launch)} & vars(args).keys()
     command = "medfl " + shlex.join(args.given)
     chosen = {name: getattr(args, name) for name in flags}
@@ -215,19 +217,17 @@ def launch_of(args: Namespace) -> Launch:
 
 
 def _was_portable(args: Namespace) -> bool:
-    """Return whether the run to go on with, or to repeat, is portable; what cannot be read is told later."""
+    """Return whether the run to resume or repeat is portable; an unreadable one is reported later."""
+    again = []
     if args.resume and args.out:
         again = [args.out / "run.json", args.out / FOLDS]
-    else:
-        again = []
 
     for path in [*again, *([record_of(args.source)] if args.source else [])]:
         with suppress(Refused):
             document = json_values(path)
+            settings = {}
             if isinstance(document, dict):
                 settings = document.get("requested", document)
-            else:
-                settings = {}
 
             return isinstance(settings, dict) and settings.get("portable") is True
 
@@ -244,10 +244,9 @@ def _cross_validate(
     }
     if wrong := next((flag for flag, conflict in refused.items() if conflict), None):
         allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
+        conflict = f"a cross-validation with {wrong}"
         if args.folds:
             conflict = f"--folds with {wrong}"
-        else:
-            conflict = f"a cross-validation with {wrong}"
 
         raise InputError(conflict, allowed, "leave it out")
 
@@ -275,7 +274,7 @@ def _cross_validate(
 
 
 def result_lines(folder: Path) -> Iterator[str]:
-    """Yield what is printed of a finished run, or of a cross-validation."""
+    """Yield the lines printed for a finished run, or for a cross-validation."""
     from medfl.report import result_table
     from medfl.report.folds import Folds
 

@@ -1,4 +1,4 @@
-"""The verb `medfl site`: what a clinical partner runs."""
+"""The verb `medfl site`: tools for a clinical partner."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from medfl.flare import serve
 if TYPE_CHECKING:
     from medfl.bundle.open import WithData
     from medfl.data.fingerprint import Fingerprint
-    from medfl.partner.fingerprint import Cases
     from medfl.policy.policy import Policy
+    from medfl.problem.fingerprint import Cases
     from medfl.starter.survey import Survey
 
 _EXAMPLES = """\
@@ -81,8 +81,12 @@ def add(verbs: Any) -> None:
     )
     inspect.add_bundle(type=bundle_folder)
     _add_policy(inspect)
-    text = "previously accepted version of the bundle: show the differences"
-    inspect.add_path("--against", "DIR", text, existing)
+    inspect.add_path(
+        "--against",
+        "DIR",
+        "previously accepted version of the bundle: show the differences",
+        existing,
+    )
     inspect.add_path(
         "--write-policy",
         "FILE",
@@ -145,6 +149,19 @@ def add(verbs: Any) -> None:
         "K",
         "suppress counts of fewer than K cases; default: 10; never below the policy's",
     )
+    fingerprint.add_number(
+        "--epsilon",
+        "E",
+        "differential privacy of one case: add noise to counts and clipped means, and tell nothing else; a smaller "
+        "epsilon adds more",
+        float,
+    )
+    fingerprint.add_path(
+        "--folder",
+        "DIR",
+        "folder of the site's state: what is written with --epsilon is charged to its account of these images",
+        existing,
+    )
     fingerprint.add_path("--out", "FILE", "write the fingerprint to this file")
     audit = add_verb(
         actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
@@ -159,11 +176,10 @@ def add(verbs: Any) -> None:
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
-    """Add what opens a bundle on its data."""
+    """Add the flags that open a bundle on its data."""
     parser.add_bundle(nargs=many)
     parser.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
-    text = "the site has no labels: use unlabelled images for training"
-    parser.add_switch("--unlabelled", text)
+    parser.add_switch("--unlabelled", "the site has no labels: use unlabelled images for training")
     _add_policy(parser)
     parser.add_config(
         "override a value of the bundle's configuration, e.g. image_size=64; may be repeated",
@@ -185,8 +201,7 @@ def add_pairs(parser: Any) -> None:
 
 def _add_policy(parser: Any) -> None:
     parser.add_walls()
-    text = "the site's policy; default: none"
-    parser.add_path("--policy", "FILE", text, existing)
+    parser.add_path("--policy", "FILE", "the site's policy; default: none", existing)
 
 
 def _inspect(args: Namespace) -> int:
@@ -214,6 +229,7 @@ def _inspect(args: Namespace) -> int:
 
     target = args.write_policy
     inspection = inspect(folder, policy)
+    # Before `accepted` is asked: it takes back what was refused for its pins alone.
     anew = None if target is None or policy.files is None else inspection.unpin()
     if args.against is None:
         changes = None
@@ -241,7 +257,7 @@ def _inspect(args: Namespace) -> int:
 
 
 def _run_file(job: Path) -> Path:
-    """Return the record in a job's folder, or the one given."""
+    """Return the record in a job's folder, or the given one."""
     run_files = sorted(job.rglob("run.json")) if job.is_dir() else [job]
     if not run_files:
         raise InputError(
@@ -267,9 +283,10 @@ def _inspection_lines(document: Config) -> list[str]:
         "",
         f"Files ({pinned})",
     ]
-    rows = [
-        [printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]
-    ]
+    rows = []
+    for f in document["files"]:
+        rows.append([printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]])
+
     lines += (
         tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(screen_width(), 132))
         if rows
@@ -342,7 +359,7 @@ def _inspection_lines(document: Config) -> list[str]:
 
 
 def _config(texts: list[str]) -> Document:
-    """Read --config as YAML values, as MONAI does."""
+    """Parse --config as YAML values, as MONAI does."""
     from medfl.core.untrusted import Refused, typed_value
 
     values = parse_pairs("--config", texts)
@@ -362,7 +379,7 @@ def _check(args: Namespace) -> int:
 
     server = None if args.server is None else address(args.server)
     ports = [] if server is None else [server[1]]
-    hold(args, Use(bundles=[args.bundle], folder=args.folder, ports=ports))
+    hold(args, Use(bundles=[args.bundle], ports=ports))
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
@@ -402,13 +419,7 @@ def _stats(args: Namespace) -> int:
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy, least = _rules(args)
-    if args.noise is not None and not 0 < args.noise < 100:
-        raise InputError(
-            f"--noise {args.noise:g}",
-            "epsilon, above 0 and below 100",
-            "give for example --noise 1",
-        )
-
+    _check_epsilon("--noise", args.noise)
     opened = _opened(args, policy)
     bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
     rules = StatisticsOptions(bins, least, args.noise)
@@ -420,11 +431,12 @@ def _stats(args: Namespace) -> int:
 
 
 def _opened(args: Namespace, policy: Policy) -> WithData:
-    """Open the bundle that was given on its data, if a site with this policy would train it."""
+    """Open the given bundle on its data, if a site with this policy would train it."""
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
     from medfl.policy.inspection import TRAINING, inspect
 
+    # first, so that nothing of a bundle that is refused is ever built
     inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
     config = _config(args.config)
     problem = open_problem(args.bundle, config, policy=policy)
@@ -432,11 +444,12 @@ def _opened(args: Namespace, policy: Policy) -> WithData:
 
 
 def _rules(args: Namespace) -> tuple[Policy, int]:
-    """Return the site's policy, and the least count that is told."""
+    """Return the site's policy, and the minimum released count."""
     from medfl.policy.policy import Policy
+    from medfl.policy.suppression import LEAST
 
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
-    min_count = 10 if args.min_count is None else args.min_count
+    min_count = LEAST if args.min_count is None else args.min_count
     if min_count < 0:
         raise InputError(
             f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all"
@@ -446,7 +459,7 @@ def _rules(args: Namespace) -> tuple[Policy, int]:
 
 
 def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
-    """Show what would leave, and write it if asked to."""
+    """Show what would leave, and write it if requested."""
     from medfl.partner.statistics import encoded
 
     if args.out is None:
@@ -471,18 +484,46 @@ def _fingerprint(args: Namespace) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
 
-    hold(args, Use(bundles=[args.bundle] if args.bundle else [], file="out"))
-    from medfl.partner import fingerprint
-
+    _check_epsilon("--epsilon", args.epsilon)
     policy, least = _rules(args)
+    epsilon = args.epsilon or policy.outbound.fingerprint_epsilon or 0.0
+    # By the keeper, beforehand: the folder has the accounts of everything that a site releases
+    account = _charged(args, policy, epsilon) if args.folder is not None and epsilon else []
+    bundles = [args.bundle] if args.bundle else []
+    hold(args, Use(bundles=bundles, file="out"))
+    from medfl.problem import fingerprint
+
     progress = sys.stderr.isatty()
     if args.bundle is None:
         empty, cases = of_folder(args, progress)
     else:
         empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
-    released = fingerprint.gather(empty, cases, least, progress=progress)
-    return _preview(args, released.document(), fingerprint.text(released, least, screen_width()))
+    released = fingerprint.gather(empty, cases, least, epsilon, progress=progress)
+    lines = fingerprint.text(released, least, epsilon, screen_width())
+    return _preview(args, released.document(), [*lines, *account])
+
+
+def _charged(args: Namespace, policy: Policy, epsilon: float) -> list[str]:
+    """Charge a written fingerprint to the account of its images; return the line about it."""
+    from medfl.policy.privacy import Account, account_file
+
+    folder = args.images or args.data
+    if folder is None:
+        raise InputError("--folder without --data", "images whose account is charged", "name them")
+
+    account = Account.open(account_file(args.folder, str(folder)), policy.outbound.delta)
+    if args.out is not None:
+        account.add_fingerprint(epsilon)
+
+    return [f"account: {account.words()}"]
+
+
+def _check_epsilon(flag: str, epsilon: float | None) -> None:
+    if epsilon is not None and not 0 < epsilon < 100:
+        raise InputError(
+            f"{flag} {epsilon:g}", "epsilon, above 0 and below 100", f"give for example {flag} 1"
+        )
 
 
 def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
@@ -500,17 +541,18 @@ def of_folder(args: Namespace, progress: bool) -> tuple[Fingerprint, Cases]:
 
 
 def of_survey(survey: Survey) -> tuple[Fingerprint, Cases]:
-    """Return an empty fingerprint for what a folder holds, and its training and validation cases."""
+    """Return an empty fingerprint for the contents of a folder, and its training and validation cases."""
     from medfl.data.fingerprint import Fingerprint
     from medfl.datasets import own
 
     values = survey.mask_values or range(len(survey.classes))
     classes = dict(zip(values, survey.classes, strict=True))
-    del classes[0]
+    del classes[0]  # the background is no structure
     folder = Path(survey.folder)
     dataset = own.with_masks(folder, survey.images, survey.masks)
     cases = []
     for record, section in own.sections_of(folder, dataset, survey.group_by):
+        # a plan that has seen the test images would make their scores too good
         if section != "test":
             cases.append((record.image, record.mask))
 
@@ -549,7 +591,7 @@ def _audit(args: Namespace) -> int:
 
 
 def _check_new_file(flag: str, target: Path) -> None:
-    """Raise an InputError if a file exists already, or its folder does not."""
+    """Raise an InputError if a file already exists, or its folder does not."""
     if target.exists():
         raise InputError(
             f"{flag} {target}", "a new file: nothing is overwritten", "give a new file name"

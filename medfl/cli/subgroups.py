@@ -38,8 +38,11 @@ def add(verbs: Any) -> None:
         "recorded in the data",
         default="centre",
     )
-    text = "hide groups with fewer cases, and metrics based on fewer cases of a class; default: 10"
-    subgroups.add_number("--min-count", "K", text)
+    subgroups.add_number(
+        "--min-count",
+        "K",
+        "hide groups with fewer cases, and metrics based on fewer cases of a class; default: 10",
+    )
 
 
 def _subgroups(args: Namespace) -> int:
@@ -71,7 +74,7 @@ def _subgroups(args: Namespace) -> int:
 
 
 def text(subgroups: Subgroups) -> list[str]:
-    """Return the groups as a table with 95 % intervals, and what a reader must know."""
+    """Return the groups as a table with 95 % intervals, and notes for the reader."""
     from medfl.evaluation.metrics import title, without_repeats
 
     names = [name for name in subgroups.metrics if name != "loss"]
@@ -97,4 +100,8 @@ def _cell(estimate: Estimate | None) -> str:
     from medfl.report.formatting import interval
 
     cases = f", {estimate.cases} cases" * bool(estimate.cases)
-    return f"{estimate.value:.3f} ({interval((estimate.low, estimate.high))}{cases})"
+    ends = "too few for an interval"
+    if estimate.low is not None and estimate.high is not None:
+        ends = interval((estimate.low, estimate.high))
+
+    return f"{estimate.value:.3f} ({ends}{cases})"

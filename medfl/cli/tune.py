@@ -39,8 +39,12 @@ def add(verbs: Any) -> None:
         default=[],
     )
     group.add_number("--trials", "N", "try this many randomly drawn combinations; default: all")
-    text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
-    group.add_text("--seeds", "0,1,2", text, default="0")
+    group.add_text(
+        "--seeds",
+        "0,1,2",
+        "comma-separated seeds for each trial, which is scored by their mean; default: 0",
+        default="0",
+    )
     group.add_what("set an option of the method in all trials; may be repeated")
     tune.add_sites().add_partition()
     tune.add_training(seed=False)

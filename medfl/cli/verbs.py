@@ -32,7 +32,7 @@ from medfl.cli import (
     subgroups,
     tune,
 )
-from medfl.cli.parser import Parser, warn
+from medfl.cli.parser import Parser, intact, warn
 from medfl.core import portable, terminal
 from medfl.core.errors import MedflError
 from medfl.core.release import VERSION
@@ -68,23 +68,23 @@ VERBS = (
 
 
 def command() -> NoReturn:
-    """Run `medfl` or `python -m medfl`, and end without freeing torch and MONAI, which takes Python two seconds."""
+    """Run `medfl` or `python -m medfl`, and exit without freeing torch and MONAI, which takes Python two seconds."""
     code = 1
 
     def leave() -> None:
-        with suppress(OSError, ValueError):  # of a full disk Python's own end speaks
+        with suppress(OSError, ValueError):  # on a full disk Python itself reports it at exit
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
-    atexit.register(leave)  # before all others, so called after them
+    atexit.register(leave)  # registered before all others, so called after them
     sys.exit(code := main(own_process=True))
 
 
 def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -> int:
     """Run one command and return its exit code.
 
-    With `own_process` nobody else works in this process: foreign bundles are opened in a sandbox (`medfl.cli.walls`).
+    With `own_process` nobody else uses this process: third-party bundles are opened in a sandbox (`medfl.cli.walls`).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
         options.given = words
         options.own_process = own_process
         if getattr(options, "portable", False):
-            portable.enable()  # before anything that computes is imported
+            portable.enable()  # before any numerical library is imported
 
         with terminal.sigterm_as_ctrl_c(), _trusting(options):
             return int(options.verb(options) or 0)
@@ -103,10 +103,9 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     except KeyboardInterrupt as signalled:
         terminated = isinstance(signalled, terminal.Terminated)
         word = "ended by SIGTERM" if terminated else "interrupted"
-        resumes = "; a run continues with --resume" * hasattr(options, "resume")
-        warn(f"{word}: what was saved is intact{resumes}")
+        warn(f"{word}: {intact(options)}")
         return 143 if terminated else 130
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+    except BrokenPipeError:  # the reader of our output has closed it, e.g. `| head`
         terminal.flush(sys.stdout)
         return 0
     except (MedflError, MemoryError, OSError, ImportError) as error:

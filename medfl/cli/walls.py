@@ -1,8 +1,8 @@
-"""Walls around a verb that opens a foreign bundle: a worker in a sandbox does the work, a keeper waits for it.
+"""The sandbox around a verb that opens a third-party bundle: a worker does the work, a keeper waits for it.
 
-The keeper is the process that was started. It opens nothing of the bundle, and has left nothing to the worker but the
-streams of the terminal. The worker, its child, reads what the command line names and the installation, writes one
-folder, and has neither network nor programs. It cannot get out, so what a bundle may do is not asked.
+The keeper is the original process. It opens nothing of the bundle, and leaves the worker only the streams of the
+terminal. The worker, its child, reads what the command line names and the installation, writes one
+folder, and has neither network nor programs. It cannot get out, so the bundle's actions need not be judged.
 """
 
 from __future__ import annotations
@@ -19,19 +19,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
-from medfl.cli.parser import log, warn
-from medfl.core.errors import InputError
+from medfl.cli.parser import intact, log, warn
+from medfl.core.errors import InputError, RunError
+from medfl.core.names import outside_walls
 from medfl.core.run import Run
+from medfl.core.terminal import pass_on, take_sigterm
+from medfl.core.untrusted import not_plain, printable
 from medfl.safety import sandbox as walls
-from medfl.safety.bounds import end_group_with_keeper, wait
-from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
-from medfl.storage.places import cache_folder, record_of
-from medfl.storage.run_documents import read_run
+from medfl.safety.bounds import close_from, end_group_with_keeper, wait
+from medfl.safety.sandbox import (
+    Allowed,
+    Sandbox,
+    devices,
+    forget_environment,
+    private_folders,
+    python_and_system,
+)
+from medfl.storage.places import (
+    CALIBRATION,
+    FOLDS,
+    GRID,
+    LOCAL_REFERENCE,
+    cache_folder,
+    record_of,
+    require_unused,
+)
+from medfl.storage.run_documents import brings_code, read_run
 
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 _DOTTED = re.compile(r"([A-Za-z_]\w*)(\.\w+)+(:\w+)?")
-"""The dotted path of a method of the user's own; group 1 is the module or package."""
+"""The dotted path of a user's own method; group 1 is the module or package."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +60,12 @@ class Use:
     Attributes:
         bundles: names or folders of bundles, or folders with weights in a bundle's layout.
         runs: run folders or run.json files, whose records name bundles.
-        folder: folder that is written, made where it is not there.
+        folder: folder that is written, created if missing.
         file: name of the verb's argument with a new file or folder: the keeper takes it over from the worker;
-            `args.shown_file` stays the one that was given.
-        connects: why the verb needs connections or programs, "" where it needs none.
+            `args.shown_file` remains the given one.
+        connects: why the verb needs connections or programs, "" if it needs none.
         compiles: whether compilers may be executed.
-        ports: TCP ports that are connected to, of any machine: Landlock knows no addresses.
+        ports: TCP ports to connect to, on any machine: Landlock cannot restrict addresses.
     """
 
     bundles: Sequence[str | Path] = ()
@@ -59,50 +78,77 @@ class Use:
 
 
 def hold(args: Namespace, use: Use) -> None:
-    """Go on in a worker inside the walls if a bundle is foreign, or `--sandbox` is given; else return as called.
+    """Continue in a sandboxed worker if a bundle is third-party, or `--sandbox` is given; else return unchanged.
 
-    Only the program `medfl` divides itself: a process of somebody else's, which calls `main`, works as it is.
+    Only the program `medfl` forks itself: another process that calls `main` works unsandboxed.
 
     Raises:
-        InputError: there are no walls on this machine and no `--trust`, the verb needs what they refuse, or
-            `--sandbox` is asked of a process of somebody else's.
+        InputError: this machine has no sandbox and there is no `--trust`, the verb needs what the sandbox refuses, or
+            `--sandbox` is requested in another process.
     """
     if use.file:
         args.shown_file = getattr(args, use.file)
 
     records = [*filter(None, map(_record, use.runs))]
-    foreign = []
-    reasons = []
-    for bundle in (*use.bundles, *(run.bundle_path for run in records)):
-        from medfl.bundle.files import ships_unchanged  # imports NumPy, which refusals need not
+    paths = [*_named(args, records)]
+    foreign = _foreign(args, use, records, paths)
+    reasons = [f"bundle {name}, which is not shipped, or changed since," for name in foreign]
+    for run in records:
+        if brings_code(run.bundle_path, run.config):
+            reasons.append(f"the record of run {run.run_hash}")
 
-        if bundle and not ships_unchanged(bundle):
-            foreign.append(bundle)
-            reasons.append(f"bundle {bundle}, which is not shipped, or changed since,")
-
-    for run in filter(_brings_code, records):
-        reasons.append(f"the record of run {run.run_hash}")
-
-    is_asked_for = getattr(args, "sandbox", False)
-    if not is_asked_for and not (reasons and getattr(args, "own_process", False)):
+    is_own = getattr(args, "own_process", False)
+    if getattr(args, "sandbox", False):
+        why = "--sandbox"
+    elif reasons and is_own:
+        why = reasons[0]
+    else:
+        # A foreign bundle that comes up all the same has nothing around it
+        free = getattr(args, "no_sandbox", False) or (
+            getattr(args, "trust", False) and walls.lacking()
+        )
+        outside_walls.set(args.given if is_own and not free else None)
         return
 
+    if _wanted(args, use, why):
+        _require_own_folder(use)
+        _divide(args, use, [*map(Path, foreign), *paths], "" if foreign else "".join(reasons))
+
+
+def _foreign(
+    args: Namespace, use: Use, records: Sequence[Run], named: Sequence[Path]
+) -> list[str | Path]:
+    """Return the bundles that a verb opens, by their names or folders, and that do not ship unchanged."""
+    init = getattr(args, "init", None) or ""
+    weights_of = os.path.expanduser(init.rpartition(":")[2])  # its configuration is not read
+    bundles = [*use.bundles, *(run.bundle_path for run in records)]
+    bundles += [path for path in named if (path / "configs").is_dir() and str(path) != weights_of]
+    if not any(bundles):
+        return []
+
+    from medfl.bundle.files import ships_unchanged  # imports NumPy, which refusals need not
+
+    return [bundle for bundle in bundles if bundle and not ships_unchanged(bundle)]
+
+
+def _wanted(args: Namespace, use: Use, why: str) -> bool:
+    """Tell whether to go on inside walls; without them the user is told what that means.
+
+    Raises:
+        InputError: as `hold`.
+    """
+    is_asked_for = why == "--sandbox"
     if getattr(args, "no_sandbox", False):
         if is_asked_for:
             raise InputError("--sandbox with --no-sandbox", "one of them", "leave one out")
         log("note: --no-sandbox: what this bundle says is run with your rights")
-        return
+        return False
 
-    about = "--sandbox" if is_asked_for else reasons[0]
     runtime = getattr(args, "runtime", "")
     connects = f"--runtime {runtime}" if runtime.startswith("flare") else use.connects
     if connects:
-        if is_asked_for:
-            remedy = "leave it out"
-        else:
-            remedy = "leave it out, or add --no-sandbox"
-
-        raise InputError(f"{about} with {connects}", "work without connections", remedy)
+        remedy = "leave it out" if is_asked_for else "leave it out, or add --no-sandbox"
+        raise InputError(f"{why} with {connects}", "work without connections", remedy)
 
     if lacking := walls.lacking():
         if is_asked_for or not getattr(args, "trust", False):
@@ -110,26 +156,28 @@ def hold(args: Namespace, use: Use) -> None:
             if not is_asked_for:
                 flag = "--trust" if hasattr(args, "trust") else "--no-sandbox"
                 advice += f", or add {flag}: it then runs with your rights"
-            raise InputError(f"{about} on this machine", lacking, advice)
+            raise InputError(f"{why} on this machine", lacking, advice)
         log(f"note: --trust: no walls around this bundle, as they need {lacking}")
-        return
+        return False
 
     if not getattr(args, "own_process", False):
         raise InputError(
             "--sandbox in Python's own process", "the program medfl", "call it by its name"
         )
 
-    _divide(args, use, [*map(Path, foreign), *_named(args, records)])
+    return True
 
 
-def _brings_code(run: Run) -> bool:
-    """Tell whether a record has expressions that its bundle, a shipped one, does not have."""
-    file = Path(run.bundle_path) / "configs" / "federated.yaml"
-    shipped = file.read_text() if file.is_file() else ""
-    return any(text.startswith("$") and text not in shipped for text in _texts(run.config))
+def _require_own_folder(use: Use) -> None:
+    """Raise an InputError if the folder that is written has something of the user's, or of another run."""
+    folder = use.folder
+    if folder is None or folder in use.runs:
+        return
+    if not any((folder / name).is_file() for name in (FOLDS, GRID, CALIBRATION)):
+        require_unused(folder, LOCAL_REFERENCE)
 
 
-def _divide(args: Namespace, use: Use, readable: Sequence[Path]) -> None:
+def _divide(args: Namespace, use: Use, readable: Sequence[Path], why: str) -> None:
     """Return in the worker; the keeper stays in here until it ends."""
     folder = use.folder
     scratch = None
@@ -146,13 +194,14 @@ def _divide(args: Namespace, use: Use, readable: Sequence[Path]) -> None:
         inside = (scratch or folder) / target.name
         setattr(args, use.file, inside)
 
-    first_path = [os.fsencode(path.resolve()) for path in readable[:1]]
-    key = hashlib.sha256(b"".join(first_path)).hexdigest()[:16]
+    # For each bundle, and each record with code: no other process uses files that one creates there
+    first_path = why.encode() + b"".join(os.fsencode(path.resolve()) for path in readable[:1])
+    key = hashlib.sha256(first_path).hexdigest()[:16]
     private = cache_folder("sandbox") / key
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if use.compiles else ()
     allowed = Allowed(
-        read=(*python_and_system(), *readable, cache_folder(""), _hub()),
+        read=(*python_and_system(), *readable, cache_folder("embeddings"), _hub()),
         write=(folder, private, *devices()),
         programs=tuple(map(Path, programs)),
         connect=tuple(use.ports),
@@ -161,65 +210,127 @@ def _divide(args: Namespace, use: Use, readable: Sequence[Path]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     closes_with_keeper, keeper = os.pipe()
+    channels = {stream: _channel(stream) for stream in (1, 2)}
     worker = os.fork()
     if not worker:
         os.setpgid(0, 0)  # what the terminal sends, the keeper passes on: once
+        take_sigterm()
         os.close(keeper)
         end_group_with_keeper(closes_with_keeper)
+        forget_environment()
         os.environ.update(variables)
         tempfile.tempdir = None  # which the keeper's own may have set
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, (_, end) in channels.items():
+            os.dup2(end, stream)
         sandbox.enter()
+        close_from(3)  # file handles that were left open for medfl are not for a bundle
         if not getattr(args, "quiet", False):
             log(f"sandbox: {sandbox.line(folder)}")
         return
 
-    code = _kept(worker)
+    showing = []
+    for stream, (source, end) in channels.items():
+        os.close(end)
+        showing.append(Thread(target=pass_on, args=(source, stream), daemon=True))
+        showing[-1].start()
+
+    code = _kept(worker, showing, intact(args))
     try:
-        if target is not None and code == 0:
+        if target is not None and target != inside and code == 0:
             _take_over(inside, target)
     finally:
         if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(RecursionError):  # endlessly nested folders remain
+                shutil.rmtree(scratch, ignore_errors=True)
         elif not was_there:
             with suppress(OSError):  # a refused run has written nothing, and leaves no folder
                 folder.rmdir()
 
-    os._exit(code)  # it has printed nothing since the worker began
+    os._exit(code)  # it has printed nothing since the worker started
 
 
-def _kept(worker: int) -> int:
-    """Wait for the worker, pass signals on to it, and return its exit code."""
+def _channel(stream: int) -> tuple[int, int]:
+    """Return the keeper's and the worker's end of an output stream: a terminal if it is one."""
+    if not os.isatty(stream):
+        return os.pipe()
 
-    def pass_on(number: int, _: object) -> None:
-        os.kill(worker, number)
+    import fcntl  # not available on Windows
+    import termios
+    import tty
+
+    keeper, worker = os.openpty()
+    tty.setraw(worker)
+    size = fcntl.ioctl(stream, termios.TIOCGWINSZ, bytes(8))
+    fcntl.ioctl(worker, termios.TIOCSWINSZ, size)
+    return keeper, worker
+
+
+def _kept(worker: int, showing: Sequence[Thread] = (), kept: str = "nothing was taken") -> int:
+    """Wait for the worker and for what shows its output, pass signals on to it, and return its exit code.
+
+    `kept` says what is left where it was ended from outside.
+    """
+
+    def signalled(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(worker, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+        signal.signal(number, signalled)
 
     code, reason = wait(worker)
+    for thread in showing:
+        thread.join()
+
     if code < 0:
         reason = reason or f"by {signal.Signals(-code).name}"
-        warn(f"error: the worker was ended: {reason}; what was saved is intact")
+        warn(f"error: the worker was ended: {reason}; {kept}")
         return 1
 
     return code
 
 
 def _take_over(inside: Path, target: Path) -> None:
-    """Put a file or folder that the worker wrote where the user wants it, of links and special files nothing."""
-    if inside.is_dir() and not inside.is_symlink():
-        target.mkdir(parents=True, exist_ok=True)
-        for entry in inside.iterdir():
-            _take_over(entry, target / entry.name)
-        return
+    """Move a file or folder written by the worker to where the user wants it: completely or not at all.
 
-    handle = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file, target.open("wb") as copy:
-        shutil.copyfileobj(file, copy)
+    Raises:
+        RunError: there is a link, or a special file, in it; or it cannot be written there.
+    """
+    for odd in not_plain(inside.parent):
+        raise RunError(
+            f"the worker left {printable(odd)}, which is no plain file: nothing is taken"
+        )
+
+    copy = target.with_name(f".{target.name}.tmp")
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+
+        _remove(copy)  # what a keeper left that was killed; a link there would be written through
+        todo = [(inside, copy)]
+        for source, place in todo:
+            if source.is_dir():
+                place.mkdir()
+                todo += [(entry, place / entry.name) for entry in source.iterdir()]
+            else:
+                shutil.copyfile(source, place)
+
+        os.replace(copy, target)
+    except OSError as error:
+        raise RunError(f"{target} cannot be written: {error.strerror}; nothing is there") from error
+    finally:
+        _remove(copy)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it, if there is one; a link, and not what it leads to."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def _record(path: Path) -> Run | None:
-    """Return a run's record; None for one that cannot be read: told later."""
+    """Return a run's record; None for an unreadable one, which is reported later."""
     try:
         return read_run(record_of(path))[0]
     except (InputError, OSError):
@@ -227,7 +338,7 @@ def _record(path: Path) -> Run | None:
 
 
 def _named(args: Namespace, records: Sequence[Run]) -> Iterator[Path]:
-    """Yield the files and folders that are named: on the command line, in records, by $MEDFL_DATA."""
+    """Yield the named files and folders: on the command line, in records, by $MEDFL_DATA."""
     recorded: list[object] = []
     for run in records:
         recorded += [run.bundle_path, run.data.folder, run.options, run.config]
@@ -236,7 +347,8 @@ def _named(args: Namespace, records: Sequence[Run]) -> Iterator[Path]:
     paths = (text for text in _texts(recorded) if "/" in text)
     for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *paths):
         value = text.partition("=")[2]
-        parts = [text, value, text.partition(":")[2], value.partition(":")[2]]
+        first, _, last = value.partition(":")
+        parts = [text, value, text.partition(":")[2], first, last]
         if dotted := _DOTTED.fullmatch(text):
             parts += [dotted[1], f"{dotted[1]}.py"]
 

@@ -1,1 +1,1 @@
-"""Many runs side by side: grids, tests, tables, curves, gains, the papers' tables."""
+"""Many runs side by side: grids, tests, tables, curves, gains, tables of papers."""

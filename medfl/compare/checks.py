@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from medfl.compare.labels import labels
 from medfl.core.documents import Config
@@ -16,20 +15,19 @@ from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values, printable
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
-from medfl.storage.places import require_unused
+from medfl.storage.places import GRID, require_unused
 
-GRID = "compare.json"
-"""What all runs of a comparison's folder share."""
+_WIDTH = 40  # letters of a value in an error
 _PARTS = {"requested": "", "options": "--set ", "config": "--config "}
 _NO_SETTINGS = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
-"""Names in a record that are no settings: paths, counts and notes."""
+"""Names in a record that are not settings: paths, counts and notes."""
 MUST_AGREE: Mapping[str, Callable[[RunFiles], str]] = {
     "bundles": lambda run: str(run.record["bundle"]),
     "tasks": lambda run: str(run.record["task"]),
     "key metrics": lambda run: run.key,
     "kinds of images": lambda run: str(run.record["data"]["source"]),
 }
-"""In what runs have to agree to be compared."""
+"""What must be equal for runs to be compared."""
 
 
 def require_same(
@@ -45,13 +43,20 @@ def require_same(
             raise InputError(f"runs of different {kind}: {' and '.join(values)}", allowed, advice)
 
 
+def differing_names(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
+    """Return the names whose values differ, or that only one of them has."""
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+
 def check_places(out: Path, paths: Sequence[Path]) -> None:
-    """Raise an InputError where something that is written below a comparison's folder would land elsewhere."""
+    """Raise an InputError if a file below a comparison's folder would be written elsewhere."""
     for path in paths:
+        # a third-party folder may contain a link to another place
         for place in (path, *path.parents):
             if place == out:
                 break
-            if place.is_symlink() or place.is_fifo():
+            plain = place.is_dir() or place.is_file() or not place.exists()
+            if place.is_symlink() or not plain:
                 raise InputError(
                     f"{printable(place)} is a link or a pipe",
                     "a comparison's folder has plain files and folders",
@@ -67,7 +72,7 @@ def check_folder(settings: Config, out: Path) -> None:
         raise InputError(f"--out {out} is a file", allowed, advice)
 
     if not out.exists():
-        require_unused(out)  # refuses a folder that cannot be made
+        require_unused(out)  # refuses a folder that cannot be created
         return
 
     if not any(out.iterdir()):
@@ -86,7 +91,7 @@ def check_folder(settings: Config, out: Path) -> None:
 
     new = _flat(settings)
     present = _flat(before)
-    differing = [name for name in {**present, **new} if new.get(name) != present.get(name)]
+    differing = differing_names(present, new)
     if differing:
         raise InputError(
             f"--out {out} with {_listed(new, differing)}",
@@ -110,7 +115,7 @@ def _flat(settings: Config) -> dict[str, str]:
 
 
 def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
-    """Raise an InputError if `against` is no method of the planned runs, or `target` neither a method nor a number."""
+    """Raise an InputError if `against` is not a method of the planned runs, or `target` neither method nor number."""
     folders = [RunFiles.from_record(run.to_dict()) for run in runs]
     names = list(dict.fromkeys(labels(folders)))
     methods = ", ".join(names)
@@ -136,16 +141,16 @@ def _is_finite(text: str) -> bool:
 def differing_settings(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
     """Name the settings in which the records of two runs (run.json) differ, each with both values.
 
-    Paths are no settings, and what older records lack counts as its default.
+    Paths are not settings, and entries missing in older records count as their defaults.
     """
     left = _record_settings(first)
     right = _record_settings(second)
-    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    names = differing_names(left, right)
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
 
 def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a record by name, those of a group as group.name, missing ones as their defaults."""
+    """Return the settings of a record by name, in groups as group.name, missing ones at their defaults."""
     flat = {}
     for field in dataclasses.fields(Run):
         default = None if field.default is dataclasses.MISSING else field.default
@@ -156,11 +161,12 @@ def _record_settings(document: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def _leaves(name: str, value: Any) -> dict[str, object]:
-    if name == "partition.sites":
-        return {"sites": len(value)}
+def _leaves(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         return {name: value}
+    # how many, not which: the items of each site are not a setting
+    if name == "partition.sites":
+        return {"sites": len(value)}
 
     leaves: dict[str, object] = {}
     for key, part in value.items():
@@ -169,9 +175,9 @@ def _leaves(name: str, value: Any) -> dict[str, object]:
     return leaves
 
 
-def _short(value: object, width: int = 40) -> str:
+def _short(value: object) -> str:
     text = "not set" if value is None else setting(value)
-    return text if len(text) <= width else f"{text[:width]}…"
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None:

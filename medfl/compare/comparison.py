@@ -1,6 +1,6 @@
 """Runs beside each other: means over seeds, paired tests, ranks, and the cost to reach a target.
 
-A row is a method (with the options that set it apart) on a partition; its runs differ in their seed only.
+A row is a method (with the options that distinguish it) on a partition; its runs differ only in their seed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class MeanSd:
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanSd | None:
         """Return mean and sd of the finite values, None where there are none."""
-        finite = [value for value in values if math.isfinite(value)]
+        finite = list(filter(math.isfinite, values))
         if finite:
+            # ddof 0, as papers print it: with three seeds the other one is a fifth larger
             return cls(statistics.fmean(finite), statistics.pstdev(finite), len(finite))
 
         return None
@@ -56,7 +57,7 @@ class Row:
 
     @property
     def first(self) -> RunFiles:
-        """One of the runs, for what they share."""
+        """One of the runs, for their common properties."""
         return next(iter(self.runs.values()))
 
     def values(self, column: Column) -> dict[int, float]:
@@ -77,9 +78,9 @@ class Column:
     Attributes:
         name: of the column in CSV and JSON.
         title: heading.
-        read: run -> value, None where it has none.
-        higher: whether more is better; None where neither is.
-        scale: "share" (0 to 1), "number" (of a metric with a unit of its own), "bytes" or "seconds".
+        read: run -> value, None if it has none.
+        higher: whether higher is better; None if neither is.
+        scale: "share" (0 to 1), "number" (of a metric with its own unit), "bytes" or "seconds".
     """
 
     name: str
@@ -95,15 +96,13 @@ class PairedTest:
 
     Attributes:
         row, against: the two.
-        count: seeds.
+        count: number of seeds.
         difference: mean of (row - against).
         low, high: its 95 % confidence interval by Student's t.
         p: of the two-sided paired t-test.
         effect: Cohen's d_z, the mean difference over its standard deviation (ddof 1).
-        word: better or worse where the interval excludes zero, else that there is no clear difference.
+        word: better or worse if the interval excludes zero, else that there is no clear difference.
 
-    Where all differences are equal, up to rounding, there is no t: low, high, p and effect are NaN, but p
-    is 1 and the effect 0 where the rows are equal.
     """
 
     row: Row
@@ -119,7 +118,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class CostToTarget:
-    """Rounds, bytes and seconds until the runs of a row, `reached` of them, had a value of their validation metric."""
+    """Rounds, bytes and seconds until the validation metric of a row's runs, `reached` of them, reached a value."""
 
     rounds: MeanSd | None
     bytes: MeanSd | None
@@ -147,7 +146,7 @@ class Comparison:
 
         one_data = "a comparison has one bundle, one key metric and the same images"
         require_same(runs, one_data, "compare the runs of each kind apart")
-        # a bundle's split may use the seed, so images are compared only between runs of equal seed
+        # a bundle's split may use the seed, so images are compared only between runs with equal seeds
         seed_of_first = runs[0].record.get("seed")
         same_seed = [run for run in runs if run.record.get("seed") == seed_of_first]
         data = {"data": lambda run: str(run.record["data"].get("checksum"))}
@@ -171,9 +170,10 @@ class Comparison:
 
             by_seed[seed] = run
 
-        self.rows = [
-            Row(method, partition, by_seed) for (partition, method), by_seed in rows.items()
-        ]
+        self.rows: list[Row] = []
+        for (partition, method), by_seed in rows.items():
+            self.rows.append(Row(method, partition, by_seed))
+
         self.key = runs[0].key
         self.higher = metrics.higher_is_better(self.key)
 
@@ -189,7 +189,7 @@ class Comparison:
 
     @property
     def phantom(self) -> bool:
-        """Whether the images were drawn by a program."""
+        """Whether the images are phantoms."""
         return self.rows[0].first.phantom
 
     def describe(self) -> str:
@@ -215,7 +215,7 @@ class Comparison:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the tables: what any run has, and the one that decides."""
+        """The columns of the tables: everything that any run has, and the one that decides."""
         columns = []
         for name in dict.fromkeys([self.key, "accuracy", "auroc"]):
             higher = metrics.higher_is_better(name)
@@ -235,28 +235,56 @@ class Comparison:
         personal = _entry("personal", "last", self.key)
         scale = scale_of(self.key)
         columns += [
-            Column("site_models", f"{title}, each site's model on all", site_models, self.higher, scale),
+            Column(
+                "site_models", f"{title}, each site's model on all", site_models, self.higher, scale
+            ),
             Column("personal_last", f"{title}, personal, own", personal, self.higher, scale),
-            Column("sites_mean", "mean of the sites", _entry("sites", "mean"), self.higher, scale),
-            Column("sites_worst", "worst site", _entry("sites", "worst"), self.higher, scale),
+            Column("sites_mean", "mean of the sites", self._over_sites("mean"), self.higher, scale),
+            Column("sites_worst", "worst site", self._over_sites("worst"), self.higher, scale),
             Column("bytes", "sent", _total("bytes_up", "bytes_down"), False, "bytes"),
             Column("seconds", "time", _total("seconds"), False, "seconds"),
-        ]  # fmt: skip
+        ]
 
         filled = []
         for column in columns:
+            # the deciding column stays even if undefined in every run, so that a reader sees it
             if column.name == self._judged_name or any(row.values(column) for row in self.rows):
                 filled.append(column)
 
         return filled
 
+    @cached_property
+    def _fewer_sites(self) -> dict[Path, str]:
+        """Folder -> how many sites have the metric, of the runs with fewer than others of their partition and seed."""
+        count_of = _entry("sites", "count")
+        most = defaultdict[tuple[str, int], float](float)
+        for run in self.runs():
+            group = run.partition, run.seed
+            most[group] = max(most[group], count_of(run) or 0)
+
+        fewer = {}
+        for run in self.runs():
+            count = count_of(run)
+            largest = most[run.partition, run.seed]
+
+            if count and count < largest:
+                fewer[run.path] = f"{count:.0f} of {largest:.0f}"
+
+        return fewer
+
+    def _over_sites(self, entry: str) -> Callable[[RunFiles], float | None]:
+        """Return what reads a figure over the sites, None of fewer sites than other runs of the partition have."""
+        read = _entry("sites", entry)
+        return lambda run: None if run.path in self._fewer_sites else read(run)
+
     @property
     def judged_by(self) -> Column:
-        """The column that decides: the mean of the sites where any method is personal, else the one model."""
+        """The column that decides: the mean over sites if any method is personal, else the global model's."""
         return next(column for column in self.columns if column.name == self._judged_name)
 
     @property
     def _judged_name(self) -> str:
+        # a personal model has no score on all test images comparable to a global one's
         if any(run.judged == "personal" for run in self.runs()):
             return "sites_mean"
 
@@ -264,16 +292,16 @@ class Comparison:
 
     @property
     def undefined(self) -> list[str]:
-        """What the runs say of a metric that is undefined or no mean over all classes, each with those that say it."""
+        """The runs' notes on a metric that is undefined or not a mean over all classes, each with its runs."""
         undefined = []
         for row in self.rows:
-            if len(self.partitions) > 1:
-                on = f" on {row.partition}"
-            else:
-                on = ""
-
+            on = f" on {row.partition}" if len(self.partitions) > 1 else ""
             for seed, run in sorted(row.runs.items()):
-                undefined.append((f"{row.method}{on}, seed {seed}", run.said))
+                remarks = list(run.said)
+                if sites := self._fewer_sites.get(run.path):
+                    remarks.append(f"a mean of {sites} sites is not compared")
+
+                undefined.append((f"{row.method}{on}, seed {seed}", remarks))
 
         return told_by(undefined)
 
@@ -284,8 +312,11 @@ class Comparison:
             InputError: no such method.
         """
         if against not in self.methods:
-            allowed = f"methods are {', '.join(sorted(self.methods))}"
-            raise InputError(f"against {against}", allowed, "choose one of them")
+            raise InputError(
+                f"against {against}",
+                f"methods are {', '.join(sorted(self.methods))}",
+                "choose one of them",
+            )
 
         tests = []
         for row, base in self._pairs(against):
@@ -296,7 +327,7 @@ class Comparison:
         return tests
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
-        """Compare rows that have one seed, and no more, in common with the method `against`: over its test cases."""
+        """Compare rows with exactly one seed in common with the method `against`: over its test cases."""
         tests = []
         for row, base in self._pairs(against):
             seeds = sorted(row.runs.keys() & base.runs.keys())
@@ -326,7 +357,7 @@ class Comparison:
                     test = paired_test(row, rival, column)
                     words.add(test and test.word)
 
-            # a row without rivals is better than none
+            # a row without competitors is not better than any
             if words == {BETTER}:
                 return row
 
@@ -335,15 +366,12 @@ class Comparison:
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
         column = self.judged_by
-        if column.higher:
-            sign = -1
-        else:
-            sign = 1
-
+        # rank 1 is the smallest value
+        sign = -1 if column.higher else 1
         places = defaultdict(list)
         for partition in self.partitions:
             rows = self.on(partition)
-            # a mean rank is fair only over partitions that every method was run on
+            # mean ranks are comparable only over partitions on which every method was run
             if len(rows) < len(self.methods):
                 continue
 
@@ -353,26 +381,22 @@ class Comparison:
                 for row, rank in zip(rows, ranks, strict=True):
                     places[row.method].append(float(rank))
 
-        # in the order of the methods, which breaks ties where ranks are sorted
+        # in the order of the methods, which breaks ties when ranks are sorted
         methods = [method for method in self.methods if method in places]
         return {method: statistics.fmean(places[method]) for method in methods}
 
     def target_value(self, target: str, partition: str) -> float | None:
         """Return a target's value on a partition: a number, or the mean best validation metric of a method.
 
-        It is None where that metric is undefined in all rounds.
+        It is None if that metric is undefined in all rounds.
 
         Raises:
-            InputError: neither a number nor a method.
+            InputError: it is neither a number nor a method.
         """
         with suppress(ValueError):
             return float(target)
 
-        if self.higher:
-            best_of = max
-        else:
-            best_of = min
-
+        best_of = max if self.higher else min
         values = []
         methods = []
         for row in self.on(partition):
@@ -392,16 +416,13 @@ class Comparison:
         return statistics.fmean(values) if values else None
 
     def to_reach(self, row: Row, value: float | None) -> CostToTarget:
-        """Return what a row's runs took until their validation metric reached a value; None: an undefined one."""
-        if self.higher:
-            sign = 1
-        else:
-            sign = -1
-
+        """Return the cost until a row's runs reached a value of their validation metric; None: an undefined value."""
+        sign = metrics.direction(self.key)
         rounds = []
         sent = []
         seconds = []
         for run in row.runs.values():
+            # the first time it is reached, even if it is lost again later
             for number, bytes_so_far, seconds_so_far, score in run.progress():
                 if value is not None and sign * score >= sign * value:
                     rounds.append(number)
@@ -427,6 +448,7 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
     differences = [a - b for a, b in zip(first, second, strict=True)]
     mean = statistics.fmean(differences)
     sd = statistics.stdev(differences)
+    # relative to the values, not the differences: identical runs differ only by rounding
     rounding = _ROUNDING * max(map(abs, first + second))
     ends = t_interval(differences, rounding)
 
@@ -439,16 +461,18 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
 
         return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect, UNCLEAR)
 
+    # paired: seeds share partition and initial weights, so their noise cancels in the difference
     p = float(stats.ttest_rel(first, second).pvalue)
     verdict = UNCLEAR
     if column.higher is not None:
         verdict = word(ends, column.higher)
 
+    # the effect is Cohen's d of paired differences: mean over their standard deviation
     return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, verdict)
 
 
 def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean difference by Student's t, None of one difference or of equal ones."""
+    """Return the 95 % interval of a mean difference by Student's t, None for one difference or equal ones."""
     count = len(differences)
     if count < 2:
         return None
@@ -475,11 +499,11 @@ def read(folders: Sequence[Path]) -> Comparison:
         InputError: as `Comparison`, or a folder is not a run's.
     """
     runs = list(map(RunFiles, folders))
-    return Comparison([run for run in runs if run.summary is not None])
+    return Comparison([run for run in runs if run.summary])
 
 
 def _entry(*keys: str) -> Callable[[RunFiles], float | None]:
-    """Return what reads a number of the summary by its keys, None where a run has none."""
+    """Return a reader of a summary's entry by its keys, None if a run has none."""
 
     def read_entry(run: RunFiles) -> float | None:
         value: Any = run.summary
@@ -498,7 +522,7 @@ def _total(*names: str) -> Callable[[RunFiles], float | None]:
     def read_total(run: RunFiles) -> float | None:
         total = 0.0
         for name in names:
-            value = (run.summary or {}).get(name)
+            value = run.summary.get(name)
             if value is None:
                 return None
 

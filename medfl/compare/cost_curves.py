@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 _SIZE = (9.6, 4.4)  # inches
 _ENTRY = 34  # letters of a legend's entry
+# more seeds than markers begin anew
 _MARKERS = ("o", "^", "s", "D", "v", "P", "X", "<", ">", "*")
-_MOST_MARKS = 12  # on a line
+_MOST_MARKS = 12  # per line
 
 
 class _Curve(NamedTuple):
     """A run's validation metric over megabytes and over seconds.
 
-    `personal` says that it is that of the sites' own models, `scored` that some round has it.
+    `personal`: it is that of the sites' own models; `scored`: some round has it.
     """
 
     label: str
@@ -44,7 +45,7 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path | None:
     """Write the picture of `cost_curves` for these run folders as a PNG file; return its path, None without scores.
 
     Raises:
-        InputError: a folder is not a run's, the runs have different key metrics.
+        InputError: a folder is not a run's, or the runs have different key metrics.
     """
     require_png(file, "--curves")
     runs = [RunFiles(Path(folder)) for folder in folders]
@@ -55,7 +56,7 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path | None:
 
 
 def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:
-    """Return title, caption and PNG in base64 of the curves for a page, None where no run was scored."""
+    """Return title, caption and PNG in base64 of the curves for a page, None if no run was scored."""
     try:
         return cost_curves(runs).embedded
     except InputError:
@@ -65,10 +66,10 @@ def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:
 def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     """Draw each run's validation metric over the bytes sent and over the time taken, on logarithmic axes.
 
-    Runs that differ only in their seed have one colour, and a marker for each seed.
+    Runs that differ only in their seed have the same colour, and a marker for each seed.
 
     Raises:
-        InputError: as `write_cost_curves`.
+        InputError: as for `write_cost_curves`.
     """
     require_same(runs, "one picture shows one metric of one bundle", "draw a picture of each kind")
     key = metrics.title(runs[0].key)
@@ -80,19 +81,28 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         )
         curves.append(curve)
         for _, sent, seconds, value in points:
-            # a logarithmic axis has no place for zero
+            # a logarithmic axis cannot show zero
             if sent > 0:
                 curve.by_bytes.append((sent / 1e6, value))
 
             if seconds > 0:
                 curve.by_seconds.append((seconds, value))
 
+    # by length, then alphabetically: seed 10 comes after seed 9
     seeds = sorted({curve.seed for curve in curves}, key=lambda seed: (len(seed), seed))
     marker = {seed: _MARKERS[i % len(_MARKERS)] for i, seed in enumerate(seeds)}
-    dashed = {curve.label for curve in curves if curve.personal}
-    without_bytes = {curve.label for curve in curves if not curve.by_bytes}
-    names = list(dict.fromkeys(curve.label for curve in curves if curve.scored))
+    dashed = set()
+    without_bytes = set()
+    labels_of_scored: dict[str, None] = {}  # in order, without repeats
+    for curve in curves:
+        if curve.personal:
+            dashed.add(curve.label)
+        if not curve.by_bytes:
+            without_bytes.add(curve.label)
+        if curve.scored:
+            labels_of_scored[curve.label] = None
 
+    names = list(labels_of_scored)
     if not any(curve.by_bytes or curve.by_seconds for curve in curves):
         raise InputError(
             f"{len(runs)} runs without scored rounds",
@@ -100,6 +110,7 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
             "give runs with --eval-every 1 and validation images that have it",
         )
 
+    # one colour per label, so that seeds of a method look alike
     colour = dict(zip(names, colours(len(names)), strict=True))
     title = f"{key} against what was sent and how long it took"
     if runs[0].phantom:

@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from medfl.compare.checks import require_same
+from medfl.compare.checks import differing_names, require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
 from medfl.core import tables
 from medfl.core.errors import InputError
+from medfl.core.names import split_commas
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.evaluation.undefined import told_by
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 REFERENCES = {"local": "Local", "fedavg": "FedAvg"}
 """The methods that a site's gain is measured against, and their titles."""
+# inches
 _WIDTH = 7.2
 _HEIGHT = 4.2
 
@@ -39,14 +41,14 @@ class Gains:
         key: the metric.
         sites: names, in the order of the partition.
         train: site -> training items of the first run.
-        small: the small sites, of runs that name the large ones.
+        small: the small sites, if the runs name the large ones.
         values: method -> site -> the metric of the site's judged model, one for each seed.
-        gains: method -> reference -> site -> differences to the reference's runs of the same seeds, positive where
+        gains: method -> reference -> site -> differences from the reference's runs with the same seeds, positive if
             the method is better.
-        words: method -> reference -> site -> what may be said of the gain: by its interval over the seeds, of one seed
+        words: method -> reference -> site -> verdict on the gain: by its interval over the seeds, or for one seed
             over the site's test cases.
-        phantom: whether the images were drawn by a program.
-        notes: sentences about runs whose reference has other settings, and what the runs say of an undefined metric.
+        phantom: whether the images are phantoms.
+        notes: sentences about runs whose reference has other settings, and the runs' notes on an undefined metric.
     """
 
     key: str
@@ -88,7 +90,7 @@ class Gains:
         return tables.markdown_table(heads, rows)
 
     def summary(self) -> list[str]:
-        """Return sentences on how many sites each method serves better than each reference, and the notes."""
+        """Return sentences on how many sites each method improves over each reference, and the notes."""
         sentences = []
         for name in self.methods:
             for reference, words in self.words[name].items():
@@ -106,7 +108,7 @@ class Gains:
 
 
 def _cell(values: Sequence[float], sign: str) -> str:
-    """Return mean ± sd over the seeds; `sign` is "+" where a positive mean has one."""
+    """Return mean ± sd over the seeds; `sign` is "+" if a positive mean has one."""
     if not values:
         return "–"
 
@@ -120,8 +122,8 @@ def _cell(values: Sequence[float], sign: str) -> str:
 def gains(folders: Sequence[Path]) -> Gains:
     """Compare the sites of several runs.
 
-    The reference of a run is its own Local run (`--with-local`) where it has one, which also counts as a run of Local;
-    else the run of Local or FedAvg with the same seed, partition and data, of several the one with the same settings.
+    The reference of a run is its own Local run (`--with-local`) if it has one, which also counts as a run of Local;
+    otherwise the run of Local or FedAvg with the same seed, partition and data; of several the one with equal settings.
 
     Raises:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
@@ -131,7 +133,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     for folder in folders:
         by_path[Path(folder).resolve()] = RunFiles(Path(folder))
 
-    # the runs' own Local references come after the runs, and are runs of Local like any
+    # the runs' own Local references follow the runs, and are treated like other runs of Local
     runs = [*by_path.values()]
     count = len(runs)
     local = {}
@@ -146,7 +148,7 @@ def gains(folders: Sequence[Path]) -> Gains:
 
     for number, (label, run) in enumerate(zip(labels_with_settings(runs), runs, strict=True)):
         twin = by_label.setdefault(label, {}).setdefault(_pairing(run), run)
-        # two runs may have Local references that are alike, but must not be alike themselves
+        # two runs may have identical Local references, but must not be identical themselves
         if twin is not run and number < count:
             raise InputError(
                 f"{twin.path} and {run.path} are both {label} with seed {run.record.get('seed')}",
@@ -158,7 +160,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     for by_pairing in by_label.values():
         rows += by_pairing.values()
 
-    sign = 1 if metrics.higher_is_better(runs[0].key) else -1
+    sign = metrics.direction(runs[0].key)
     values: dict[str, dict[str, list[float]]] = {}
     differences: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
@@ -169,15 +171,20 @@ def gains(folders: Sequence[Path]) -> Gains:
     for label, by_pairing in by_label.items():
         method = next(iter(by_pairing.values())).method
         values[label] = {}
-        differences[label] = {name: {} for name in REFERENCES if name != method}
-        words[label] = {name: {} for name in differences[label]}
+        differences[label] = {}
+        words[label] = {}
+        for name in REFERENCES:
+            if name != method:
+                differences[label][name] = {}
+                words[label][name] = {}
+
         for _, run in sorted(by_pairing.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
             undefined.append((f"{label}, seed {run.seed}", run.said))
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
 
-            # Local is what others gain over, and gains over nothing
+            # Local is a reference, and has no gains itself
             if method == "local":
                 continue
 
@@ -196,6 +203,7 @@ def gains(folders: Sequence[Path]) -> Gains:
                     if site not in base_scores:
                         continue
 
+                    # each seed against the same seed, which has the same images and initial weights
                     column.setdefault(site, []).append(sign * (score - base_scores[site]))
                     words[label][reference][site] = _verdict(column[site], run, base, site)
 
@@ -211,16 +219,14 @@ def gains(folders: Sequence[Path]) -> Gains:
             "give such a run too, or repeat the runs with --with-local",
         )
 
+    # FedHelp names its large sites; otherwise there are no small ones
     large: set[str] = set()
     for run in runs:
-        names = str(run.options.get("large", "")).split(",")
-        large |= {name.strip() for name in names if name.strip()}
+        large.update(split_commas(str(run.options.get("large", ""))))
 
-    # sites are small only beside large ones
+    large.discard("")
     sites = runs[0].site_names
-    small = frozenset[str]()
-    if large:
-        small = frozenset(sites) - large
+    small = frozenset(sites) - large if large else frozenset[str]()
 
     train = {site: runs[0].size(site, "train") for site in sites}
     return Gains(
@@ -237,7 +243,8 @@ def gains(folders: Sequence[Path]) -> Gains:
 
 
 def _verdict(differences: Sequence[float], run: RunFiles, base: RunFiles, site: str) -> str:
-    """Judge a site's gains, one a seed; a single gain, that of `run` over `base`, over the site's test cases."""
+    """Judge a site's gains, one per seed; a single gain, that of `run` over `base`, over the site's test cases."""
+    # seeds vary more than resampled test cases, so they decide if there are several
     if len(differences) > 1:
         return word(t_interval(differences), higher_is_better=True)
 
@@ -250,7 +257,7 @@ def _verdict(differences: Sequence[float], run: RunFiles, base: RunFiles, site: 
 
 def _check(runs: Sequence[RunFiles]) -> None:
     for run in runs:
-        if run.summary is None:
+        if not run.summary:
             raise InputError(
                 f"{run.path} is not finished",
                 "gains are of finished runs",
@@ -264,19 +271,20 @@ def _check(runs: Sequence[RunFiles]) -> None:
     )
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
-        different = f"runs with {len(names)} different sets of sites"
-        raise InputError(different, "gains compare the same sites", "give runs of one partition")
+        raise InputError(
+            f"runs with {len(names)} different sets of sites",
+            "gains compare the same sites",
+            "give runs of one partition",
+        )
 
 
 def _differing(run: RunFiles, base: RunFiles) -> list[str]:
     """Return the settings in which two runs differ."""
-    first = settings(run)
-    second = settings(base)
-    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    return differing_names(settings(run), settings(base))
 
 
 def _pairing(run: RunFiles) -> tuple[object, ...]:
-    """Return the seed, partition and data, which two runs share whose sites can be compared."""
+    """Return seed, partition and data, which must be equal for sites of two runs to be compared."""
     partition = run.record["partition"]
     return (
         run.record.get("seed"),
@@ -287,7 +295,7 @@ def _pairing(run: RunFiles) -> tuple[object, ...]:
 
 
 def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles | None:
-    """Return the run of `method` that is the reference of another, None where there is none.
+    """Return the run of `method` that is the reference of another, None if there is none.
 
     Raises:
         InputError: there are two.
@@ -300,6 +308,7 @@ def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles
             if not _differing(run, row):
                 with_settings.append(row)
 
+    # a reference with other settings is better than none, and is mentioned in a note
     candidates = with_settings or candidates
     if len(candidates) > 1:
         raise InputError(
@@ -315,7 +324,7 @@ def write_gains(folders: Sequence[Path], file: Path) -> tuple[Gains, Path]:
     """Write the picture of the gains of these run folders as a PNG file; return the gains and its path.
 
     Raises:
-        InputError: as `gains`, or the file is no PNG.
+        InputError: as for `gains`, or the file is not a PNG.
     """
     require_png(file, "--gains")
     result = gains(folders)
@@ -330,7 +339,7 @@ def draw(result: Gains) -> Picture:
             if differences:
                 methods_of.setdefault(reference, []).append(name)
 
-    # where the metric is undefined at all sites there is one panel, and nothing in it
+    # if the metric is undefined at all sites there is one empty panel
     references = [reference for reference in REFERENCES if reference in methods_of] or ["local"]
     tone = dict(zip(result.methods, colours(len(result.methods)), strict=True))
     title = f"{metrics.title(result.key)}: what each site gains"
@@ -338,7 +347,7 @@ def draw(result: Gains) -> Picture:
         title += ", PHANTOM data"
 
     def fill(figure: Figure) -> None:
-        panels: Any = figure.subplots(len(references), 1, sharex=True, squeeze=False)
+        panels = figure.subplots(len(references), 1, sharex=True, squeeze=False)
         for axes, reference in zip(panels[:, 0], references, strict=True):
             methods = methods_of.get(reference, [])
             step = 0.8 / max(1, len(methods))
@@ -350,6 +359,7 @@ def draw(result: Gains) -> Picture:
                     if not values:
                         continue
 
+                    # the bars of a site are side by side, 0.8 wide in total
                     x = column + (turn - (len(methods) - 1) / 2) * step
                     axes.bar(
                         x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2
@@ -365,7 +375,7 @@ def draw(result: Gains) -> Picture:
             axes.spines["bottom"].set_visible(False)
 
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
-        # level names of more letters than this run into each other
+        # longer horizontal names would overlap
         slanted = max(map(len, result.sites)) * len(result.sites) > 75
         panels[-1, 0].set_xticks(range(len(names)), names, **(slant(35) if slanted else {}))
         for name in result.methods:

@@ -3,14 +3,14 @@
 Each run is a process with its own log, several at a time; they share the prepared images, which are read before they
 start. A run that fails is reported and does not stop the others.
 
-This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and asks NVML for GPUs.
+This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and queries NVML for
+    GPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -31,17 +31,18 @@ import torch
 from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
+from medfl.compare.left_out import WITHOUT
 from medfl.compare.search import Entry
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
-from medfl.core.names import trust_module
-from medfl.report.formatting import duration
+from medfl.core.names import not_among, trust_module
+from medfl.report.formatting import time_left
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_json
-from medfl.storage.places import CROSS_SITE, TRIAL
+from medfl.storage.places import CROSS_SITE, GRID, TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
 
@@ -64,16 +65,21 @@ class Cell:
         on = f" on {self.partition}" if self.partition else ""
         return f"{self.entry.label}{on}, seed {self.seed}"
 
+    def beside(self, kind: str) -> Path:
+        """Return the file of a kind, e.g. "log", beside the run's folder, which may not contain anything yet."""
+        return self.folder.with_name(f"{self.folder.name}-{kind}.txt")
+
     def done(self, rounds: int | None) -> bool:
         """Tell whether the run is finished, with at least `rounds` rounds."""
         summary = self._summary()
+        # a method may have its own number of rounds, chosen by a search
         rounds = self.entry.settings.get("rounds", rounds)
         return summary.get("status") == "finished" and (
             rounds is None or summary["rounds"] >= rounds
         )
 
     def _summary(self) -> Document:
-        """Return the run's summary, {} where it is not over.
+        """Return the run's summary, {} if it has not finished.
 
         Raises:
             InputError: it is damaged.
@@ -83,11 +89,11 @@ class Cell:
 
     @property
     def undefined(self) -> Sequence[str]:
-        """What a trial says of rounds whose validation metric is undefined."""
+        """A trial's notes on rounds whose validation metric is undefined."""
         return self._summary().get("undefined") or ()
 
     def validated(self, key: str) -> float | None:
-        """Return a trial's best validation metric, None where there is none."""
+        """Return a trial's best validation metric, None if there is none."""
         return (self._summary().get("best") or {}).get(key)
 
 
@@ -103,7 +109,7 @@ class Grid:
         options: for all methods that have them.
         config: ids of the bundle's configuration.
         requested: other settings of all runs (see `runs.plan.Request`).
-        search: what is searched, as text, where the runs are trials, which are validated and not tested; else "".
+        search: the searched settings as text if the runs are trials, which are validated and not tested; else "".
     """
 
     bundle: str
@@ -116,19 +122,23 @@ class Grid:
     search: str = ""
 
     def cells(self, out: Path) -> list[Cell]:
-        """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
+        """Return the runs, seed by seed, so that an interrupted grid has complete rows for the first seeds."""
         cells = []
         for seed in self.seeds:
             for partition in self.partitions:
                 above = out / safe_file_name(partition or "protocol")
                 for entry in self.entries:
+                    # a hospital's own model does not depend on the others: Local is run with all hospitals
+                    if entry.method == "local" and WITHOUT.fullmatch(partition or ""):
+                        continue
+
                     folder = above / safe_file_name(entry.label) / f"seed-{seed}"
                     cells.append(Cell(entry, partition, seed, folder, bool(self.search)))
 
         return cells
 
     def settings(self) -> Document:
-        """Return what all runs of a folder share, as plain JSON values."""
+        """Return the common settings of all runs in a folder, as plain JSON values."""
         requested = dict(self.requested)
         if self.search:
             requested["grid"] = self.search
@@ -146,34 +156,35 @@ class Grid:
 def compare(
     grid: Grid, launch: Launch, *, against: str | None = None, target: str | None = None
 ) -> tuple[Comparison | None, dict[str, str]]:
-    """Run what is missing of a grid in a folder, and read what is there.
+    """Run the missing runs of a grid in a folder, and read all results.
 
     Args:
         grid: the runs.
         launch: `out` is a new folder, or one of a grid with the same settings (methods, partitions and seeds may
-            differ); `jobs` are the runs at the same time, each with one worker; default: the cores, or 1 on a GPU.
+            differ); `jobs` is the number of concurrent runs, each with one worker; default: the cores, or 1 on a GPU.
         against: as for `tables.write_tables`, checked before any run.
         target: likewise.
 
     Returns:
-        The comparison of all finished runs of the grid, None where none finished; and title -> error of those that
-        failed.
+        The comparison of all finished runs of the grid, None if none finished; and title -> error of those that
+            failed.
 
     Raises:
-        InputError: a folder of other settings, or anything that a run would refuse.
+        InputError: a folder with other settings, or anything that a run would refuse.
     """
     cells, failed = run_missing(grid, launch, against, target)
-    finished = [cell.folder for cell in cells if cell.done(grid.requested.get("rounds"))]
-    if finished:
-        return read(finished), failed
+    finished = []
+    for cell in cells:
+        if cell.done(grid.requested.get("rounds")):
+            finished.append(cell.folder)
 
-    return None, failed
+    return read(finished) if finished else None, failed
 
 
 def run_missing(
     grid: Grid, launch: Launch, against: str | None = None, target: str | None = None
 ) -> tuple[list[Cell], dict[str, str]]:
-    """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
+    """Run the missing runs of a grid; return its runs, and title -> error of failed ones. Like `compare`."""
     out = launch.folder
     if launch.jobs is not None and launch.jobs < 1:
         raise InputError(
@@ -192,7 +203,7 @@ def run_missing(
         if cell.done(rounds) and not lacks_matrix:
             done.append(cell)
 
-    missing = [cell for cell in cells if cell not in done]
+    missing = not_among(cells, done)
     shared = Shared()
     finished = [cell.folder for cell in done]
     runs = [read_run(path / "run.json")[0] for path in finished]
@@ -208,9 +219,10 @@ def run_missing(
 
     with _without_cuda_init():
         device = device_named(device)
-        # One run of each row is planned, so that what is refused is refused before any run
+        # One run per row is planned first, so that errors are found before any run
         row_cells = {(cell.entry.label, cell.partition): cell for cell in missing}
         for cell in row_cells.values():
+            # on the CPU: initialising CUDA here would make it unusable in the forked runs
             planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(planned.run, device=device))
             checks.check_same_source_and_bundle(runs[-1], finished)
@@ -221,12 +233,13 @@ def run_missing(
             shared.sections(planned)
 
     for cell in missing:
-        checks.check_places(out, (cell.folder, _log_file(cell)))
+        checks.check_places(out, (cell.folder, cell.beside("log")))
 
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / checks.GRID, grid.settings())
+    write_json(out / GRID, grid.settings())
     launch.say(f"{len(cells)} runs, {len(done)} of them there already")
     if launch.jobs is None:
+        # parallel runs with one core each: rounds wait for each other, runs do not
         launch = dataclasses.replace(launch, jobs=(os.cpu_count() or 1) if device == "cpu" else 1)
 
     return cells, _run_all(grid, missing, shared, launch)
@@ -234,7 +247,7 @@ def run_missing(
 
 @contextmanager
 def _without_cuda_init() -> Iterator[None]:
-    """Let `torch.cuda.is_available`, which bundles' expressions call, ask NVML and so leave CUDA uninitialised."""
+    """Make `torch.cuda.is_available`, which bundles' expressions call, use NVML and leave CUDA uninitialised."""
     before = os.environ.get(_NVML)
     os.environ[_NVML] = "1"
     try:
@@ -250,6 +263,7 @@ def _request(grid: Grid, cell: Cell) -> Request:
     entry = cell.entry
     options = {}
     for name, value in grid.options.items():
+        # `--set` applies to all methods that know the option; the others run without it
         if methods.has_option(entry.method, name):
             options[name] = value
 
@@ -263,6 +277,7 @@ def _request(grid: Grid, cell: Cell) -> Request:
 
 def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> dict[str, str]:
     """Run the cells in order, at most `launch.jobs` at a time; return title -> error of the failed ones."""
+    # the children share the prepared images in memory
     context = multiprocessing.get_context("fork")
     say = launch.say
     left = deque(cells)
@@ -293,13 +308,14 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                 running = ", ".join(cell.entry.label for _, cell, _ in busy.values())
                 bar.set_postfix_str(f"running {running}"[:40] + f"; {len(left)} left")
 
-                # The bar's clock goes on while nothing ends
+                # The bar's clock keeps running while nothing ends
                 for sentinel in wait([*busy], timeout=5 if launch.progress else None):
                     process, cell, since = busy.pop(int(str(sentinel)))
                     process.join()
                     if process.exitcode == 0:
                         say(f"done: {cell.title} ({time.monotonic() - since:.0f} s)")
                     else:
+                        # a killed process leaves no file
                         failed[cell.title] = _failure_line(cell) or f"ended with {process.exitcode}"
                         say(f"FAILED: {cell.title}: {failed[cell.title]}")
 
@@ -308,12 +324,11 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                     remaining = len(left) + len(busy)
                     if remaining:
                         seconds = (time.monotonic() - began) / ended * remaining
-                        say(
-                            f"about {duration(math.ceil(seconds))} left for {remaining} of {len(cells)} runs"
-                        )
+                        say(f"{time_left(seconds)} for {remaining} of {len(cells)} runs")
 
         finally:
             for process, _, _ in busy.values():
+                # Ctrl-C: the runs' own folders can be resumed
                 process.terminate()
 
     return failed
@@ -321,31 +336,24 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
 
 def _failure_line(cell: Cell) -> str:
     """Return the first line of a failed run's error, "" if it left none."""
-    path = _failure_file(cell)
+    path = cell.beside("failed")
     if path.is_file():
         return path.read_text().splitlines()[0]
 
     return ""
 
 
-def _failure_file(cell: Cell) -> Path:
-    return cell.folder.with_name(f"{cell.folder.name}-failed.txt")
-
-
-def _log_file(cell: Cell) -> Path:
-    return cell.folder.with_name(f"{cell.folder.name}-log.txt")
-
-
 def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
-    """Run one cell in this process of its own; its messages go to a file beside its folder."""
+    """Run one cell in a process of its own; its messages go to a file beside its folder."""
     parent = multiprocessing.parent_process()
+    # a killed parent cannot end its children itself
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    failure = _failure_file(cell)
+    failure = cell.beside("failed")
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
 
-    with _log_file(cell).open("a") as log:
+    with cell.beside("log").open("a") as log:
         try:
             launch = Launch(
                 out=cell.folder,
@@ -383,7 +391,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
 
 
 def _has_contributions(name: str) -> bool:
-    """Tell whether what sites contribute to a method's model can be estimated: one model, the mean of theirs."""
+    """Tell whether contributions to a method's model can be estimated: one model, averaged over the sites."""
     cls = methods.method_class(name)
     return cls.judged == "global" and methods.has_fedavg_server(cls)
 

@@ -1,4 +1,4 @@
-"""What runs are called beside each other: the method, and the least that sets one apart from the others."""
+"""Labels of runs shown together: the method, and the minimum that distinguishes it from the others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
 
-_SETTINGS = (
-    "bundle", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer",
-    "cohort", "amp", "messages", "aggregation", "site_labels", "partial_loss",
+TRAINING = (
+    "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
 )  # fmt: skip
+"""Training settings of sites, in the order used in tables."""
+_SETTINGS = ("bundle", *TRAINING, "amp", "messages", "aggregation", "site_labels", "partial_loss")
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
@@ -25,15 +26,16 @@ def labels_with_settings(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def unique_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a label for each run that no other has: with partition, seed, folder or number where it needs them."""
+    """Return a unique label for each run: with partition, seed, folder or number if necessary."""
     unique = labels(runs)
-    parts: tuple[Callable[[RunFiles], str], ...] = (
+    parts = (
         lambda run: run.partition,
         lambda run: f"seed {run.record.get('seed')}",
         lambda run: run.path.name,
         lambda run: str(run.path),
     )
 
+    # from the most informative to what always distinguishes, each only for labels that are still equal
     for part in parts:
         for label in [label for label, count in Counter(unique).items() if count > 1]:
             places = [i for i, name in enumerate(unique) if name == label]
@@ -42,14 +44,22 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[str]:
                     unique[i] = f"{label}, {part(runs[i])}"
 
     count = Counter(unique)
-    return [f"{label} ({i})" if count[label] > 1 else label for i, label in enumerate(unique, 1)]
+    labelled = []
+    for i, label in enumerate(unique, 1):
+        labelled.append(f"{label} ({i})" if count[label] > 1 else label)
+
+    return labelled
 
 
 def settings(run: RunFiles) -> dict[str, object]:
-    """Return what decides how well a run does beside its method and options."""
-    return {name: run.record[name] for name in _SETTINGS if name in run.record} | dict(
-        run.record.get("config") or {}
-    )
+    """Return the settings that affect a run's performance beside its method and options."""
+    values = {}
+    # records of earlier versions lack later settings
+    for name in _SETTINGS:
+        if name in run.record:
+            values[name] = run.record[name]
+
+    return {**values, **(run.record.get("config") or {})}
 
 
 def _with_differing(

@@ -1,8 +1,8 @@
-"""Hospitals left out: what the model of the others reaches at a hospital that none of them trained for.
+"""Left-out hospitals: performance of the others' model at a hospital that did not take part in training.
 
-A row a hospital and method: its test images scored by the model that was trained without it, by the one that it took
-part in, and by its own (method local). Values are means over the seeds; intervals are bootstrap intervals of that mean
-over the hospital's test images, which are the same in all seeds.
+One row per hospital and method: its test images scored by the model trained without it, by the one trained with it,
+and by its own (method local). Values are means over the seeds; intervals are bootstrap intervals of that mean
+over the hospital's test images, which are the same for all seeds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from medfl.compare.comparison import Comparison
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import as_cell, listed
+from medfl.core.names import as_cell, listed, split_commas
 from medfl.core.seeding import derive
 from medfl.core.tables import markdown_table
 from medfl.evaluation import bootstrap, metrics
@@ -31,13 +31,14 @@ from medfl.storage.files import write_atomic
 
 EVERYBODY = "centre"
 EACH = "each"
-_WITHOUT = re.compile(r"centre:(.+)=0/all")
+WITHOUT = re.compile(r"centre:(.+)=0/all")
+"""A partition without a hospital."""
 _OWN = "local"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A metric at a hospital: mean over seeds, and its interval over the test images, None where it has none."""
+    """A metric at a hospital: mean over seeds, and its interval over the test images, None if it has none."""
 
     value: float
     ends: Interval | None
@@ -49,12 +50,12 @@ class LeftOut:
 
     Attributes:
         hospital: its name.
-        method: as the comparison calls it.
+        method: its label in the comparison.
         images: test images there.
-        without: of the model that was trained without it.
-        took_part: of the model that it took part in.
+        without: of the model trained without it.
+        took_part: of the model trained with it.
         alone: of its own model.
-        newcomer: what was scored as `without`, in words, where that is no global model as it is.
+        newcomer: description of the model scored as `without`, if that is not simply the global one.
     """
 
     hospital: str
@@ -67,19 +68,22 @@ class LeftOut:
 
 
 def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
-    """Return the partitions of a comparison with hospitals left out: everybody, and one without each of them.
+    """Return the partitions of a comparison with left-out hospitals: all hospitals, and one without each of them.
 
     Args:
         bundle: a shipped bundle's name or a folder.
-        wanted: names of centres with commas between, or "each".
+        wanted: names of centres separated by commas, or "each".
         request: further fields of `runs.plan.Request`.
 
     Raises:
-        InputError: a centre that nobody has, or a single one.
+        InputError: a centre does not exist, or is the only one.
     """
     plan = make_plan(Request(bundle, partition=EVERYBODY, **request))
     centres = list(plan.run.partition.sites)
-    names = centres if wanted == EACH else [name.strip() for name in wanted.split(",")]
+    names = centres
+    if wanted != EACH:
+        names = split_commas(wanted)
+
     for name in names:
         if name not in centres:
             advice = did_you_mean(name, centres, "name one of these, or each")
@@ -94,12 +98,12 @@ def partitions(bundle: str, wanted: str, **request: Any) -> tuple[str, ...]:
 
 
 def rows_of(comparison: Comparison) -> list[LeftOut]:
-    """Return a row for each hospital that is left out and each method, [] where none is."""
+    """Return a row for each left-out hospital and each method, [] if there is none."""
     rows = []
     everybody = {row.method: row for row in comparison.on(EVERYBODY)}
     own_row = next((row for row in everybody.values() if row.first.method == _OWN), None)
     for partition in comparison.partitions:
-        match = _WITHOUT.fullmatch(partition)
+        match = WITHOUT.fullmatch(partition)
         if match is None:
             continue
 
@@ -119,7 +123,7 @@ def rows_of(comparison: Comparison) -> list[LeftOut]:
                     _score([*row.runs.values()], hospital),
                     _score(with_runs, hospital),
                     _score(own_runs, hospital),
-                    str((row.first.summary or {}).get("newcomers") or ""),
+                    str(row.first.summary.get("newcomers") or ""),
                 )
             )
 
@@ -131,12 +135,13 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
     drawn = []
     for run in runs:
         by_site = run.site_values(run.judged, run.key) or run.site_values("received", run.key)
+        # a hospital without training images has no personal model: it gets the global one
         value = by_site.get(hospital, run.site_values("received", run.key).get(hospital))
         if value is None:
             return None
 
         values.append(value)
-        # a method with a model for each site has none of one without training images
+        # methods with a model per site have none for a site without training images
         predictions = run.predictions
         if predictions is None or hospital not in predictions.sites:
             predictions = run.newcomers
@@ -145,6 +150,7 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
 
         part = predictions.select(np.flatnonzero(np.array(predictions.sites) == hospital))
         if len(part) >= bootstrap.LEAST:
+            # the same draws for every run and method, so that comparisons are paired
             draws = bootstrap.draw(part.strata, derive(0, "left out", hospital))
             redrawn = part.redrawn(draws, [run.key]).metrics.get(run.key)
             if redrawn is not None:
@@ -155,6 +161,7 @@ def _score(runs: Sequence[RunFiles], hospital: str) -> Score | None:
 
     ends = None
     if len(drawn) == len(values):
+        # of the mean over seeds in each draw: the interval reflects the test images, not the seeds
         ends = bootstrap.interval(np.mean(drawn, axis=0))
 
     return Score(float(np.mean(values)), ends)
@@ -166,27 +173,11 @@ def write(comparison: Comparison, folder: Path) -> str:
     if not rows:
         return ""
 
-    title = metrics.title(comparison.key)
-    heads = ["hospital", "test images", "method", "left out", "took part", "its own model"]
-    lines = []
-    for row in rows:
-        scores = [_shown(score) for score in (row.without, row.took_part, row.alone)]
-        lines.append([row.hospital, str(row.images), row.method, *scores])
-
-    words = {}
-    for row in rows:
-        if row.newcomer:
-            words[row.method] = f"Left out of {row.method}: {row.newcomer}."
-
-    text = "\n".join(
+    text = "\n\n".join(
         [
-            f"## Hospitals left out: {title} at each",
-            "",
-            markdown_table(heads, lines),
-            "",
-            "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images. "
-            "Its own model: add the method local.",
-            *words.values(),
+            f"## Hospitals left out: {metrics.title(comparison.key)} at each",
+            markdown_table(*table(rows)),
+            "\n".join(notes(rows)),
         ]
     )
     write_atomic(folder / "left_out.md", f"{text}\n".encode())
@@ -198,7 +189,7 @@ def write(comparison: Comparison, folder: Path) -> str:
 
     writer.writerow(columns)
     for row in rows:
-        cells: list[object] = [as_cell(row.hospital), row.images, as_cell(row.method)]
+        cells = [as_cell(row.hospital), row.images, as_cell(row.method)]
         for score in (row.without, row.took_part, row.alone):
             value = "" if score is None else score.value
             cells += [value, *((score and score.ends) or ("", ""))]
@@ -209,10 +200,50 @@ def write(comparison: Comparison, folder: Path) -> str:
     return text
 
 
+def table(rows: Sequence[LeftOut]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of a table: one line per hospital, two columns per method, its own model last."""
+    methods = dict.fromkeys(row.method for row in rows)
+    head = ["hospital", "test images"]
+    for method in methods:
+        head += [f"{method}, left out", f"{method}, took part"]
+
+    lines = []
+    for hospital in dict.fromkeys(row.hospital for row in rows):
+        by_method = {row.method: row for row in rows if row.hospital == hospital}
+        any_row = next(iter(by_method.values()))
+        absent = replace(any_row, without=None, took_part=None)
+        line = [hospital, str(any_row.images)]
+        for method in methods:
+            # a run of an interrupted comparison may be missing
+            row = by_method.get(method, absent)
+            line += [_shown(row.without), _shown(row.took_part)]
+
+        lines.append([*line, _shown(any_row.alone)])
+
+    return [*head, "its own model"], lines
+
+
+def notes(rows: Sequence[LeftOut]) -> list[str]:
+    """Return notes on such a table, a sentence each."""
+    sentences = [
+        "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images.",
+        "Left out: of the model that was trained without the hospital; took part: of the one that it trained too.",
+    ]
+    if not any(row.alone for row in rows):
+        sentences.append("Its own model: add the method local.")
+
+    newcomers = {row.method: row.newcomer for row in rows if row.newcomer}
+    return [*sentences, *(f"Left out of {method}: {words}." for method, words in newcomers.items())]
+
+
 def _shown(score: Score | None) -> str:
     if score is None:
         return "–"
-    if score.ends is None:
-        return formatting.number(score.value)
 
-    return f"{formatting.number(score.value)} ({formatting.interval(score.ends)})"
+    value = formatting.number(score.value)
+    ends = formatting.interval(score.ends)
+    # a dash: all draws are equal
+    if ends in ("", "–"):
+        return value
+
+    return f"{value} ({ends})"

@@ -1,4 +1,4 @@
-"""What a search over a method's settings tries, and the settings that one has chosen; needs no PyTorch."""
+"""The trials of a search over a method's settings, and the chosen settings; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from pathlib import Path
 
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.names import check_method_name, refuse_untrusted_module
+from medfl.core.names import check_method_name, refuse_untrusted_module, split_commas
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, json_values
 
 BEST = "best.json"
-"""What a search has chosen."""
+"""The result of a search."""
 _RUN = tuple(field.name for field in fields(ProtocolSettings))
 _FORM: Config = {
-    "method": str, "trials": int,
+    "method": str,
+    "trials": int,
     "settings": {"options": dict[str, str], "requested": dict[str, float]},
-}  # fmt: skip
+}
 
 
 def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the values of each name in `NAME=A,B,C`.
 
     Raises:
-        InputError: a text of another form, a name twice, or a value twice.
+        InputError: a malformed text, a repeated name, or a repeated value.
     """
     candidates = {}
     for text in texts:
         name, _, listed = text.partition("=")
-        values = tuple(value.strip() for value in listed.split(","))
+        values = tuple(split_commas(listed))
         if not name or not all(values) or name in candidates or len(set(values)) < len(values):
             raise InputError(
                 f"--grid {text}", "OPTION=A,B,C, each option and value once", "give as lr=0.01,0.1"
@@ -55,20 +56,23 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 def trials(
     method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int
 ) -> tuple[Entry, ...]:
-    """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
+    """Return the trials: all combinations of the values, or a number of them, drawn by the seed.
 
     Raises:
-        InputError: no such method, a run setting of another form, or a count below 1 or above that of the combinations.
+        InputError: no such method, an invalid run setting, or a count below 1 or above the number of combinations.
     """
     points = []
     for combination in itertools.product(*values.values()):
         points.append(dict(zip(values, combination, strict=True)))
 
     if count is not None and not 1 <= count <= len(points):
-        allowed = f"1 to {len(points)}, the combinations of the values"
-        raise InputError(f"--trials {count}", allowed, "change it, or leave it out to try all")
+        raise InputError(
+            f"--trials {count}",
+            f"1 to {len(points)}, the combinations of the values",
+            "change it, or leave it out to try all",
+        )
 
-    # the order of the hashes is one drawn by the seed, and the same in every version of Python
+    # the order of the hashes is random by the seed, and the same in every version of Python
     if count is not None:
         points.sort(key=lambda point: sha256(f"{seed} {point}".encode()).digest())
         points = points[:count]
@@ -77,10 +81,10 @@ def trials(
 
 
 def entry(method: str, point: Config) -> Entry:
-    """Return a method with options and run settings of its own.
+    """Return a method with its own options and run settings.
 
     Raises:
-        InputError: no such method, or a run setting of another form.
+        InputError: no such method, or an invalid run setting.
     """
     check_method_name(method)
     label = method
@@ -108,10 +112,10 @@ def _number(name: str, value: object) -> int | float:
 
 
 def tuned_entries(folder: Path) -> dict[str, Entry]:
-    """Return method -> what a search chose, of the folder of one or of several of these.
+    """Return method -> the settings chosen by a search, from the folder of one or of several searches.
 
     Raises:
-        InputError: there is none, one is damaged, or two are of the same method.
+        InputError: there is none, one is damaged, or two are for the same method.
     """
     if (folder / BEST).is_file():
         files = [folder / BEST]
@@ -149,13 +153,14 @@ def _read(file: Path) -> Entry:
     if problem := _wrong(document):
         raise InputError(f"{file} {problem}", allowed, "tune anew")
 
+    # the file may come from somebody else, and a dotted method is imported
     refuse_untrusted_module(document["method"], "method", file)
     point = {**document["settings"]["options"], **document["settings"]["requested"]}
     return replace(entry(document["method"], point), trials=document["trials"])
 
 
 def _wrong(document: object) -> str:
-    """Return what is wrong with the content of best.json, "" where nothing is."""
+    """Describe what is wrong with the content of best.json, "" if nothing is."""
     if not isinstance(document, dict):
         return "is no object"
 
@@ -172,12 +177,12 @@ def _wrong(document: object) -> str:
     return ""
 
 
-# A method of a grid, as it is typed
+# A method of a grid, as typed
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method of the grid, as `label` has it; `trials` are those of the search that has chosen its options."""
+    """A method of the grid, labelled `label`; `trials` are those of the search that chose its options."""
 
     label: str
     method: str
@@ -190,7 +195,7 @@ class Entry:
         """Read `fedcb classifier=random_frozen`.
 
         Raises:
-            InputError: no such method, or a word that is no OPTION=VALUE.
+            InputError: no such method, or a word that is not OPTION=VALUE.
         """
         try:
             name, *words = shlex.split(text)

@@ -1,16 +1,27 @@
-"""Several runs of one bundle on one HTML page, side by side: metrics, sites and costs."""
+"""Several runs of one bundle on one HTML page, side by side, and a comparison's folder: metrics, sites and costs."""
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from medfl import methods
 from medfl.compare.checks import MUST_AGREE, require_same
+from medfl.compare.comparison import Comparison
 from medfl.compare.cost_curves import embedded
-from medfl.compare.labels import unique_labels
+from medfl.compare.labels import TRAINING, unique_labels
+from medfl.compare.left_out import notes, rows_of, table
+from medfl.compare.sites import matrices
+from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
+from medfl.core.mappings import map_values
+from medfl.core.tables import formatted_table
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles, charts
@@ -22,21 +33,19 @@ from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predict
 from medfl.report.run_files import MODEL_KINDS
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic
+from medfl.storage.places import GRID
 
-ByRound = Mapping[int, float | None]  # round -> value, None or left out where there is none
+ByRound = Mapping[int, float | None]  # round -> value, None or missing if there is none
 
-_SETTINGS = (
-    "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
-    "eval_every", "messages", "device",
-)  # fmt: skip
+_SETTINGS = (*TRAINING, "eval_every", "messages", "device")
 
 
 def write_page(folders: Sequence[Path], file: Path) -> Path:
     """Write one page of these run folders, unfinished ones too, and return its path.
 
     Raises:
-        InputError: a folder is not a run's or damaged, the file is no HTML file, or the runs are of different bundles,
-            tasks, key metrics or kinds of data, or more than can be told apart.
+        InputError: a folder is not a run's or damaged, the file is not HTML, or the runs are of different bundles,
+            tasks, key metrics or kinds of data, or too many to be distinguished.
     """
     if file.suffix.lower() not in (".html", ".htm"):
         raise InputError(
@@ -61,13 +70,13 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
 def over_rounds(
     title: str, legend: Sequence[tuple[str, str]], curves: Mapping[str, ByRound], caption: str = ""
 ) -> Chart:
-    """Return a chart with a line for each curve, by colour name; without a picture where no curve has a value."""
-    numbers = sorted({number for curve in curves.values() for number in curve})
+    """Return a chart with a line for each curve, by colour name; without a picture if no curve has a value."""
+    numbers = sorted(set().union(*curves.values()))
     lines = {}
     for tone, curve in curves.items():
         lines[tone] = list(map(curve.get, numbers))
 
-    # no band of sites: the lines of several runs would hide under theirs
+    # no band of sites: it would hide lines of several runs
     svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
     return Chart(title, legend, svg, caption)
 
@@ -89,7 +98,7 @@ def _check(runs: Sequence[RunFiles]) -> None:
 
 
 class _Entry(NamedTuple):
-    """A run on the page: its name, its colour, its row of the table of runs, and its test predictions if any."""
+    """A run on the page: its name, colour, row of the table of runs, and test predictions if any."""
 
     run: RunFiles
     name: str
@@ -121,7 +130,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
     calibrations = []
     silent = []
     for entry in entries:
-        # paired differences need the same test cases, so that runs on other images have none
+        # paired differences need the same test cases, so runs on other images have none
         if same_images and entry.run is not first:
             difference = between_models(entry.run, first)
             if difference is not None:
@@ -166,15 +175,17 @@ def _row(
 ) -> dict[str, object]:
     """Return a run's row of the table of runs."""
     scores = {when: values for kind, when, values in run.pooled() if kind == run.judged}
-    summary = run.summary or {}
-    # a run that is not finished has no summary: its rounds are added up instead
-    sent = sum(summary.get(way, 0) for way in ("bytes_up", "bytes_down"))
-    seconds = summary.get("seconds")
-    if not sent:
-        sent = sum(entry.get("bytes_up", 0) + entry.get("bytes_down", 0) for entry in run.rounds)
+    summary = run.summary
+    sent = 0
+    seconds = 0
+    # an unfinished run has no summary: its rounds are summed instead
+    entries = run.rounds
+    if summary:
+        entries = [summary]
 
-    if not seconds:
-        seconds = sum(entry.get("seconds", 0) for entry in run.rounds)
+    for entry in entries:
+        sent += entry.get("bytes_up", 0) + entry.get("bytes_down", 0)
+        seconds += entry.get("seconds", 0)
 
     ends = None
     if analysis and run.finished:
@@ -203,7 +214,11 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     by_run = []
     defaults = {}
     for run in runs:
-        values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
+        values = {}
+        for name in _SETTINGS:
+            if name in run.record:
+                values[name] = setting(run.record[name])
+
         values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
         for section, kind in (("options", "option"), ("config", "config")):
             for name, value in (run.record.get(section) or {}).items():
@@ -214,9 +229,9 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
             defaults[f"{name} (option)"] = setting(value)
 
     rows = []
-    for name in dict.fromkeys(name for values in by_run for name in values):
+    for name in dict.fromkeys(chain.from_iterable(by_run)):
         texts = [values.get(name, "–") for values in by_run]
-        # a run without an option does not differ from a run with the option's default
+        # a run without an option equals a run with the option's default
         if len(set(texts)) > 1 and not set(texts) <= {"–", defaults.get(name, "")}:
             rows.append((name, texts))
 
@@ -227,10 +242,8 @@ def _defaults(run: RunFiles) -> dict[str, object]:
     """Return the option defaults of a shipped method; {} for others, whose modules a report does not import."""
     if run.method not in methods.names():
         return {}
-    return {
-        entry["name"]: entry["default"]
-        for entry in methods.options_of(methods.method_class(run.method))
-    }
+    options = methods.options_of(methods.method_class(run.method))
+    return {option["name"]: option["default"] for option in options}
 
 
 def _learning(entries: Sequence[_Entry]) -> list[Chart]:
@@ -258,7 +271,7 @@ def _learning(entries: Sequence[_Entry]) -> list[Chart]:
 
 
 def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
-    """Return each site's metric in each run, None where the runs have different sites."""
+    """Return each site's metric in each run, None if the runs have different sites."""
     if len({tuple(entry.run.site_names) for entry in entries}) > 1:
         return None
 
@@ -266,31 +279,39 @@ def _sites(entries: Sequence[_Entry]) -> dict[str, object] | None:
     if not any(entry.run.finished for entry in entries):
         return None
 
-    sizes = [
-        [(run.size(site, "train"), run.size(site, "test")) for site in run.site_names]
-        for run, *_ in entries
-    ]
+    first = entries[0].run
+    sizes = list(map(_sizes, entries))
     rows = []
-    scale = 1.0  # the bars' full length
-    for site, (train, test) in zip(entries[0].run.site_names, sizes[0], strict=True):
+    scale = 1.0  # full length of the bars
+    for site, (train, test) in sizes[0].items():
         values = [(tone, by_site.get(site)) for tone, by_site in columns]
         rows.append((site, train, test, values))
-        scale = max([scale, *(by_site[site] for _, by_site in columns if site in by_site)])
+        for _, by_site in columns:
+            scale = max(scale, by_site.get(site, scale))
 
     return {
         "rows": rows,
         "scale": scale,
         "local": any(tone == "local" for tone, _ in columns),
-        "classes_of": {site: entries[0].run.classes_of(site) for site in entries[0].run.site_names},
+        "classes_of": {site: first.classes_of(site) for site in first.site_names},
         "same": all(sizes_of_run == sizes[0] for sizes_of_run in sizes),
     }
 
 
-def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
-    """Return (colour, site -> value) of each bar of a site: those of the runs and of their Local references.
+def _sizes(entry: _Entry) -> dict[str, tuple[int, int]]:
+    """Return each site's training and test items."""
+    run = entry.run
+    sizes = {}
+    for site in run.site_names:
+        sizes[site] = (run.size(site, "train"), run.size(site, "test"))
+    return sizes
 
-    A Local reference that all runs share comes last, one of a single run after that run; one that is on the page as a
-    run is left out.
+
+def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
+    """Return (colour, site -> value) for each bar of a site: those of the runs and of their Local references.
+
+    A Local reference shared by all runs comes last, that of a single run after the run; one that is on the page as a
+    run is omitted.
     """
     runs = []
     references = []
@@ -303,6 +324,7 @@ def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
             shown.append(by_site)
 
     first = references[0]
+    # runs with the same seed and partition have the same Local models: one bar suffices
     if first and all(by_site == first for by_site in references):
         return runs if first in shown else [*runs, ("local", first)]
 
@@ -316,7 +338,7 @@ def _columns(entries: Sequence[_Entry]) -> list[tuple[str, dict[str, float]]]:
 
 
 def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
-    """Draw each run's curve: that of the second of two classes, else the mean of the classes'."""
+    """Draw each run's curve: that of the second of two classes, else the mean over the classes."""
     by_tone = {}
     rows = []
     title = ""
@@ -334,6 +356,7 @@ def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
         else:
             area = drawn["rows"][0]
             by_tone[entry.tone] = (analysis.curves[0].fpr, analysis.curves[0].tpr)
+            # with two classes the curves mirror each other: one suffices
             title = title or f"ROC curve of {area['name']}"
 
         rows.append((entry.name, entry.tone, area))
@@ -342,3 +365,112 @@ def _roc(entries: Sequence[_Entry]) -> dict[str, object] | None:
         return None
 
     return {"title": title, "svg": charts.roc(title, by_tone), "rows": rows}
+
+
+# A comparison's folder as one HTML page: its tables, learning curves and costs.
+
+_BASE = "fedavg"  # the others are tested against it if it is present
+
+
+def is_grid(folder: Path) -> bool:
+    """Tell whether `medfl compare` wrote a folder."""
+    return (folder / GRID).is_file()
+
+
+def runs_of(folder: Path) -> list[RunFiles]:
+    """Return the runs in a comparison's folder, including unfinished ones, sorted by name."""
+    return [RunFiles(file.parent) for file in sorted(folder.glob("*/*/seed-*/run.json"))]
+
+
+def write_grid_page(folder: Path) -> Path:
+    """Write `report.html` into a comparison's folder and return its path.
+
+    Raises:
+        InputError: none of its runs is finished and scored, or one is damaged.
+    """
+    runs = runs_of(folder)
+    finished = [run for run in runs if run.summary]
+    if not finished:
+        raise InputError(
+            f"{folder} with 0 finished runs, none of them scored",
+            "a comparison has finished runs",
+            "repeat its medfl compare, which runs what is missing",
+        )
+
+    path = folder / "report.html"
+    write_atomic(path, rendered("grid.html.j2", _grid_context(Comparison(finished), len(runs))))
+    return path
+
+
+def _grid_context(comparison: Comparison, begun: int) -> dict[str, object]:
+    methods = comparison.methods
+    if _BASE in methods:
+        against = _BASE
+    else:
+        against = methods[0]
+
+    tables = []
+    for title, text in all_tables(comparison, against, against, "html"):
+        tables.append((title, Markup(text)))  # noqa: S704
+
+    costs = []
+    for partition in comparison.partitions:
+        picture = embedded(comparison.runs(partition))
+        if picture:
+            costs.append((partition, *picture))
+
+    left_out = rows_of(comparison)
+    runs = comparison.runs()
+    return {
+        "run": runs[0].record,
+        "key": comparison.key,
+        "higher": comparison.higher,
+        "share": metrics.is_share(comparison.key),
+        "phantom": comparison.phantom,
+        "methods": methods,
+        "finished": len(runs),
+        "begun": begun,
+        "against": against,
+        "judged_by": comparison.judged_by.title,
+        "tables": tables,
+        "undefined": comparison.undefined,
+        "left_out": left_out and Markup(formatted_table(*table(left_out), "html")),  # noqa: S704
+        "left_out_notes": left_out and notes(left_out),
+        "cross_site": list(matrices(comparison)),
+        "learning": [_grid_learning(comparison, partition) for partition in comparison.partitions],
+        "costs": costs,
+    }
+
+
+def _grid_learning(comparison: Comparison, partition: str) -> Chart:
+    """Draw each method's validation metric over the rounds, the mean over its seeds."""
+    rows = comparison.on(partition)
+    curves = {}
+    legend = []
+    personal = []
+    # the page has no more colours
+    for i, row in enumerate(rows[: charts.TONES]):
+        by_round = defaultdict(list)
+        for run in row.runs.values():
+            for number, _, _, value in run.progress():
+                # by round, not by index: seeds may have been evaluated in different rounds
+                by_round[number].append(value)
+
+        curves[f"tone-{i}"] = map_values(statistics.fmean, by_round)
+        legend.append((f"tone-{i}", row.method))
+        if any(run.judged == "personal" for run in row.runs.values()):
+            personal.append(row.method)
+
+    caption = "Lines are means over the seeds."
+    if len(rows) > len(legend):
+        caption += f" {len(rows) - len(legend)} more methods are not drawn."
+
+    if personal:
+        caption += f" Each site's own model on the site's own images, which is another question: {', '.join(personal)}."
+
+    return over_rounds(
+        f"{metrics.title(comparison.key)} on the validation set, {partition}",
+        legend,
+        curves,
+        caption,
+    )

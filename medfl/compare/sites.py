@@ -1,4 +1,4 @@
-"""What a comparison says of its sites, means over the seeds: every model at every site, and what each contributed."""
+"""Site results of a comparison, averaged over the seeds: every model at every site, and each site's contribution."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
         for row in comparison.on(partition):
             of_runs = list(filter(None, map(cross_site.read, row.runs.values())))
             if of_runs:
+                # without intervals: those of single runs cannot be combined into one of their mean
                 models = cross_site.mean(of_runs).rows
                 rows |= {f"{row.method}: {title}": cells for title, cells in models.items()}
 
@@ -53,7 +54,7 @@ def write_cross_site(comparison: Comparison, folder: Path) -> str:
 
 
 def write_contribution(comparison: Comparison, folder: Path) -> str:
-    """Write contribution.md into a comparison's folder; return its table, "" where nothing was estimated."""
+    """Write contribution.md into a comparison's folder; return its table, "" if nothing was estimated."""
     lines = []
     for row in comparison.rows:
         by_site: dict[str, list[dict[str, float]]] = {}

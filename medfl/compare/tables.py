@@ -24,11 +24,11 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "tex": ("% needs \\usepackage{booktabs,graphicx}",),
 }
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
-_MAX_COLUMNS = 9  # on a page of LaTeX
+_MAX_COLUMNS = 9  # on a LaTeX page
 
 
 class _Scale(NamedTuple):
-    """How numbers are written: what one is divided by, its unit, and decimals."""
+    """How numbers are written: divisor, unit, and decimals."""
 
     factor: float
     unit: str
@@ -39,7 +39,7 @@ class _Scale(NamedTuple):
         return f"{value / self.factor:{sign}.{self.digits}f}"
 
     def interval(self, low: float, high: float) -> str:
-        """Return an interval of a difference; a dash where it has no ends."""
+        """Return an interval of a difference; a dash if it has no bounds."""
         if math.isnan(low):
             return "–"
 
@@ -55,18 +55,19 @@ _SCALES = {
 
 
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
-    """Return the result table of a partition as "md" or "tex": a row a method, mean ± sd over the seeds.
+    """Return the result table of a partition as "md" or "tex": one row per method, mean ± sd over the seeds.
 
-    Where some seeds have no value the mean is of the others, and says of how many. A value is bold where it is better
-    than every other's by the paired interval over the seeds.
+    If some seeds have no value, the mean is over the others, with their number. A value is bold if it is better
+    than every other by the paired interval over the seeds.
     """
     heads = ["method", "seeds"]
     best = {}
     for column in comparison.columns:
         unit = _SCALES[column.scale].unit
         heads.append(f"{column.title}, {unit}" if unit else column.title)
-        # costs are no scores: fewer bytes make no method better
+        # costs are not scores: fewer bytes do not make a method better
         if column.scale in ("share", "number"):
+            # bold only by an interval: the largest mean of three seeds is mostly chance
             best[column.name] = comparison.clearly_best(partition, column)
 
     lines = []
@@ -77,6 +78,7 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
             spread = MeanSd.of(list(row.values(column).values()))
             text = _spread(spread, _SCALES[column.scale])
             if spread and spread.count < len(row.runs):
+                # a mean over fewer seeds must not look like the others
                 text += f" ({spread.count} of {len(row.runs)})"
 
             if best.get(column.name) is row:
@@ -105,7 +107,7 @@ def test_table(tests: Sequence[PairedTest], format_: str, scale_name: str) -> st
     ]
     lines = []
     for test in tests:
-        # one seed alone has a difference, and neither an interval nor a p-value
+        # a single seed has a difference, but neither an interval nor a p-value
         lines.append(
             [
                 test.row.method,
@@ -145,7 +147,7 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str, scale
 
 
 def target_table(comparison: Comparison, partition: str, value: float | None, format_: str) -> str:
-    """Return the table of what each method took to reach a value of the validation metric; None: it is undefined."""
+    """Return the table of each method's cost to reach a value of the validation metric; None: it is undefined."""
     heads = ["method", "reached", "rounds", "MB sent", "seconds"]
     lines = []
     for row in comparison.on(partition):
@@ -166,7 +168,7 @@ def target_table(comparison: Comparison, partition: str, value: float | None, fo
 
 
 def rank_table(ranks: dict[str, float], format_: str) -> str:
-    """Return the table of mean ranks, the best first."""
+    """Return the table of mean ranks, best first."""
     in_order = sorted(ranks.items(), key=lambda entry: entry[1])
     lines = [[method, f"{rank:.2f}"] for method, rank in in_order]
     return formatted_table(["method", "mean rank"], lines, format_)
@@ -182,11 +184,12 @@ def as_csv(comparison: Comparison) -> str:
     for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
             source = run.record["data"]["source"]
-            run_hash = (run.summary or {}).get("run_hash", "")
+            run_hash = run.summary.get("run_hash", "")
             cells = [row.partition, row.method, seed, source, run_hash, str(run.path)]
             line = [*map(as_cell, cells)]
             for column in comparison.columns:
                 value = column.read(run)
+                # `repr` reads back to the same bits
                 line.append("" if value is None else repr(value))
 
             writer.writerow(line)
@@ -202,7 +205,7 @@ def write_tables(
     Args:
         comparison: the runs.
         out: folder.
-        against: method that the others are tested against; default: the first.
+        against: reference method for the tests; default: the first.
         target: value, or method whose mean best validation metric is the target; default: `against`.
 
     Raises:
@@ -231,6 +234,7 @@ def write_tables(
         for line in comparison.undefined:
             texts.append(latex_text(line) if format_ == "tex" else line)
 
+        # names of sites and classes come from third-party files
         write_atomic(written[format_], visible("\n\n".join(texts) + "\n").encode())
 
     return written
@@ -239,7 +243,7 @@ def write_tables(
 def all_tables(
     comparison: Comparison, against: str, target: str, format_: str
 ) -> list[tuple[str, str]]:
-    """Return title and text of each table; arguments as of `write_tables`."""
+    """Return title and text of each table; same arguments as `write_tables`."""
     parts = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
@@ -284,7 +288,7 @@ def titled(title: str, table: str, format_: str) -> str:
     if format_ == "md":
         return f"## {markdown_text(title)}\n\n{table}"
     lines = ["\\begin{table}", "\\centering", f"\\caption{{{latex_text(title)}}}"]
-    # the first line is \begin{tabular}{lrr...}: a letter a column, and the closing brace
+    # the first line is \begin{tabular}{lrr...}: one letter per column, and the closing brace
     columns = len(table.partition("\n")[0].rpartition("{")[2]) - 1
     if columns > _MAX_COLUMNS:
         lines.append("\\resizebox{\\textwidth}{!}{%")
@@ -294,7 +298,7 @@ def titled(title: str, table: str, format_: str) -> str:
 
 
 def _spread(spread: MeanSd | None, scale: _Scale) -> str:
-    """Return mean ± sd in a unit, the mean alone of one run."""
+    """Return mean ± sd in a unit, or just the mean for one run."""
     if spread is None:
         return "–"
 

@@ -1,4 +1,4 @@
-"""Search for a method's settings: trials that are validated and not tested, and one whole run of the chosen one."""
+"""Search for a method's settings: trials that are validated and not tested, and one full run with the chosen ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medfl.storage.files import write_json
 from medfl.storage.run_documents import read_run
 
 TESTED = "best"
-"""Folder of the chosen settings' runs, the only ones that are tested."""
+"""Folder of the runs with the chosen settings, the only ones that are tested."""
 
 
 def searched(
@@ -32,7 +32,7 @@ def searched(
     config: Mapping[str, object],
     requested: Mapping[str, object],
 ) -> Grid:
-    """Return the grid of a search's trials; `values` and `count` as of `search.trials`, the others as of `Grid`."""
+    """Return the grid of a search's trials; `values` and `count` as in `search.trials`, the others as in `Grid`."""
     text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
     if count:
         text += f" ({count} of them, seed {seeds[0]})"
@@ -44,10 +44,11 @@ def searched(
 
 
 def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[str, str]]:
-    """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
+    """Run the missing trials of a search in a folder, write best.json, and run the chosen settings fully.
 
-    The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
-    validation metric's best round counts, over those that have one; of equal trials the first one. Where it is
+    The grid has the trials as its entries; everything else is as for `compare`. With several seeds the score is the
+    mean of the validation metric's best round over the seeds that have one; of equal trials the first is chosen. If it
+    is
     undefined in all trials, none is chosen: best.json is not written, and nothing is tested.
 
     Returns:
@@ -70,14 +71,21 @@ def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[
 
     validated = [trial for trial in tried if trial["validation"] is not None]
     document = {
-        "bundle": grid.bundle, "method": grid.entries[0].method, "metric": key, "trials": len(grid.entries),
-        "search": grid.search, "seeds": grid.seeds, "failed": failed, "tried": tried,
+        "bundle": grid.bundle,
+        "method": grid.entries[0].method,
+        "metric": key,
+        "trials": len(grid.entries),
+        "search": grid.search,
+        "seeds": grid.seeds,
+        "failed": failed,
+        "tried": tried,
         "undefined": told_by((cell.title, cell.undefined) for cell in done),
-    }  # fmt: skip
+    }
     if not validated:
         return document, None, failed
 
     best = (max if higher_is_better(key) else min)(trial["validation"] for trial in validated)
+    # of equal ones the first, so that a resumed search chooses the same
     winner = grid.entries[[trial["validation"] for trial in tried].index(best)]
     document |= {
         "validation": best,
@@ -88,6 +96,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[
     launch.say(
         f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
     )
+    # only the chosen one is tested: choosing by test images would make its score too good
     final = replace(grid, entries=(winner,), search="")
     comparison, more = compare(final, replace(launch, out=launch.folder / TESTED))
 
@@ -95,7 +104,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[
 
 
 def _validated(cells: Sequence[Cell], key: str) -> Document:
-    """Return the mean of the validation figures of a trial's seeds, and how many have one; none if one has failed."""
+    """Return the mean validation score of a trial over its seeds, and how many have one; none if one has failed."""
     figures = []
     if all(cell.done(None) for cell in cells):
         figures = [cell.validated(key) for cell in cells]

@@ -1,6 +1,6 @@
 """`medfl export`: the result of a run as a self-contained MONAI bundle.
 
-It has the configuration of the source bundle with the settings of the run, the weights in four formats with their
+It contains the configuration of the source bundle with the settings of the run, the weights in four formats with their
 measured agreement, and a description. It is written to a temporary folder, read back, checked (`medfl.export.checks`)
 and only then renamed to `out`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -30,6 +31,7 @@ from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.bundle.zoo.conventions import without_fetching
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.message import cpu_copies
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.task import Task
@@ -57,6 +59,7 @@ from medfl.problem.parts import is_parts
 from medfl.problem.problem import Problem
 from medfl.problem.tasks.kind import column_names
 from medfl.problem.tasks.regression import scale_of
+from medfl.report.formatting import time_left
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.runs.predictor import thresholds_of
 from medfl.storage.files import save_weights, write_atomic, writing
@@ -68,7 +71,7 @@ _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
 _OURS = "$medfl.datasets."
 _SAME_NETWORK = 1e-6  # difference of outputs
-_SAME_PREDICTIONS = {True: 2e-4, False: 1e-2}  # computed on a CPU or on a GPU, which is less exact
+_SAME_PREDICTIONS = {True: 2e-4, False: 1e-2}  # on a CPU, or on a GPU, which is less exact
 
 
 def export(
@@ -81,17 +84,17 @@ def export(
     data: str | None = None,
     say: Print = str,
 ) -> Document:
-    """Write a run's model as a MONAI bundle; the models of several sites as one bundle each, below `out`.
+    """Write a run's model as a MONAI bundle; for several sites one bundle each, below `out`.
 
     Args:
-        run: folder of the run; the bundle states it where the run was interrupted.
+        run: folder of the run; the bundle says so if the run was interrupted.
         out: new or empty folder.
         which: "last" or "best" (by validation).
-        site: whose model, of a method that makes one for each site; "all" for everybody's; None for the global model.
-        formats: of "torchscript" and "onnx"; None for those that can be written. A state dict and safetensors always
-            are, and TorchScript where MONAI has no such network.
-        data: folder of the run's images, where they have moved.
-        say: where lines for the user go.
+        site: whose model, for methods with a model per site; "all" for all sites; None for the global model.
+        formats: of "torchscript" and "onnx"; None for those that can be written. A state dict and safetensors are
+            always written, and TorchScript if MONAI has no such network.
+        data: folder of the run's images, if they have moved.
+        say: prints lines for the user.
 
     Returns:
         The written files and the measured differences, for JSON.
@@ -107,9 +110,11 @@ def export(
     trained = RunNetworks(run, which, say)
 
     if is_parts(trained.bundle.source):
-        problem = f"{run}, a run of parts in Python"
-        advice = "take weights.safetensors, or medfl.load_run(DIR).network()"
-        raise InputError(problem, "a bundle is written from the configuration of a bundle", advice)
+        raise InputError(
+            f"{run}, a run of parts in Python",
+            "a bundle is written from the configuration of a bundle",
+            "take weights.safetensors, or medfl.load_run(DIR).network()",
+        )
 
     if not trained.finished:
         say(
@@ -125,9 +130,13 @@ def export(
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
             documents = []
+            began = time.monotonic()
             for model, name in zip(models, names, strict=True):
                 writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
                 documents.append(writer.write())
+                if remaining := len(models) - len(documents):
+                    seconds = (time.monotonic() - began) / len(documents) * remaining
+                    say(f"{time_left(seconds)} for {remaining} of {len(models)} bundles")
 
             if out.is_dir():
                 out.rmdir()
@@ -149,7 +158,7 @@ def export(
 
 @dataclass(frozen=True)
 class _NetworkDefinition:
-    """How a configuration defines the network: "configuration" (as it is), "medfl" with arguments, or "torchscript"."""
+    """How a configuration defines the network: "configuration" (as is), "medfl" with arguments, or "torchscript"."""
 
     kind: str
     arguments: Config
@@ -256,7 +265,7 @@ class _BundleWriter:
         }
 
     def _check_predictions(self, network: nn.Module) -> dict[str, float] | None:
-        """Compare the network with the run's predictions; raise a RunError where they differ."""
+        """Compare the network with the run's predictions; raise a RunError if they differ."""
         comparison = compare_predictions(network, self.trained, self.model, self.images)
         limit = _SAME_PREDICTIONS[self.trained.computed_on_cpu]
         if comparison and not comparison["largest_difference"] <= limit:
@@ -271,7 +280,7 @@ class _BundleWriter:
 
     def _choose_definition(self, network: nn.Module) -> _NetworkDefinition:
         with suppress(RuntimeError):  # other tensors: the method changed it
-            with stream(0, "export"):  # keeps the caller's generator
+            with stream(0, "export"):  # preserves the caller's generator
                 unchanged = self.bundle.network().to(CPU)
             unchanged.load_state_dict(network.state_dict())
             if self._equal(network, unchanged):
@@ -304,7 +313,7 @@ class _BundleWriter:
 
         arguments: Document = {"method": run.method, "options": descriptions.all_options(run)}
         arguments |= {"task": task.kind, "classes": [*task.classes]}
-        if shapes:  # the method has asked for embeddings
+        if shapes:  # the method has requested embeddings
             arguments["embeddings"] = shapes[0]
 
         return arguments
@@ -349,7 +358,7 @@ class _BundleWriter:
         return agreements
 
     def _wanted(self) -> Iterator[str]:
-        """Yield the formats that were asked for; else those whose packages are there, with a note of the others."""
+        """Yield the requested formats, or those whose packages are installed, with a note on the others."""
         for kind in FILES if self.formats is None else self.formats:
             if missing := missing_packages(kind):
                 self.notes.append(
@@ -363,13 +372,12 @@ class _BundleWriter:
             with quiet():
                 network = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
 
-        tensors = network.state_dict().items()
-        state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
+        state = cpu_copies(network.state_dict())
         torch.save(state, self.folder / "models" / "model.pt")
         save_weights(self.folder / "models" / "model.safetensors", state)
 
     def _edited(self, stem: str) -> configs.EditedConfig | None:
-        """Return a configuration of the source with the settings of the run, None where it has none."""
+        """Return a configuration of the source with the settings of the run, None if there is none."""
         source = config_file(self.root, stem)
         if source is None:
             return None
@@ -389,7 +397,7 @@ class _BundleWriter:
 
         folder = file.get("dataset_dir")
         is_path = isinstance(folder, str) and folder[:1] in "/~"
-        # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
+        # a local path is meaningless elsewhere; /workspace is the zoo's placeholder
         if is_path and not folder.startswith("/workspace/"):
             place = "data"
             if "bundle_root" in file:
@@ -409,7 +417,7 @@ class _BundleWriter:
         sha256: str,
         channels: tuple[int, int],
     ) -> None:
-        """Write each configuration for MONAI alone where that can be, and for medfl where its own differs."""
+        """Write each configuration for MONAI alone if possible, and for medfl if that differs."""
         for stem, file in edited.items():
             name = file.path.name
             by_monai = None
@@ -438,7 +446,7 @@ class _BundleWriter:
     def _inference_by_monai(
         self, file: configs.EditedConfig, train: configs.EditedConfig, channels: tuple[int, int]
     ) -> str | None:
-        """Return an inference configuration that needs no medfl, None where there cannot be one."""
+        """Return an inference configuration that does not need medfl, None if impossible."""
         if self.monai_network == TORCHSCRIPT and not (self.folder / FILES["torchscript"]).exists():
             return None
 
@@ -474,7 +482,7 @@ class _BundleWriter:
             "sd": sd.tolist(),
         }
         validate = train.get("validate")
-        if isinstance(validate, Mapping):  # which may cut windows in another way
+        if isinstance(validate, Mapping):  # which may cut windows differently
             file.set("inferer", validate.get("inferer", file.get("inferer")))
 
         text = configs.inference_by_monai(
@@ -484,7 +492,7 @@ class _BundleWriter:
         return text
 
     def _by_monai(self, file: configs.EditedConfig) -> str | None:
-        """Return a configuration's text with a network for MONAI alone, None where other parts name medfl."""
+        """Return a configuration's text with a network for MONAI alone, None if other parts name medfl."""
         for_monai = deepcopy(file)
         network = TORCHSCRIPT
         if self.monai_network != TORCHSCRIPT:
@@ -545,7 +553,7 @@ class _BundleWriter:
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
     def _calibration(self, sha256: str) -> None:
-        """Write what `medfl calibrate` found of this model, for these weights."""
+        """Write the calibration of this model by `medfl calibrate`, for these weights."""
         kind = "personal" if self.model.site else "global"
         document = self.trained.files.calibration(self.trained.which, kind)
         if document is None:
@@ -575,7 +583,7 @@ class _BundleWriter:
     # Reading it back
 
     def _read_back(self, network: nn.Module) -> None:
-        """Check that the written configuration and weights give the network; note where images are read otherwise."""
+        """Check that the written configuration and weights give the network; note if images are read differently."""
         file = config_file(self.folder, "inference")
         if file is None:
             return
@@ -586,7 +594,7 @@ class _BundleWriter:
 
         metadata = read(self.folder / "configs" / "metadata.json")
         policy = self.bundle.policy
-        if read(file).get("network_def") == TORCHSCRIPT:  # written here, a moment ago
+        if read(file).get("network_def") == TORCHSCRIPT:  # just written by this function
             policy = replace(policy, allow=policy.allow | {"pickle"})
 
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
@@ -614,7 +622,7 @@ class _BundleWriter:
 
 
 def _probabilities(activation: str, outputs: Tensor) -> Tensor:
-    """Return the probabilities of outputs (B, K[, ...]) by a kind's activation, "" for the outputs as they are."""
+    """Convert outputs (B, K[, ...]) to probabilities with a kind's activation; "" leaves the outputs unchanged."""
     if not activation:
         return outputs
     if activation == "sigmoid" or outputs.shape[1] == 1:
@@ -624,7 +632,7 @@ def _probabilities(activation: str, outputs: Tensor) -> Tensor:
 
 
 def _copy_folder(source: Path, target: Path, ignored: Callable[[str, list[str]], set[str]]) -> None:
-    """Copy a folder's files without their times and permissions, which a sandbox lets nobody set."""
+    """Copy a folder's files without their times and permissions, which a sandbox does not allow to be set."""
     names = [entry.name for entry in source.iterdir()]
     target.mkdir()
     for name in sorted(set(names) - set(ignored(str(source), names))):
@@ -649,7 +657,7 @@ class Images:
         bundle: the run's, opened on their folder, with the network of the model's site.
         from_run: whether they are test items of the run.
         inputs: (1, C, H, W[, D]) each.
-        entries: their entries in the data list; () where only the bundle's own class can read them.
+        entries: their entries in the data list; () if only the bundle's own class can read them.
         prepared: the images with their targets.
     """
 
@@ -661,10 +669,10 @@ class Images:
 
 
 def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
-    """Return a few test images, of the model's site where it has one; `data` is their folder, where they have moved.
+    """Return a few test images, of the model's site if it has one; `data` is their folder, if they have moved.
 
     Raises:
-        InputError: the folder does not have them.
+        InputError: they are not in the folder.
     """
     run = trained.run
     name = bundle_of(trained.run)
@@ -682,7 +690,7 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
 
     config = {**run.config, **model.config}
     if is_shipped and from_run:
-        config["split"] = run.data.split  # a phantom in the place of real images has its own
+        config["split"] = run.data.split  # a phantom replacing real images has its own
 
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
     place = folder
@@ -712,7 +720,7 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
         of_site = set(run.partition.sites[model.site]["test"])
         positions = [i for i in positions if section.items[i]["id"] in of_site]
 
-    # spread over the data list, which often has one class after the other
+    # spread over the data list, which is often sorted by class
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source = section.source
     listed: tuple[Any, ...] = ()
@@ -738,8 +746,9 @@ def compare_predictions(
     """Compare a network with predictions.csv on these images.
 
     Returns:
-        The number of compared items and the largest difference; None where the file is of another model or images, or
-        validation draws at random, by an item's place among all.
+        The number of compared items and the largest difference; None if the file belongs to another model or other
+        images,
+            or if validation is random by an item's index among all.
     """
     file = trained.path / "predictions.csv"
     draws = images.prepared.deterministic() is not images.prepared

@@ -13,6 +13,7 @@ from torch import nn
 from medfl.bundle.files import config_file, read
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
+from medfl.core.mappings import within
 from medfl.core.message import Weights
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
@@ -21,7 +22,7 @@ from medfl.storage.files import file_sha256
 LARGE = 25_000_000
 """Bytes above which the zoo requires a file to be listed in large_files.yml."""
 SCHEMA = Path(__file__).parent / "schemas" / "bundle_metadata.json"
-_ANY_SIZE = 64  # pixels along an axis of any size
+_ANY_SIZE = 64  # pixels along an axis of variable size
 _REQUIRED = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")
 _SECTIONS = (
     "Authors",
@@ -59,7 +60,7 @@ def problems(folder: Path, data: str | None = None) -> list[str]:
     meta = read(folder / "configs" / "metadata.json")
     lines = [*_version(meta), *_readme(folder), *_hashes(folder, meta)]
     lines += [*_large(folder), *_local_paths(folder)]
-    # the network of a bundle that is incomplete may not be built at all
+    # the network of an incomplete bundle may be impossible to build
     in_and_out = () if lines else _in_and_out(folder, data)
     return [*lines, *_schema(folder), *in_and_out]
 
@@ -85,10 +86,9 @@ def _hashes(folder: Path, meta: Document) -> Iterator[str]:
     listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
     for name in sorted(here ^ listed.keys()):
+        difference = f"does not list {name}"
         if name in listed:
             difference = f"lists {name}, which is not here"
-        else:
-            difference = f"does not list {name}"
 
         yield f"metadata.json {difference}"
 
@@ -119,7 +119,7 @@ def _local_paths(folder: Path) -> Iterator[str]:
             text = path.read_text(encoding="utf-8")
             for path_match in _PATH_TO_REPORT.finditer(text):
                 before = text[: path_match.start(1)]
-                # what is added to another text, `@bundle_root + '/data'`, lies in the bundle
+                # a path appended to another string, `@bundle_root + '/data'`, is inside the bundle
                 if not re.search(r"\+\s*['\"]$", before):
                     yield f"{name} names a path of the local machine: {path_match[1][:80]}"
                     break
@@ -156,23 +156,26 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     if data:
         overrides["dataset_dir"] = data
 
-    used = {key: value for key, value in overrides.items() if key in content}
+    used = within(overrides, content)
     try:
         with quiet(), stream(0, "net in out"):
             verify_net_in_out(
                 net_id="network_def", meta_file=str(folder / "configs" / "metadata.json"), config_file=str(config),
                 device="cpu", any=_ANY_SIZE, **used,
             )  # fmt: skip
-    except Exception as error:  # of any kind, from the network
+    except Exception as error:  # of any type, from the network
         yield f"MONAI's verify_net_in_out fails: {' '.join(str(error).split())[:200]}"
 
 
 def load_weights_into(network: nn.Module, folder: Path, builder: str) -> None:
-    """Load the written weights into a network that a configuration (`what`) builds; InputError for other tensors."""
+    """Load the written weights into a network built by a configuration (`what`); InputError for other tensors."""
     weights = torch.load(folder / "models" / "model.pt", weights_only=True)
     if _shapes(weights) != _shapes(network.state_dict()):
-        problem = f"{builder} builds another network than training"
-        raise InputError(problem, "one network for both", "let both have the same network_def")
+        raise InputError(
+            f"{builder} builds another network than training",
+            "one network for both",
+            "let both have the same network_def",
+        )
     network.load_state_dict(weights)
 
 

@@ -1,4 +1,4 @@
-"""Configuration files of a bundle with some ids changed, and the inference that MONAI runs alone."""
+"""Configuration files of a bundle with some ids changed, and an inference for MONAI alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from medfl import networks
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import read
 from medfl.core.documents import Config, Document
+from medfl.core.mappings import within
 from medfl.core.seeding import stream
 from medfl.export.network import TARGET
 
@@ -22,7 +23,7 @@ _OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 
 
 class EditedConfig:
-    """A configuration file that is changed id by id; InputError if it is not valid."""
+    """A configuration file edited id by id; InputError if it is invalid."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,9 +63,9 @@ class EditedConfig:
             if name.lstrip("+").replace("::", "#") == key.replace("::", "#"):
                 return self.content, name
 
-        node: Any = self.content
+        node = self.content
         holder = node
-        position: str | int = key
+        position = key
         try:
             for part in re.split("#|::", key):
                 holder = node
@@ -118,9 +119,9 @@ def templates(finalize: Callable[[Any], Any] | None = None) -> jinja2.Environmen
 
 
 def component_of(node: Any, get: Callable[[str], Any]) -> Any:
-    """Return a `network_def` of MONAI's own for one of medfl's, `TORCHSCRIPT` where there is none; others as they are.
+    """Replace medfl's `network_def` by MONAI's own, or by `TORCHSCRIPT` if there is none; return others unchanged.
 
-    `get` returns what an id of the configuration stands for.
+    `get` returns the object of an id of the configuration.
     """
     node = network_without_weights(node)
     if not isinstance(node, Mapping) or node.get("_target_") != "medfl.networks.build":
@@ -128,26 +129,26 @@ def component_of(node: Any, get: Callable[[str], Any]) -> Any:
 
     arguments = _values(node, get)
     del arguments["_target_"]
-    with stream(0, "export"):  # the others are built, which draws
+    with stream(0, "export"):  # other networks are built, which draws random numbers
         return networks.component(**arguments) or TORCHSCRIPT
 
 
 def is_of_medfl(node: Any) -> bool:
-    """Tell whether something in a configuration names medfl."""
+    """Tell whether part of a configuration names medfl."""
     return "medfl." in str(node)
 
 
 def inference_by_monai(
     content: Config, inferer: Any, network: Any, facts: Config, get: Callable[[str], Any]
 ) -> str | None:
-    """Return a configuration that predicts any folder of images by MONAI alone, None where it would need medfl.
+    """Return a configuration that predicts any folder of images with MONAI alone, None if it would need medfl.
 
     Args:
-        content: of the inference configuration; one whose images medfl lists and reads.
+        content: of the inference configuration, whose images medfl lists and reads.
         inferer: of the run's validation.
         network: `network_def`.
-        facts: about images and outputs, as the template takes them.
-        get: returns what an id of the configuration stands for.
+        facts: about images and outputs, for the template.
+        get: returns the object of an id of the configuration.
     """
     chain = content.get("preprocessing")
     steps = chain.get("transforms") if isinstance(chain, Mapping) else None
@@ -187,7 +188,7 @@ def inference_by_monai(
 
 
 def _values(node: Config, get: Callable[[str], Any]) -> Document:
-    """Return a component's arguments with the values of the ids that they refer to."""
+    """Return a component's arguments with references replaced by the values of their ids."""
     values = {}
     for name, value in node.items():
         is_reference = isinstance(value, str) and value.startswith("@")
@@ -221,6 +222,6 @@ def network_without_weights(node: Any) -> Any:
     """Return a `network_def` without the weights that an earlier export added."""
     if not isinstance(node, Mapping) or node.get("_target_") != TARGET:
         return node
-    bare = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
+    bare = within(node, ("_target_", *_OF_METHOD))
     bare["network"] = network_without_weights(bare["network"])
     return bare if bare.get("method") else bare["network"]

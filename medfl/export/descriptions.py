@@ -23,6 +23,7 @@ from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
 from medfl.core.documents import Config, Document
+from medfl.core.mappings import map_values, pick, without
 from medfl.core.names import slug
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
@@ -41,7 +42,7 @@ PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing ab
 _PATH_TO_REMOVE = re.compile(
     r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+"""
 )
-"""A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
+"""A path of the local machine: not in the bundle, not a URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
     "intended_use": RESEARCH_ONLY,
@@ -66,9 +67,9 @@ _TENSOR = {
 
 
 def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
-    """Return the test metrics of a model; of an interrupted run the metrics of its last validation.
+    """Return the test metrics of a model; for an interrupted run the metrics of its last validation.
 
-    A personal model has those of its own site's items.
+    A personal model is scored on its own site's items.
     """
     if model.site:
         if trained.which == "best" or not trained.finished:
@@ -83,29 +84,30 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
 
         return _finite(personal)
 
-    if trained.summary is not None:
+    if trained.summary:
         pooled = (trained.summary.get("global") or {}).get(trained.which) or {}
-        return _finite({key: value for key, value in pooled.items() if key != "round"})
+        return _finite(without(pooled, ["round"]))
 
+    # a run that was interrupted has no summary
     entry = next((entry for entry in trained.files.rounds if entry["round"] == trained.round), {})
     validation = entry.get("val_global") or {}
     return _finite({f"validation_{key}": value for key, value in validation.items()})
 
 
 def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
-    """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
+    """Return the test metrics of each structure and its number of cases, {} if there are no structures."""
     flat = scores(trained, model)
-    summary = trained.summary or {}
+    summary = trained.summary
     scope = "personal" if model.site else "global"
     metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 
     if not model.site or not flat:
-        return {name: dict(values) for name, values in metrics.items()}
+        return map_values(dict, metrics)
 
     of_site = {}
     for name, values in metrics.items():
-        of_structure: Document = {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
+        of_structure = {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
         of_structure["cases"] = int(flat.get(f"cases_{slug(name)}", 0))
         of_site[name] = of_structure
 
@@ -122,12 +124,16 @@ def _finite(values: Config) -> dict[str, float]:
 
 
 def counts(run: Run, model: Model) -> dict[str, int]:
-    """Return how many items each section has, at all sites or at the model's site."""
+    """Return the number of items in each section, at all sites or at the model's site."""
     if model.site:
         sites = [run.partition.sites[model.site]]
     else:
         sites = list(run.partition.sites.values())
-    return {section: sum(len(site.get(section, ())) for site in sites) for section in SECTIONS}
+    counts = {}
+    for section in SECTIONS:
+        counts[section] = sum(len(site.get(section, ())) for site in sites)
+
+    return counts
 
 
 # The record of the run
@@ -137,11 +143,11 @@ def run_record(trained: RunNetworks) -> Document:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
     device = trained.document.get("device", "cpu")
     run = {**trained.document, **trained.run.to_dict(), "device": device}
-    run = _without(run, "bundle_path", "site_class_counts")
-    run["data"] = _without(run["data"], "folder")
+    run = without(run, ["bundle_path", "site_class_counts"])
+    run["data"] = without(run["data"], ["folder"])
     sites = {}
     for name, sections in run["partition"]["sites"].items():
-        sites[name] = {section: len(ids) for section, ids in sections.items()}
+        sites[name] = map_values(len, sections)
 
     spec = _without_paths(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
@@ -155,23 +161,19 @@ def run_record(trained: RunNetworks) -> Document:
         run["resumed"] = resumed
 
     if run.get("public"):
-        data = _without(run["public"]["data"], "folder")
+        data = without(run["public"]["data"], ["folder"])
         teachers = [digest for _, digest in run["public"]["teachers"]]
         run["public"] = {**run["public"], "data": data, "teachers": teachers}
 
     run["run_hash"] = trained.run_hash
-    return {"run": _without_paths(run), "summary": _without_paths(trained.summary)}
-
-
-def _without(values: Config, *keys: str) -> Document:
-    return {key: value for key, value in values.items() if key not in keys}
+    return {"run": _without_paths(run), "summary": _without_paths(trained.summary or None)}
 
 
 def _command(text: str) -> str:
     """Return a command with DIR instead of its folders."""
     try:
         words = shlex.split(text)
-    except ValueError:
+    except ValueError:  # an open quotation mark, in a record from elsewhere
         return ""
 
     replaced = []
@@ -188,9 +190,9 @@ def _command(text: str) -> str:
 
 
 def _without_paths(node: Any) -> Any:
-    """Return plain values with DIR instead of every absolute path."""
+    """Return plain values with DIR in place of every absolute path."""
     if isinstance(node, Mapping):
-        return {key: _without_paths(value) for key, value in node.items()}
+        return map_values(_without_paths, node)
     if isinstance(node, list | tuple):
         return list(map(_without_paths, node))
     if isinstance(node, str):
@@ -200,7 +202,7 @@ def _without_paths(node: Any) -> Any:
 
 
 def options(run: Run) -> Document:
-    """Return the method's options that are not its defaults, without paths of the local machine."""
+    """Return the method's options that differ from its defaults, without paths of the local machine."""
     defaults = methods.values_of(methods.load(run.method))
     changed = {}
     for name, value in all_options(run).items():
@@ -227,10 +229,10 @@ def bundle_metadata(
     agreements: Mapping[str, Agreement],
     kind: str,
 ) -> Document:
-    """Return the content of metadata.json, from that of the run's bundle, where it has one.
+    """Return the content of metadata.json, based on that of the run's bundle, if any.
 
-    `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
-    `folder` its files are written already.
+    `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript";
+    `folder` already contains its files.
     """
     run = trained.run
     meta = {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(trained.bundle.metadata))}
@@ -273,9 +275,10 @@ def bundle_metadata(
         "finished": trained.finished,
         "run_hash": trained.run_hash,
         "network": kind,
-        "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
+        "agreement": map_values(asdict, agreements),
     }
-    first = {key: meta[key] for key in ("schema", "version", "changelog")}
+    # as the files of MONAI's model zoo begin
+    first = pick(meta, ("schema", "version", "changelog"))
     return {**first, **meta}
 
 
@@ -286,12 +289,12 @@ _NAMED = {
     ".nii": "nibabel",
     "medfl": DISTRIBUTION,
 }
-"""What an inference configuration names -> the package that it takes."""
+"""What an inference configuration names -> the package that it needs."""
 _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
 
 
 def _packages(folder: Path, former: Mapping[str, object]) -> dict[str, str]:
-    """Return the versions here of the packages that the source bundle lists; the former one of those not here."""
+    """Return the installed versions of the packages that the source bundle lists; its own version for missing ones."""
     versions = {}
     for listed, version in former.items():
         if listed not in ("medfl", DISTRIBUTION):
@@ -326,7 +329,7 @@ def _next(version: str) -> str:
 
 
 def title(trained: RunNetworks, model: Model) -> str:
-    """Return in one line what is exported."""
+    """Describe in one line what is exported."""
     run = trained.run
 
     owner = "the global model"
@@ -348,15 +351,16 @@ def title(trained: RunNetworks, model: Model) -> str:
 
 
 def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
-    """Return network_data_format with the recorded shapes, and defaults for what the source bundle leaves open."""
+    """Return network_data_format with the recorded shapes, and defaults for what the source bundle omits."""
     inputs, outputs = (deepcopy(dict(source.get(part) or {})) for part in ("inputs", "outputs"))
     for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
         count = recorder.shapes[0][which][1]
         tensor = {**_TENSOR, **dict(part.get(name) or {})}
         tensor |= {"num_channels": count, "spatial_shape": recorder.spatial(which)}
-        if len(values := tensor["value_range"]) > 2:  # all values by name, as some bundles have it
+        if len(values := tensor["value_range"]) > 2:  # all values individually, as in some bundles
             tensor["value_range"] = [min(values), max(values)]
 
+        # names of another number of channels are of other channels
         if len(channels := tensor.get("channel_def") or {}) != count:
             channels = {str(index): f"channel {index}" for index in range(count)}
 
@@ -386,14 +390,16 @@ def readme(
     notes: Sequence[str],
     any_folder: bool,
 ) -> str:
-    """Return docs/README.md by the model zoo's template.
+    """Return docs/README.md in the model zoo's template.
 
     `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
     run = trained.run
     by_structure = structures(trained, model)
     pooled = scores(trained, model)
-    for name, kind in product(by_structure, (*KINDS, "cases")):  # in the table of structures
+    for name, kind in product(
+        by_structure, (*KINDS, "cases")
+    ):  # these are in the table of structures
         pooled.pop(f"{kind}_{slug(name)}", None)
         pooled.pop(f"{kind}_{slug(name)}_cases", None)
 
@@ -401,14 +407,13 @@ def readme(
         lambda value: value if isinstance(value, Markup) else markdown_text(value)
     )
     environment.filters |= {"sized": _sized, "tiny": format_difference}
+    content = {}
     if inference:
         content = read(inference)
-    else:
-        content = {}
 
     steps = (content.get("preprocessing") or {}).get("transforms")
     transforms = []
-    if isinstance(steps, list):  # else an expression, which is not evaluated here
+    if isinstance(steps, list):  # otherwise an expression, which is not evaluated here
         transforms = [target_name(step) for step in steps if isinstance(step, Mapping)]
 
     text = environment.get_template("export_readme.md.j2").render(

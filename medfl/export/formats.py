@@ -1,6 +1,6 @@
 """TorchScript and ONNX files of a network, each compared with it on images.
 
-Paths of the local machine are removed from both: TorchScript has them in debugging records, ONNX in the nodes' stack
+Paths of the local machine are removed from both: TorchScript stores them in debugging records, ONNX in the nodes' stack
 traces.
 """
 
@@ -21,21 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.names import split_commas
 from medfl.core.release import pip_install
 from medfl.storage.files import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
-"""Format -> the largest allowed difference of a probability (in other tasks: of an output)."""
+"""Format -> maximum difference of a probability (in other tasks: of an output)."""
 FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
 
 def parse_formats(text: str | None) -> tuple[str, ...] | None:
-    """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
+    """Parse a list of formats such as "torchscript,onnx"; InputError for others, or if their packages are missing."""
     if text is None:
         return None
 
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = tuple(dict.fromkeys(filter(None, split_commas(text))))
     if names == ("none",):
         return ()
 
@@ -49,16 +50,17 @@ def parse_formats(text: str | None) -> tuple[str, ...] | None:
 
     if "onnx" in names and (missing := missing_packages("onnx")):
         remaining = ",".join(name for name in names if name != "onnx") or "none"
-        problem = f"--formats onnx without {', '.join(missing)}"
         raise InputError(
-            problem, pip_install("export"), f"install it, or use --formats {remaining}"
+            f"--formats onnx without {', '.join(missing)}",
+            pip_install("export"),
+            f"install it, or use --formats {remaining}",
         )
 
     return names
 
 
 def missing_packages(kind: str) -> list[str]:
-    """Return the packages that a format takes and that are not installed."""
+    """Return the packages that a format needs but that are not installed."""
     needed = _NEEDED if kind == "onnx" else ()
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
@@ -68,10 +70,10 @@ class Agreement:
     """The largest differences between the outputs of a file and those of the network.
 
     Attributes:
-        images: how many were compared.
+        images: number compared.
         outputs: difference of the outputs (logits).
-        probabilities: difference of the probabilities, or of the outputs in tasks without.
-        limit: the largest allowed value of `probabilities`.
+        probabilities: difference of the probabilities, or of the outputs in tasks without them.
+        limit: maximum value of `probabilities`.
         how: how the file was made.
     """
 
@@ -100,7 +102,7 @@ class Comparison:
     def agreement(
         self, network: nn.Module, candidate: Callable[[Tensor], Tensor], limit: float, how: str
     ) -> Agreement:
-        """Compare on single images and, where these are of one size, on all in one batch."""
+        """Compare on single images and, if these have the same size, on all in one batch."""
         batches: list[Tensor] = []
         for images in self.images:
             batches += torch.split(images, 1)
@@ -108,7 +110,7 @@ class Comparison:
         count = len(batches)
         same_size = len({image.shape for image in batches}) == 1
         if same_size and count > 1:
-            batches.append(torch.cat(batches))  # a file may be right for one image alone
+            batches.append(torch.cat(batches))  # a file may be correct for single images only
 
         outputs = probabilities = torch.zeros(())
 
@@ -207,14 +209,14 @@ def _torchscript(
     try:
         module = torch.jit.script(network)
         how = "scripted"
-    except Exception:  # TorchScript cannot read every network: trace it on an example
+    except Exception:  # TorchScript cannot script every network: trace it with an example
         module = torch.jit.trace(network, recorder.first)  # type: ignore[no-untyped-call]
         how = "traced"
 
     file = io.BytesIO()
     torch.jit.save(module, file)  # type: ignore[no-untyped-call]
     write_atomic(path, _without_debug_records(file.getvalue()))
-    loaded: Any = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+    loaded = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     loaded.eval()
 
     return how, loaded
@@ -244,7 +246,7 @@ def _onnx(
     assert recorder.first is not None
     # a batch size of 1 would become a constant
     example = recorder.first.repeat(2, *[1] * (recorder.first.ndim - 1))[:2]
-    axes: dict[int, Any] = {0: "batch"}
+    axes = {0: "batch"}
     for axis, size in enumerate(recorder.spatial(0), 2):
         if size == "*":
             axes[axis] = torch.export.Dim.DYNAMIC
@@ -268,7 +270,7 @@ def _onnx(
 
 
 class OnnxNetwork:
-    """An ONNX file that is called like a network; ONNX Runtime computes on one thread of the CPU."""
+    """An ONNX file that can be called like a network; ONNX Runtime uses one CPU thread."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.core.errors import InputError, RunError
 from medfl.core.task import Task
-from medfl.storage.files import file_sha256, load_weights
+from medfl.storage.files import read_weights
 
 TARGET = "medfl.exported.network"
 
@@ -32,18 +32,18 @@ def network(
 ) -> nn.Module:
     """Return a network as a method of medfl adapts it, with the weights of an export.
 
-    Its state dict holds all that it computes with, also constants of the method (a text classifier's means and
-    variances, a fixed simplex), so that with the exported weights no language model and no random draw is needed.
+    Its state dict holds everything that it computes with, including constants of the method (a text classifier's means
+    and variances, a fixed simplex), so that the exported weights need no language model and no random draw.
 
     Args:
         network: the bundle's own; changed in place.
-        method: name of one of medfl's methods; "" leaves the network as it is.
-        options: of the method, where they are not its defaults.
+        method: name of one of medfl's methods; "" leaves the network unchanged.
+        options: of the method, if they are not its defaults.
         task: classification, segmentation or other.
         classes: names in label order.
         embeddings: shape (K, M, D) of the prompt embeddings that the method builds a classifier from; their values
             are in the weights.
-        weights: file of safetensors; None keeps the random initial weights.
+        weights: safetensors file; None keeps the random initial weights.
         sha256: of that file.
 
     Raises:
@@ -51,10 +51,9 @@ def network(
     """
     if method:
         if method not in methods.names():
-            allowed = "an exported network names one of medfl's"
             raise InputError(
                 f"method {method!r} in a configuration",
-                allowed,
+                "an exported network names one of medfl's",
                 "export the run again with medfl export",
             )
 
@@ -82,18 +81,14 @@ def _placeholders(shape: Sequence[int]) -> Tensor:
 def _start(network: nn.Module, path: Path, sha256: str) -> None:
     advice = "restore the file, or set initial_weights=null to start from new ones"
     try:
-        digest = file_sha256(path)
+        weights, digest = read_weights(path)
         if sha256 and digest != sha256:
             raise InputError(
                 f"weights {path} with sha256 {digest[:12]}",
                 f"the recorded one is {sha256[:12]}",
                 advice,
             )
-        network.load_state_dict(load_weights(path))
-    except OSError as error:
-        raise InputError(
-            f"weights {path} cannot be read ({error.strerror})", "those of the export", advice
-        ) from error
+        network.load_state_dict(weights)
     except (RunError, RuntimeError) as error:  # torch names every tensor: keep the first line
         reason = str(error).strip().splitlines()[0]
         raise InputError(

@@ -1,1 +1,1 @@
-"""Jobs for NVIDIA FLARE: their content, how they run and resume, and sites with images of their own."""
+"""Jobs for NVIDIA FLARE: their content, how they run and resume, and sites with their own images."""

@@ -1,4 +1,4 @@
-"""Small files of a FLARE job: its run, the error that ended it, and a startup kit's list of allowed classes."""
+"""Small files of a FLARE job: its run, the error that ended it, and the list of allowed classes in a startup kit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, MedflError, RunError
+from medfl.core.names import not_among
 from medfl.core.run import Run
 from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
@@ -24,11 +25,11 @@ _KIT = {
 }
 """Types of the entries that are read from a startup kit's files."""
 OWN_IMAGES = "own"
-"""The partition of a run whose sites have images of their own."""
+"""The partition of a run whose sites have their own images."""
 
 
 def participants(run: Run) -> list[str]:
-    """Return the participants of a run, as `Federation.participants`."""
+    """Return the participants of a run, like `Federation.participants`."""
     from medfl import methods
     from medfl.runtimes import federation
 
@@ -36,7 +37,7 @@ def participants(run: Run) -> list[str]:
 
 
 def read_run(app: str) -> Run:
-    """Return the run of a job; InputError if it is not one."""
+    """Return the run of a job; InputError if it is invalid."""
     return Run.from_dict(run_documents.read_run_document(Path(app) / "config" / RUN_FILE))
 
 
@@ -61,7 +62,7 @@ def raise_error(document: object) -> None:
 
 
 def read_kit_file(path: Path) -> Document:
-    """Return a JSON file of a startup kit; InputError if it is not one."""
+    """Return a JSON file of a startup kit; InputError if it is invalid."""
     document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
     if not isinstance(document, dict):
         raise InputError(
@@ -82,14 +83,14 @@ def read_resources(path: Path) -> Document:
 
 
 def allow_classes(resources: Path, classes: Sequence[str]) -> None:
-    """Change the list of classes that FLARE may make at a site, keeping the file's other entries."""
+    """Change the list of classes that FLARE may instantiate at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
     from medfl.storage.files import write_atomic
 
     document = read_resources(resources)
-    # a list of the file's own replaces FLARE's default, so that the default has to be in it
+    # a list in the file replaces FLARE's default, so it must contain the default
     listed = list(document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST)
-    document["class_allow_list"] = listed + [name for name in classes if name not in listed]
+    document["class_allow_list"] = listed + not_among(classes, listed)
     resources.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(resources, json.dumps(document, indent=4).encode())

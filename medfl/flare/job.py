@@ -1,4 +1,4 @@
-"""Runs as NVIDIA FLARE jobs: a recipe for every environment of FLARE, and a run in FLARE's simulator."""
+"""Runs as NVIDIA FLARE jobs: a recipe for any FLARE environment, and a run in FLARE's simulator."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from medfl.runtimes.registry import Execution, Runtime
 from medfl.storage.run_documents import read_summary
 
 MOST_SITES = 32
-"""Sites of a run on one machine: FLARE has a process for each."""
+"""Maximum number of sites on one machine: FLARE uses a process for each."""
 REQUEST_INTERVAL = 0.1
-"""Seconds between a site's requests for work; FLARE's own default of 2 would be most of a short round."""
+"""Seconds between a site's requests for work; FLARE's default of 2 would dominate a short round."""
 
 
 def require_flare() -> None:
@@ -46,7 +46,7 @@ def require_flare() -> None:
 def recipe(run: Run, carried: Sequence[Path], controller: Any, executor: Any, least: int) -> Any:
     """Return the recipe of a run, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
 
-    The job takes the `carried` files along; without `least` sites FLARE neither starts it nor lets it go on.
+    The job includes the `carried` files; without `least` sites FLARE neither starts nor continues it.
     """
     from nvflare.job_config.api import FedJob
     from nvflare.recipe.spec import Recipe
@@ -81,7 +81,7 @@ def local_recipe(
     """Return the recipe of a run on one machine, whose processes share data and run folder, and its sites' FLARE names.
 
     Raises:
-        InputError: it has more sites than there can be processes.
+        InputError: it has more sites than the maximum number of processes.
     """
     from medfl.flare.parts import MedflController, MedflExecutor
 
@@ -102,12 +102,12 @@ def local_recipe(
 
 
 RunJob = Callable[[Path, str, list[str], Print], Path]
-"""Runs a job until it is over, from (folder, job's name, sites' FLARE names, printer); returns the output's path."""
+"""Runs a job to its end, from (folder, job's name, sites' FLARE names, printer); returns the path of the output."""
 EACH_SITE_IS_A_PROCESS = "each of its sites is a process"
 
 
 def execute_with(run_job: RunJob) -> Callable[[Execution], Document]:
-    """Return what executes a run as a FLARE job, in processes on this machine, and returns the summary.
+    """Return a function that executes a run as a FLARE job on this machine, and returns the summary.
 
     The processes' output goes to `flare/` in the run folder, which is removed unless the run fails. Errors are those of
     `Simulator.execute`.
@@ -115,7 +115,7 @@ def execute_with(run_job: RunJob) -> Callable[[Execution], Document]:
 
     def execute(execution: Execution) -> Document:
         launch = execution.launch
-        settings: Document = {"save_predictions": launch.save_predictions}
+        settings = {"save_predictions": launch.save_predictions}
         for name in ("min_replies", "deadline", "track"):
             if getattr(launch, name) is not None:
                 settings[name] = getattr(launch, name)
@@ -141,7 +141,7 @@ def write_job(recipe: Any, folder: Path) -> Path:
 
 
 def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
-    """Run a job as `SimEnv` does, except for output and end; return the output's file."""
+    """Run a job as `SimEnv` does, except for output and end; return the output file."""
     from medfl.flare.parts import SIMULATED
 
     workspace = flare_folder / "workspace"
@@ -152,7 +152,7 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
 
     with log.open("wb") as output:
-        # a session of its own: Ctrl-C comes to this process alone, which then ends the others
+        # a session of its own: Ctrl-C reaches this process alone, which then ends the others
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -182,7 +182,7 @@ def _result(folder: Path, output: Path) -> Document:
 
 
 def _remove(flare_folder: Path) -> None:
-    """Remove FLARE's files; the processes of a run that was killed may still write there for some seconds."""
+    """Remove FLARE's files; processes of a killed run may still write there for some seconds."""
     for _ in range(50):
         shutil.rmtree(flare_folder, ignore_errors=True)
         if not flare_folder.exists():
@@ -191,12 +191,12 @@ def _remove(flare_folder: Path) -> None:
 
 
 def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
-    """Pass on the server's lines until the run is over; FLARE itself would take seconds more to end."""
+    """Pass on the server's lines until the run has ended; FLARE itself would take seconds longer."""
     file = flare_folder / LINES_FILE
     passed_on = 0
     over = False
     while not over:
-        # asked before the lines are read, so that the last ones are read too
+        # checked before the lines are read, so that the last ones are read too
         over = (flare_folder / DONE_FILE).is_file() or ended()
         lines = file.read_text().splitlines() if file.is_file() else []
         for line in lines[passed_on:]:
@@ -208,7 +208,7 @@ def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
+    """Kill a process and its descendants, and wait at most ten seconds until none writes any more."""
     import psutil  # type: ignore[import-untyped]  # comes with FLARE and has no types
 
     descendants = []

@@ -1,4 +1,4 @@
-"""A run offered as a FLARE job to sites with images of their own: only numbers and names."""
+"""A run offered as a FLARE job to sites with their own images: only numbers and names."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.remote import federation_of_names
 from medfl.flare.site_config import EXAMINING, PLAIN, needs_in_one_place, odd_option
 from medfl.flare.wire import is_flare_name
+from medfl.policy.policy import PLAN
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_settings
@@ -28,27 +29,32 @@ from medfl.runtimes.unlabelled import check_unlabelled
 from medfl.storage.places import PHANTOM, require_unused
 
 
-def as_evaluation(requested: Config) -> Document:
-    """Return the settings of a job that only examines a model.
+def untrained(job: str, requested: Config) -> Document:
+    """Return the settings of a job that only evaluates a model, or only requests the input for planning one.
 
     Raises:
-        InputError: no model is named, or it is to be trained.
+        InputError: no model is named, or it should be trained; or one is named for a plan.
     """
-    if not requested.get("init"):
+    fixed = {"method": EXAMINING, "rounds": 0}
+    allowed = "a finished model, which is sent as it is and not trained"
+    if job == PLAN:
+        fixed |= {"init": "", "seed": 0}
+        allowed = "nothing that is trained or drawn"
+    elif not requested.get("init"):
         raise InputError(
             "--evaluate without a model",
             "weights to examine, as --init FILE, run:DIR or bundle:DIR",
             "name them",
         )
 
-    fixed = {"method": EXAMINING, "rounds": 0}
     for name, value in fixed.items():
         if requested.get(name, value) != value:
             raise InputError(
-                f"--evaluate with --{name} {requested[name]}",
-                "a finished model, which is sent as it is and not trained",
-                "leave one of them out",
+                f"--{job} with --{name} {requested[name]}", allowed, "leave one of them out"
             )
+
+    if job == PLAN:
+        fixed["rounds"] = 1  # a request without rounds names weights: only the record says 0
 
     return {**requested, **fixed}
 
@@ -63,22 +69,25 @@ def offer(
     rehearsal: bool = False,
     data: str | None = None,
 ) -> Run:
-    """Return the run, planned on the bundle's phantom or on `data`, of which it keeps nothing.
+    """Return the run, planned on the bundle's phantom or on `data`, none of which is kept.
 
-    In a rehearsal the sites take drawn images.
+    In a rehearsal the sites use phantom images.
 
     Raises:
-        InputError: something is not allowed, or not between sites that hold their images apart.
+        InputError: something is not allowed, or not between sites with separate images.
     """
     for site in sites:
         if not is_flare_name(site):
-            allowed = "letters, digits, - and _, at most 63, and not server, admin or relay"
-            raise InputError(f"site {site!r}", allowed, "rename it")
+            raise InputError(
+                f"site {site!r}",
+                "letters, digits, - and _, at most 63, and not server, admin or relay",
+                "rename it",
+            )
 
     if data is None and bundle in shipped():
         data = PHANTOM
 
-    # the phantom has neither these sites nor what they lack: both are set on the finished run
+    # the phantom has neither these sites nor their missing data: both are set on the finished run
     settings = dict(requested or {})
     settings |= {"sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **settings))
@@ -94,19 +103,22 @@ def offer(
 
     check_name(run.bundle, "bundle")
     if need := needs_in_one_place(method):
-        problem = f"method {run.method!r}, which needs {need}"
-        raise InputError(problem, "one that does without", "see medfl methods")
+        raise InputError(
+            f"method {run.method!r}, which needs {need}",
+            "one that does without",
+            "see medfl methods",
+        )
 
     if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
-        advice = "write out what a pattern or path stands for"
-        raise InputError(text, f"{PLAIN}: sites take no others", advice)
+        raise InputError(
+            text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for"
+        )
 
     site_texts = site_settings.of_request(bundle, requested or {})
     check_unlabelled(site_texts["unlabelled"], run.method, method, {site: {} for site in sites})
+    source = "real"
     if rehearsal:
         source = PHANTOM
-    else:
-        source = "real"
 
     offered = replace(
         run,
@@ -128,12 +140,15 @@ def export(
     min_replies: int | None = None,
     deadline: float | None = None,
     evaluate: bool = False,
+    calibrate: str = "",
+    plan: bool = False,
     **offered: Any,
 ) -> Document:
     """Write the job of an offered run into a new folder and return its description.
 
-    With `resume` the server continues the run if it has it already; with `evaluate` the sites only examine the
-    weights that the run begins with; `offered` are further arguments of `offer`.
+    With `resume` the server continues the run if it already has it; with `evaluate` the sites only evaluate the
+    run's initial weights, and with `calibrate`, a kind of set scores, also release calibration tables; with `plan`
+    they release their fingerprints; `offered` are further arguments of `offer`.
 
     Raises:
         InputError: something is not allowed; nothing was written.
@@ -142,11 +157,31 @@ def export(
     from medfl.flare.parts import RemoteController, RemoteExecutor
 
     tolerance = Tolerance(min_replies, deadline)
-    require_unused(out)
-    if evaluate:
-        offered["requested"] = as_evaluation(offered.get("requested") or {})
+    require_unused(out, advice="give a new folder")
+    if calibrate and not evaluate:
+        raise InputError(
+            f"--calibrate {calibrate} without --evaluate",
+            "a finished model, which the sites examine",
+            "add --evaluate",
+        )
+
+    for only, is_asked in (("evaluate", evaluate), (PLAN, plan)):
+        if is_asked:
+            offered["requested"] = untrained(only, offered.get("requested") or {})
+
     run = offer(bundle, sites, **offered)
+    if plan:
+        run = replace(run, rounds=0)
+
     least = min_replies or len(sites)
+    sets = 0
+    if calibrate:
+        set_scores = Bundle(bundle, run.config).kind.set_scores
+        if calibrate not in set_scores:
+            allowed = " or ".join(set_scores) or "tasks of classes, findings, numbers or masks"
+            raise InputError(f"--calibrate {calibrate}", allowed, "name the scores of this task")
+
+        sets = 1 + set_scores.index(calibrate)
 
     if least > len(sites):
         raise InputError(
@@ -159,13 +194,13 @@ def export(
         source, _ = initial_weights.begin_with(Bundle(bundle, run.config), init, seed=run.seed)
         files = text_record.write_for_job(source, run, method, Path(temporary))
 
-        if run.text is not None:  # where the embeddings lay here means nothing elsewhere
+        if run.text is not None:  # the path of the embeddings is meaningless elsewhere
             plm = _language_model_name(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
 
         carried = Path(temporary) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
-        controller = RemoteController(resume=resume, **tolerance.record())
+        controller = RemoteController(resume=resume, sets=sets, **tolerance.record())
         job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)
 
     return {
@@ -175,6 +210,6 @@ def export(
 
 
 def _language_model_name(plm: str) -> str:
-    """Return a language model's name; of a folder that has none the folder's own name."""
+    """Return a language model's name, or for a folder without one the folder's name."""
     name = plm.rstrip("/").rpartition("/")[2]
     return name if is_name(name) else "carried"

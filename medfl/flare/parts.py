@@ -1,7 +1,7 @@
 """The components that NVIDIA FLARE runs in the processes of a job: a controller at the server, an executor at a site.
 
-FLARE makes them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` where
-sites have images of their own, `SIMULATED` where one machine plays all sites. medfl is installed at every site: a job
+FLARE creates them by their class paths, which a site lists in the `class_allow_list` of its resources: `ALLOWED` if
+sites have their own images, `SIMULATED` if one machine plays all sites. medfl is installed at every site: a job
 carries the run's record (`config/run.json`), its text embeddings (`config/text.json`), its initial weights
 (`config/init.json`) and no code.
 """
@@ -37,10 +37,19 @@ from medfl.core.run import Run, examines, without_round_limit
 from medfl.core.terminal import Print
 from medfl.flare import wire
 from medfl.flare.files import error_document, participants, read_run
-from medfl.flare.remote import ReportedRunFolder
-from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE, Answer, FlareWorkers
+from medfl.flare.remote import ReportedRunFolder, write_fingerprints
+from medfl.flare.server import (
+    DONE_FILE,
+    ERROR_FILE,
+    FLARE_FOLDER,
+    LINES_FILE,
+    Answer,
+    Asking,
+    FlareWorkers,
+)
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_server, open_site
 from medfl.flare.wire import Payload, from_model, to_model
+from medfl.policy.policy import JOBS, PLAN, job_of
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
@@ -59,7 +68,7 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
 
 _SHARE = 0.5
-"""Of the weight that one of three or more sites with images of their own may have, unless the run says."""
+"""Maximum weight of one of three or more sites with their own images, unless the run sets it."""
 
 
 class _Controller(ModelController):  # type: ignore[misc]
@@ -67,7 +76,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     Args:
         min_replies: sites of a cohort that have to reply; 0: all of them.
-        deadline: seconds that the sites have for a round; 0 for no limit.
+        deadline: time limit for the sites in a round, in seconds; 0 for no limit.
     """
 
     def __init__(self, min_replies: int = 0, deadline: float = 0.0) -> None:
@@ -75,6 +84,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         super().__init__(persistor_id="", task_check_period=0.1)
         self.min_replies = min_replies
         self.deadline = deadline
+        self.sets = 0
         # question -> its task and the sites that have not answered
         self._questions: dict[int, tuple[Task, set[str]]] = {}
         self._count = 0
@@ -89,7 +99,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     def run(self) -> None:
         """Execute the run; its lines, and the error that ends it, are written for the process that started the job."""
-        folder: Path | None = None
+        folder = None
 
         def say(text: str) -> None:
             if folder is not None:
@@ -116,7 +126,7 @@ class _Controller(ModelController):  # type: ignore[misc]
 
     @abstractmethod
     def _open_run_folder(self) -> Path:
-        """Check the run of the job and make its folder, unless it is there; return the folder."""
+        """Check the run of the job and create its folder, unless it exists; return the folder."""
 
     @abstractmethod
     def _execute(self, path: Path, say: Print) -> None:
@@ -130,12 +140,12 @@ class _Controller(ModelController):  # type: ignore[misc]
         roster: Mapping[str, int] | None,
         **settings: Any,
     ) -> None:
-        """Run the rounds with the job's sites as workers; `roster` None: they are a simulation's, and show all."""
+        """Run the rounds with the job's sites as workers; `roster` None: a simulation, whose sites show everything."""
         simulated = roster is None
         self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
-            flare_workers = FlareWorkers(whole, self, simulated, roster, say)
+            flare_workers = FlareWorkers(whole, self, simulated, roster, say, self.sets)
             if isinstance(folder, ReportedRunFolder):
                 folder.follow(flare_workers)
             return flare_workers
@@ -161,7 +171,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         answers: queue.SimpleQueue[Answer],
     ) -> int:
         """Schedule one task for these sites; FLARE's threads put the answers into the queue."""
-        # numbers are never reused: a late answer must not be taken for that of a newer question
+        # numbers are never reused: a late answer must not be mistaken for that to a newer question
         with self._lock:
             self._count += 1
             number = self._count
@@ -172,7 +182,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         def arrived(client_task: ClientTask, fl_ctx: FLContext) -> None:
             site = inverse[client_task.client.name]
             result = client_task.result
-            client_task.result = None  # else FLARE would keep the tensors of all rounds
+            client_task.result = None  # otherwise FLARE would keep the tensors of all rounds
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
@@ -182,7 +192,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             result_received_cb=arrived,
         )
         self._questions[number] = (task, waiting)
-        # FLARE waits for nobody: `FlareWorkers` decides which answers a round needs
+        # FLARE does not wait: `FlareWorkers` decides which answers a round needs
         self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
         return number
 
@@ -199,7 +209,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         return bool(self.abort_signal.triggered)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Remember the sites that disconnect."""
+        """Record the sites that disconnect."""
         if event_type == EventType.CLIENT_DISCONNECTED:
             name = str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))
             self._disconnected[name] = "it has vanished"
@@ -219,13 +229,13 @@ class _Controller(ModelController):  # type: ignore[misc]
 
 
 class MedflController(_Controller):
-    """The server of a run on one machine, whose processes all see the data.
+    """The server of a run on one machine, whose processes all have access to the data.
 
     Args:
-        folder: the run folder, which has the run.json.
+        folder: the run folder, which contains the run.json.
         start: folder that relative paths of the run start from.
-        save_predictions: write the masks that are predicted for the test items.
-        track: tracker for the numbers, as `--track`; "" for none.
+        save_predictions: write the masks predicted for the test items.
+        track: tracker for the numbers, as in `--track`; "" for none.
         min_replies, deadline: as in every run.
     """
 
@@ -259,25 +269,29 @@ class MedflController(_Controller):
 
 
 class RemoteController(_Controller):
-    """The server of sites with images of their own; its machine's settings are in `local/medfl.yaml`.
+    """The server of sites with their own images; its machine's settings are in `local/medfl.yaml`.
 
     Args:
-        resume: go on with the run if it is there.
+        resume: continue the run if it exists.
         min_replies, deadline: as in every run.
+        sets: as in `FlareWorkers`.
     """
 
-    def __init__(self, resume: bool = False, min_replies: int = 0, deadline: float = 0.0) -> None:
+    def __init__(
+        self, resume: bool = False, min_replies: int = 0, deadline: float = 0.0, sets: int = 0
+    ) -> None:
         super().__init__(min_replies, deadline)
         self.resume = resume
+        self.sets = sets
 
     def _open_run_folder(self) -> Path:
         self._run = read_run(self.get_app_dir())
         self._carried = Path(self.get_app_dir()) / "config"
         settings = Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE
         self._config = SiteConfig.read(settings)
-        accepted_run(self._run, None, self._config)  # before its names become a folder's
+        accepted_run(self._run, None, self._config)  # before its names become those of a folder
         run_hash = without_round_limit(self._run).run_hash
-        work = "evaluate" if examines(self._run) else self._run.method
+        work = job_of(self._run) if examines(self._run) else self._run.method
         path = Path(self._config.folder) / f"{self._run.bundle}-{work}-{run_hash[:16]}"
         if not (path / "run.json").is_file():
             RunFolder.create(path)
@@ -289,6 +303,10 @@ class RemoteController(_Controller):
         return path
 
     def _execute(self, path: Path, say: Print) -> None:
+        if job_of(self._run) == PLAN:
+            self._plan(path, say)
+            return
+
         federation = open_server(self._run, self._config, self._carried)
         run = federation.run
         bundle = federation.bundle
@@ -310,6 +328,16 @@ class RemoteController(_Controller):
         )
         say(f"report: {write_report(path)}")
 
+    def _plan(self, path: Path, say: Print) -> None:
+        """Ask the sites for their fingerprints; no bundle is opened, since the server may not have its images."""
+        run = accepted_run(self._run, None, self._config)
+        sites = participants(run)
+        self._flare_names = wire.wire_names(sites)
+        RunFolder(path).write_run(run, {"command": "a FLARE job", "runtime": "flare"})
+        asking = Asking(self)
+        asking.set_deadline(self.deadline or None)
+        write_fingerprints(asking, sites, path / "fingerprints", self.min_replies, say)
+
 
 class _Executor(Executor):  # type: ignore[misc]
     """A site's half."""
@@ -329,14 +357,17 @@ class _Executor(Executor):  # type: ignore[misc]
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
-        """Answer one question, with a failure if need be."""
+        """Answer one question, if necessary with a failure."""
         try:
             if self._site is None:
+                name = str(fl_ctx.get_identity_name())
                 workspace = fl_ctx.get_engine().get_workspace()
+                # FLARE's simulator starts sites as threads, and may give one the workspace's name of the next
+                workspace.site_name = name
                 app = workspace.get_app_dir(fl_ctx.get_job_id())
                 run = read_run(app)
                 self._carried = Path(app) / "config"
-                self._site = self._opened(run, str(fl_ctx.get_identity_name()), workspace)
+                self._site = self._opened(run, name, workspace)
                 torch.set_num_threads(run.threads)
 
             with errors_safe_to_send():
@@ -349,15 +380,15 @@ class _Executor(Executor):  # type: ignore[misc]
 
     @abstractmethod
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
-        """Return the site that has this name in FLARE."""
+        """Return the site with this name in FLARE."""
 
     def _failed(self, error: Exception, flare_name: str) -> Payload:
-        """Return the failure that the server gets for an error outside of the site's answers."""
+        """Return the failure that is sent to the server for an error outside the site's answers."""
         return wire.failure(in_words(error))
 
 
 class MedflExecutor(_Executor):
-    """A site of a run on one machine, whose processes all see the data."""
+    """A site of a run on one machine, whose processes all have access to the data."""
 
     def __init__(self, folder: str, start: str) -> None:
         super().__init__()
@@ -365,7 +396,7 @@ class MedflExecutor(_Executor):
         self.start = start
 
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
-        # here: it imports all of MONAI FL, which the server does not need
+        # imported here: it imports all of MONAI FL, which the server does not need
         from medfl.flare.site import FlareSite
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
@@ -375,8 +406,9 @@ class MedflExecutor(_Executor):
         flare_names = wire.wire_names(participants(run))
         names = dict(zip(flare_names.values(), flare_names, strict=True))
         if flare_name not in names:
-            allowed = f"sites are {', '.join(names)}"
-            raise InputError(f"site {flare_name!r}", allowed, "use these names")
+            raise InputError(
+                f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names"
+            )
 
         def federation() -> Federation:
             federation = plan.federation()
@@ -388,7 +420,7 @@ class MedflExecutor(_Executor):
 
 
 class RemoteExecutor(_Executor):
-    """A site with images of its own; its settings are in `local/medfl.yaml`."""
+    """A site with its own images; its settings are in `local/medfl.yaml`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,9 +445,10 @@ class RemoteExecutor(_Executor):
         algo = MedflClientAlgo(
             opened, flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
+            jobs=JOBS,  # `accepted_run` has checked the policy, and `FlareSite` knows the job
         )  # fmt: skip
 
-        return FlareSite(algo, flare_name, examines=examines(run))
+        return FlareSite(algo, flare_name, job=job_of(run), rounds=run.rounds)
 
     def _say(self, text: str) -> None:
         self.logger.info(text)  # FLARE's log at the site; `self.log_info` would make an event of it
@@ -447,19 +480,19 @@ def _paths(*parts: type) -> list[str]:
 
 
 ALLOWED = _paths(RemoteController, RemoteExecutor)
-"""Class paths for the allow-list of a site, or a server, with images of its own."""
+"""Class paths for the allow-list of a site or a server with its own images."""
 SIMULATED = _paths(MedflController, MedflExecutor)
-"""Class paths for one machine: they take folders from the job, and belong on no other allow-list."""
+"""Class paths for one machine: they take folders from the job, and must not be on any other allow-list."""
 
 
 # FLARE's own transfer of tensors, except that unreadable ones do not end the job.
 #
-# FLARE ends the server's job process, and so the whole job, when a site's tensors are not valid safetensors. Here they
+# FLARE ends the server's job process, and so the whole job, if a site's tensors are not valid safetensors. Here they
 # arrive as `Unreadable`, which `wire.from_model` refuses, naming tensor and site.
 
 
 class Unreadable:
-    """Stands in for a tensor that could not be read."""
+    """Replaces a tensor that could not be read."""
 
 
 class _AllUnreadable(dict[str, Any]):
@@ -480,7 +513,7 @@ class Tensors(TensorDecomposer):  # type: ignore[misc]
         """Return ("", tensors by name)."""
         try:
             error, items = super().download(*args, **settings)
-        except Exception as failed:  # of any kind: the bytes are somebody else's
+        except Exception as failed:  # of any type: the bytes are untrusted
             error = str(failed)
             items = None
 
@@ -500,5 +533,5 @@ class Tensors(TensorDecomposer):  # type: ignore[misc]
 
 
 def register_tensors() -> None:
-    """Have FLARE use `Tensors` in this process."""
+    """Make FLARE use `Tensors` in this process."""
     fobs.register(Tensors)

@@ -1,6 +1,6 @@
-"""`nvflare poc`: a FLARE server and sites with certificates, as processes of this machine, for one job.
+"""`nvflare poc`: a FLARE server and sites with certificates, as processes on this machine, for one job.
 
-FLARE makes the startup kits, starts the processes and stops them; their ports are FLARE's own, 8002 and 8003.
+FLARE creates the startup kits, starts the processes and stops them; the ports are FLARE's own, 8002 and 8003.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _PROJECT = "example_project"
 
 
 class ProofOfConcept:
-    """A federation in a new folder; as a context manager it runs inside.
+    """A federation in a new folder, running while its context manager is active.
 
     Args:
         folder: for its kits and the output of its processes.
         sites: their names.
         classes: class paths that a job may name besides FLARE's own.
         encryption: the kits get keys for homomorphic encryption.
-        environment: variables of all its processes, besides those of this one.
+        environment: additional variables for all its processes.
 
     Raises:
-        RunError: FLARE could not make the kits, or could not start the server or a site.
+        RunError: FLARE could not create the kits, or could not start the server or a site.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class ProofOfConcept:
         encryption: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the kits; nothing is started."""
+        """Create the kits; nothing is started."""
         self.folder = folder.resolve()
         self.sites = list(sites)
-        self._workspace = self.folder / "workspace"  # made by FLARE, which takes no existing folder
+        self._workspace = self.folder / "workspace"  # FLARE makes it and accepts no existing one
         self._environment = {
             **os.environ,
             **(environment or {}),
@@ -64,7 +64,7 @@ class ProofOfConcept:
 
         self.folder.mkdir(parents=True)
         flags = ["--he"] if encryption else []
-        # FLARE lists the kits that it made in a file below HOME: this user's own stays as it is
+        # FLARE lists the kits that it made in a file below HOME: this user's own stays unchanged
         self._command("prepare", "-c", *self.sites, *flags, HOME=str(self.folder))
 
         for name in (SERVER, *self.sites):
@@ -80,7 +80,7 @@ class ProofOfConcept:
 
         try:
             self._command("start")
-            with contextlib.redirect_stdout(io.StringIO()):  # it says that it connects
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints that it connects
                 self._session = new_secure_session(_ADMIN, str(self.kit(_ADMIN)))
         except BaseException:
             self._stop()
@@ -97,7 +97,7 @@ class ProofOfConcept:
         return str(self._session.submit_job(str(job)))
 
     def status(self, job: str) -> str:
-        """Return a job's status in FLARE; it begins with FINISHED once the job is over."""
+        """Return a job's status in FLARE; it begins with FINISHED once the job has ended."""
         assert self._session is not None
         return str(self._session.get_job_meta(job).get("status", ""))
 
@@ -108,7 +108,7 @@ class ProofOfConcept:
     def _stop(self) -> None:
         if self._session is not None:
             self._session.close()
-        with contextlib.suppress(RunError):  # nothing may be left to stop
+        with contextlib.suppress(RunError):  # there may be nothing left to stop
             self._command("stop")
 
     def _command(self, action: str, *arguments: str, **variables: str) -> None:

@@ -1,4 +1,4 @@
-"""A run whose server has the sites' names and reported metrics, but no images except perhaps its own."""
+"""A run whose server has the sites' names and reported metrics, but no images other than its own, if any."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from pathlib import Path
 import torch
 
 from medfl.core.documents import Config, Document, Metrics
+from medfl.core.errors import RunError
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
+from medfl.core.terminal import Print
 from medfl.data.prepared import Prepared, Stacked
-from medfl.flare.server import FlareWorkers
+from medfl.flare.server import Asking, FlareWorkers
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
+from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
+from medfl.storage.files import write_json
+from medfl.storage.places import CALIBRATION_SUMS
 from medfl.storage.run_folder import RunFolder
 
 Reported = Mapping[str, float]
 
 
 def federation_of_names(bundle: Problem, method: Method, run: Run, held_out: bool) -> Federation:
-    """Return a federation whose sites have names and no images.
+    """Return a federation whose sites have names but no images.
 
-    With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
+    With `held_out` the global model is scored on the bundle's validation and test items, on which no site trains.
     """
     nothing = Stacked([], torch.empty(0), torch.empty(0))
     sections: dict[str, Prepared] = dict.fromkeys(SECTIONS, nothing)
@@ -35,11 +40,36 @@ def federation_of_names(bundle: Problem, method: Method, run: Run, held_out: boo
     return Federation(bundle, method, run, prepared={**sections, "train": nothing})
 
 
+def write_fingerprints(
+    asking: Asking, sites: Sequence[str], folder: Path, least: int, say: Print
+) -> None:
+    """Write the fingerprint of each site into a folder, for `medfl plan`.
+
+    Raises:
+        RunError: fewer than `least` sites have answered (0: not all of them); says why.
+    """
+    folder.mkdir(exist_ok=True)
+    reasons = []
+    files = []
+    for name, answer in asking.fingerprints(sites):
+        if isinstance(answer, FailedReply):
+            reasons.append(answer.why)
+            say(f"note: {answer.why}")
+        else:
+            files.append(folder / f"{name}.json")
+            write_json(files[-1], answer.document())
+
+    if len(files) < (least or len(files) + len(reasons)):
+        raise RunError("; ".join(reasons))
+
+    say(f"next: medfl plan {' '.join(map(str, sorted(files)))} --out FOLDER")
+
+
 class ReportedRunFolder(RunFolder):
-    """A run folder with the metrics that sites reported of their own items: `told` and `samples` of each site.
+    """A run folder with the metrics that sites reported on their own items: `told` and `samples` of each site.
 
     Means over sites are weighted by their numbers of cases. For metrics that are not means over cases, such as AUROC,
-    this mean differs from the value of the pooled cases.
+    this mean differs from the value on the pooled cases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,12 +77,12 @@ class ReportedRunFolder(RunFolder):
         self._workers: FlareWorkers | None = None
 
     def follow(self, workers: FlareWorkers) -> None:
-        """Write from now on what the sites report to these workers."""
+        """From now on write what the sites report to these workers."""
         self._workers = workers
 
     @property
     def workers(self) -> FlareWorkers:
-        """What the sites report to."""
+        """The workers to which the sites report."""
         assert self._workers is not None
         return self._workers
 
@@ -83,10 +113,13 @@ class ReportedRunFolder(RunFolder):
             super().write_table(name, rows)
 
     def write_summary(self, summary: Config) -> None:
-        """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
+        """Write the summary, with means of the last reported metrics and the sites' facts about their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported)
         facts = self.workers.by_kind(summary)
+        if self.workers.sets:
+            self.workers.save_sets(self.path / CALIBRATION_SUMS)
+
         super().write_summary({**summary, **facts, "told": {**last, **final}})
 
     def _reported_row(self, row: Config, site: Config) -> Document:
@@ -102,7 +135,7 @@ class ReportedRunFolder(RunFolder):
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> Metrics:
-    """Return the means of the sites' metrics, weighted by their numbers of cases, and the sums of these."""
+    """Return the means of the sites' metrics, weighted by their numbers of cases, and the total numbers."""
     means = {}
     for key in dict.fromkeys(chain.from_iterable(reported.values())):
         section, _, metric = key.partition("/")

@@ -1,8 +1,8 @@
 """A site's check of every job before FLARE accepts it: no code, no unlisted class, no commands.
 
-FLARE lets a job bring code if the site's authorization policy allows it to the role that the server names, and then
-ignores the list of classes; a shell command skips that policy where the server's message omits the request. A site of
-medfl relies on neither: `medfl.flare.serve` names this validator in the kit's `local/resources.json`.
+FLARE lets a job bring code if the site's authorization policy grants this to the role that the server names, and then
+ignores the list of classes; a shell command bypasses that policy if the server's message omits the request. A medfl
+site relies on neither: `medfl.flare.serve` names this validator in the kit's `local/resources.json`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
 from medfl.core.documents import Document
-from medfl.core.untrusted import Refused, folders_below, json_values, printable
+from medfl.core.untrusted import Refused, json_values, not_plain, printable
 
-_SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
+_SUFFIXES = (".json", ".crt")  # configuration, and the submitter's signature
 _CONFIGURATION = "config_fed_client.json"
-_CLASS_KEYS = ("path", "class_path", "name")  # by which FLARE makes components
+_CLASS_KEYS = ("path", "class_path", "name")  # by which FLARE creates components
 _MAX_BYTES = 1_000_000
 _COMMANDS = (
     ShellCommandProcessor,
@@ -53,15 +53,12 @@ class Sentry(AppValidator):  # type: ignore[misc]
         return next(self._problems(Path(app_folder)), ""), {}
 
     def _problems(self, app: Path) -> Iterator[str]:
-        paths = []
-        for folder, inner, files in folders_below(app):
-            paths += [Path(folder, name) for name in (*inner, *files)]
+        for path in not_plain(app):
+            yield f"{printable(path.relative_to(app))} is neither a file nor a folder, or lies below 100 others"
 
-        for path in sorted(paths):
+        for path in sorted(app.rglob("*")):
             name = printable(path.relative_to(app))
-            if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                yield f"{name} is neither a file nor a folder"
-            elif path.name == "custom" or (path.is_file() and path.suffix not in _SUFFIXES):
+            if path.name == "custom" or (path.is_file() and path.suffix not in _SUFFIXES):
                 yield f"{name}: a job brings no code here, only JSON"
             elif path.name == _CONFIGURATION:
                 for problem in self._unlisted(path):

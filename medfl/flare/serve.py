@@ -1,8 +1,8 @@
 """`medfl site serve`: join a FLARE federation with the startup kit that its operator sent.
 
-Before FLARE's client starts, the site's policy inspects the bundle, `secure` restricts the kit (a job may make medfl's
-two classes for sites with images of their own, and brings no code), and the site's settings are written into the kit
-(`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operator uses it too.
+Before FLARE's client starts, the site's policy inspects the bundle, `secure` restricts the kit (a job may create only
+medfl's two classes for sites with their own images, and brings no code), and the site's settings are written into the
+kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operator uses it too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import yaml
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import NO_WALLS
+from medfl.core.untrusted import not_plain, printable
 from medfl.flare.files import read_kit_file, read_resources
 from medfl.safety.bounds import end_with_parent
 
@@ -70,6 +71,15 @@ def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
 
     kit = args.kit.expanduser().resolve()
     kind = _kind(kit)
+    # Before anything is written there, or copied for FLARE: a link could lead to one of the user's own files
+    for folder in map(kit.joinpath, KIT_FOLDERS):
+        for odd in (*[folder] * folder.is_symlink(), *not_plain(folder)):
+            raise InputError(
+                f"{printable(odd)} is neither a plain file nor a folder",
+                "a startup kit as its operator made it",
+                "remove it",
+            )
+
     _write_settings(args, kit)
     require_flare()
     document = prepare(kit, kind)
@@ -80,7 +90,7 @@ def _serve(args: argparse.Namespace, show: Callable[..., int]) -> int:
 
 
 def _sandbox(kit: Path, kind: str, args: argparse.Namespace) -> tuple[SiteSandbox | None, str]:
-    """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
+    """Return the sandbox of a site's FLARE, and the line about it; none if it is unwanted or unavailable."""
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
     from medfl.flare.site_sandbox import SiteSandbox
     from medfl.safety.sandbox import abi, lacking
@@ -118,7 +128,7 @@ def prepare(kit: Path, kind: str) -> Document:
     Return a description of what would run; `kind` is "site" or "server".
 
     Raises:
-        InputError: there is no `local/medfl.yaml`, it is wrong, the kit grants more than it may, or the bundle is
+        InputError: `local/medfl.yaml` is missing or wrong, the kit grants more than it may, or the bundle is
             refused.
     """
     from medfl.bundle.bundle import Bundle
@@ -136,7 +146,7 @@ def prepare(kit: Path, kind: str) -> Document:
         )
 
     root, _, sha256 = config.files()
-    if config.is_shipped:  # of another one its worker finds out: this process makes nothing of it
+    if config.is_shipped:  # its worker checks any other: this process creates nothing from it
         check_declared_data(config, Bundle(config.bundle, policy=policy), kit.name)
 
     Path(config.folder).mkdir(parents=True, exist_ok=True)
@@ -165,7 +175,7 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     if bash is None:
         raise RunError("there is no bash, which the startup kit needs")
 
-    # the kit's scripts call python3, which has to be this one
+    # the kit's scripts call python3, which must be this one
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path}
     folder = kit
@@ -194,7 +204,7 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
 
 
 def _begin(enter: Callable[[], object] | None) -> None:
-    """Let the process, in which FLARE's program is about to start, end with medfl, also where that is killed."""
+    """Make the process, in which FLARE's program is about to start, end with medfl, even if medfl is killed."""
     end_with_parent(signal.SIGTERM)
     if enter is not None:
         enter()
@@ -212,10 +222,10 @@ def _kind(kit: Path) -> str:
 
 
 def _write_settings(args: argparse.Namespace, kit: Path) -> None:
-    """Write the given settings into the kit; settings that are there already are not changed.
+    """Write the given settings into the kit; existing settings are not changed.
 
     Raises:
-        InputError: they are incomplete, or the kit has others.
+        InputError: they are incomplete, or differ from those in the kit.
     """
     from medfl.bundle.files import shipped_folders
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
@@ -232,8 +242,11 @@ def _write_settings(args: argparse.Namespace, kit: Path) -> None:
 
     if not settings:
         if not path.is_file():
-            problem = f"--kit {kit} without local/{CONFIG_FILE}"
-            raise InputError(problem, "it is written the first time", "give BUNDLE and --folder")
+            raise InputError(
+                f"--kit {kit} without local/{CONFIG_FILE}",
+                "it is written the first time",
+                "give BUNDLE and --folder",
+            )
 
         return
 
@@ -266,25 +279,27 @@ def _write_settings(args: argparse.Namespace, kit: Path) -> None:
 # Restrict a startup kit: what a job, and the server's operators, may do at a site.
 #
 # A job may name only listed classes, brings no code and gets no shell, and FLARE sends no logs. Two files in the kit's
-# `local/` configure that: `resources.json`, written anew each time, and `authorization.json`, which is written where
-# there is none; one that grants more is refused.
+# `local/` configure that: `resources.json`, rewritten each time, and `authorization.json`, written if it is missing;
+# one that grants more is refused.
 
 
 RESOURCES = "resources.json"
 AUTHORIZATION = "authorization.json"
+KIT_FOLDERS = ("startup", "local")
+"""Contents of a kit; FLARE creates other folders beside them."""
 _SENTRY = "medfl.flare.sentry.Sentry"
 _ROLES = ("project_admin", "org_admin", "lead", "member")
 _CODE = ("byoc", "server-predeployed-flwr")
 _SHELL = ("shell_commands", "pwd", "ls", "cat", "head", "tail", "grep")
 _NEVER = {"site": (*_CODE, *_SHELL), "server": _CODE}
-"""Rights that nobody has, by the kind of the kit."""
+"""Rights granted to nobody, by the kind of the kit."""
 _JOBS = ("submit_job", "clone_job", "manage_job", "download_job", "view")
 _OPERATION = ("operate", "shell_commands")
 _WITHHELD = (*_OPERATION, "show_errors", "configure_job_log", "configure_site_log", "call", *_CODE)
 
 
 def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
-    """Write and check the permissions of a kit of a "site" or "server", whose jobs may name these classes.
+    """Write and check the permissions of a kit for a "site" or "server", whose jobs may name these classes.
 
     Raises:
         InputError: the kit's own authorization grants code or commands, or the kit accepts unsigned jobs.
@@ -317,7 +332,7 @@ def _authorize(path: Path, kind: str) -> None:
 
 
 def _permissions(path: Path, kind: str) -> Document:
-    """Return a site's policy, or a server kit's own without the rights that nobody has."""
+    """Return a site's policy, or a server kit's own without the rights granted to nobody."""
     if kind == "site":
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
         return {"format_version": "1.0", "permissions": dict.fromkeys(_ROLES, rights)}
@@ -331,7 +346,7 @@ def _permissions(path: Path, kind: str) -> Document:
     never = dict.fromkeys(_CODE, "none")
     roles = {}
     for role, rights in permissions.items():
-        if not isinstance(rights, dict):  # one condition for all that a role may do
+        if not isinstance(rights, dict):  # a single condition for all rights of a role
             rights = dict.fromkeys((*_JOBS, *_OPERATION), rights)
 
         roles[role] = {**rights, **never}
@@ -361,7 +376,7 @@ def _granted(document: Document, never: Sequence[str]) -> Iterator[tuple[str, st
 
 
 def _nobody(expression: Any) -> bool:
-    """Return whether a condition of FLARE's applies to nobody."""
+    """Return whether a FLARE condition applies to nobody."""
     # a role has the right if any of the terms holds and none that begins with "not" forbids it
     terms = [expression] if isinstance(expression, str) else expression
     words = [str(term).lower().split() for term in terms]

@@ -1,6 +1,6 @@
 """NVIDIA FLARE, the server's half: a `Simulator` whose sites are the clients of a FLARE job.
 
-Round loop, run folder, scores and resume are the simulator's. Only the running of a site's task differs: `FlareWorkers`
+Round loop, run folder, scores and resume are the simulator's. Only a site's task is run differently: `FlareWorkers`
 asks the site's process and waits. Calls to FLARE itself are behind `Link`.
 """
 
@@ -12,20 +12,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document, Metrics
 from medfl.core.errors import MedflError, RunError
+from medfl.core.mappings import map_values
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.run import examines
 from medfl.core.terminal import Print
-from medfl.evaluation import tally
+from medfl.data import fingerprint
+from medfl.data.fingerprint import Fingerprint
+from medfl.evaluation import conformal, tally
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
+from medfl.problem.tasks.regression import scale_of
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -43,12 +49,13 @@ from medfl.runtimes.tasks import (
     TrainToScore,
     WorkerTask,
 )
+from medfl.storage.files import save_weights
 
 FLARE_FOLDER = "flare"
 LINES_FILE = "said.txt"
 ERROR_FILE = "failed.json"
 DONE_FILE = "done"
-"""Folder of a job in the run folder; in it the server's lines for the user, its error, and a mark that it is done."""
+"""Folder of a job in the run folder, with the server's lines for the user, its error, and a mark when done."""
 _SILENCE = 1.0
 """Seconds between two checks that the sites are still connected."""
 _EMPTY_RESULTS: Mapping[type[WorkerTask], Any] = {
@@ -56,7 +63,9 @@ _EMPTY_RESULTS: Mapping[type[WorkerTask], Any] = {
     CopyWeights: {},
     SegmentSite: {},
 }
-"""Tasks that sites run only in a simulation, with the results that stand in elsewhere."""
+"""Tasks that sites run only in a simulation, with the results used elsewhere."""
+_SETS = ("validate/sets", "test/sets", "test/half")
+"""Calibration tables in a site's answer."""
 _START = 300.0
 """Seconds added to the deadline of a job's first question, during which a site prepares its images."""
 
@@ -79,7 +88,7 @@ class Link(Protocol):
         payload: Payload,
         answers: queue.SimpleQueue[Answer],
     ) -> int:
-        """Send one question to some sites at once; their answers come into the queue with the number returned."""
+        """Send one question to some sites at once; their answers enter the queue with the returned number."""
 
     def drop(self, question: int) -> None:
         """Accept no more answers to a question."""
@@ -93,9 +102,9 @@ class Link(Protocol):
 
 @dataclass
 class _Question:
-    """A question to one site, whose answer `read` takes; `message` is that of the method.
+    """A question to one site, whose answer `read` parses; `message` is that of the method.
 
-    `state_round` is that of the State that the site continues from, 0 for none.
+    `state_round` is the round of the State that the site continues from, 0 for none.
     """
 
     index: int
@@ -109,6 +118,7 @@ class _Question:
 
     def same_as(self, question: _Question) -> bool:
         """Return whether two sites are sent the same."""
+        # positions of its own images, which no other site has
         if self.extra or question.extra or self.task_name != question.task_name:
             return False
         if self.numbers != question.numbers:
@@ -121,25 +131,136 @@ class _Question:
         )
 
 
-class FlareWorkers(Workers):
+class Asking:
+    """Asks the sites of a FLARE job, and waits for their answers.
+
+    Attributes:
+        deadline: time limit for the sites in a round, in seconds, None for no limit.
+    """
+
+    def __init__(self, link: Link) -> None:
+        """Store the connection."""
+        self._link = link
+        self.deadline: float | None = None
+        self._started = False
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """Limit how long the sites may take for a round."""
+        self.deadline = seconds
+
+    def fingerprints(self, names: Sequence[str]) -> Iterator[tuple[str, Fingerprint | FailedReply]]:
+        """Request planning fingerprints from all sites at once, and yield each site's answer."""
+        questions = []
+        for index, name in enumerate(names):
+            read = partial(_fingerprint, name)
+            numbers = wire.question_numbers(0)
+            questions.append(_Question(index, name, wire.FINGERPRINT, numbers, Message(), read))
+
+        for index, answer in self._answers(questions):
+            yield names[index], answer
+
+    def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
+        """Send the questions, equal ones to several sites at once, and yield results as they arrive."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        waiting = {}
+        for group in _grouped(questions):
+            first = group[0]
+            sites = {question.site: question for question in group}
+            rounds = {site: question.state_round for site, question in sites.items()}
+            extra = {**first.extra, **wire.state_rounds(rounds)}
+            payload = wire.message_payload(first.message, first.numbers, extra)
+            number = self._link.ask(first.task_name, list(sites), payload, answers)
+            for site, question in sites.items():
+                waiting[number, site] = question
+
+        end = None
+        if self.deadline is not None:
+            end = time.monotonic() + self.deadline
+            if not self._started:
+                end += _START
+
+        self._started = True
+        numbers = {number for number, _ in waiting}
+        try:
+            while waiting:
+                for key, payload in self._next(answers, waiting, end):
+                    question = waiting.pop(key)
+                    yield question.index, self._result(question, payload)
+        finally:
+            # also after an error: nobody waits for the rest any more
+            for number in numbers:
+                self._link.drop(number)
+
+    def _next(
+        self,
+        answers: queue.SimpleQueue[Answer],
+        waiting: Mapping[tuple[int, str], _Question],
+        end: float | None,
+    ) -> list[tuple[tuple[int, str], Payload]]:
+        """Return the next answer, or failures for sites that will not answer any more."""
+        patience = _SILENCE
+        if end is not None:
+            patience = max(0.0, min(_SILENCE, end - time.monotonic()))
+
+        try:
+            answer = answers.get(timeout=patience)
+        except queue.Empty:
+            if end is not None and time.monotonic() >= end:
+                late = f"no answer within {self.deadline:g} s"
+                return [(key, wire.failure(late)) for key in list(waiting)]
+
+            lost = {key: self._link.why_lost(key[1]) for key in waiting}
+            if not any(lost.values()) and self._link.is_aborted():
+                raise RunError(
+                    "the job was ended from outside; the last round is intact, continue with --resume"
+                ) from None
+
+            return [(key, wire.failure(why)) for key, why in lost.items() if why]
+
+        key = (answer.question, answer.site)
+        if key in waiting:
+            return [(key, answer.payload)]
+
+        return []  # a second answer, or one to a dropped question
+
+    def _result(self, question: _Question, payload: Payload) -> Any:
+        """Return the task's result, or the site as `FailedReply` with the reason."""
+        sender = f"site {question.site!r}"
+        try:
+            if payload.failure_reason:
+                raise RunError(payload.failure_reason)
+            return question.read(payload)
+        except MedflError as error:
+            reason = str(error)
+        except (KeyError, TypeError, ValueError) as error:  # a site may send anything
+            reason = wire.failure(error).failure_reason
+
+        if not reason.startswith(sender):
+            reason = f"{sender}: {reason}"
+
+        return FailedReply(question.site, reason)
+
+
+class FlareWorkers(Asking, Workers):
     """The workers of a `Simulator` that are the sites of a FLARE job; all sites work at the same time.
 
-    The sites keep their States. The run folder has the names of their files, and so the round whose State each site
-    continues from, which every question says. A site that fails, disconnects, misses the deadline or sends what is
-    refused is `FailedReply`.
+    The sites keep their States. The run folder records the names of their files, and so the round whose State each site
+    continues from, which every question includes. A site that fails, disconnects, misses the deadline or sends
+    something that is refused is a `FailedReply`.
 
     Args:
         federation: the run, as the server sees it.
         link: to the sites.
         simulated: sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
-            are not asked for anything else.
-        roster: site -> most training items that its operator takes it to have; a site that is not in it has no limit.
-        say: where lines for the user go.
+            are asked for nothing else.
+        roster: site -> maximum number of training items according to its operator; other sites have no limit.
+        say: prints lines for the user.
+        sets: for an evaluation-only job, the scores by which it is also calibrated, from 1 on; 0: none.
 
     Attributes:
-        deadline: seconds that the sites have for a round, None for no limit.
-        reported: site -> metrics of its own items that it reported, where sites send no cases.
-        tallies: site -> section -> tables of the outcomes of its own items, of a job that only examines.
+        reported: site -> metrics that it reported on its own items, if sites send no cases.
+        tallies: site -> section -> tables of the outcomes of its own items, for an evaluation-only job.
+        set_tables: "site/section/name" -> its calibration table (`evaluation.conformal.table_of`).
         samples: site -> number of its training items that it reported.
     """
 
@@ -150,22 +271,23 @@ class FlareWorkers(Workers):
         simulated: bool = True,
         roster: Mapping[str, int] | None = None,
         say: Print = str,
+        sets: int = 0,
     ) -> None:
-        """Start nothing: the sites run already."""
-        super().__init__(federation, 1)
-        self._link = link
+        """Start nothing: the sites are already running."""
+        Workers.__init__(self, federation, 1)
+        Asking.__init__(self, link)
         self._simulated = simulated
         self._roster = roster or {}
         self._say = say
+        self.sets = sets
+        self.set_tables: dict[str, Floats] = {}
         self.samples: dict[str, int] = {}
-        self.deadline: float | None = None
         self.reported: dict[str, Metrics] = {}
-        self._started = False
 
     def run(
         self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
+        """Run tasks, those at sites all at once, and yield (position, result) as they finish."""
         questions = []
         for index, make in enumerate(tasks):
             task = make()
@@ -178,14 +300,10 @@ class FlareWorkers(Workers):
 
         yield from self._answers(questions)
 
-    def set_deadline(self, seconds: float | None) -> None:
-        """Limit how long the sites may take for a round."""
-        self.deadline = seconds
-
     # Asking
 
     def _question(self, index: int, task: SiteTask) -> _Question:
-        """Return the question that asks a site for a task."""
+        """Return the question that requests a task from a site."""
         name = task.site
         read: Callable[[Payload], Any]
         if isinstance(task, Introduce):
@@ -209,6 +327,10 @@ class FlareWorkers(Workers):
                 self._federation.run
             ):
                 kind = wire.EXAMINE
+                # once: its answer covers all sections
+                if "test" in sections:
+                    save = {wire.SETS: self.sets}
+
                 read = partial(self._tallied, name, sections)
             case ScoreSite(sections=sections):
                 kind = wire.SCORE_SITE
@@ -237,95 +359,12 @@ class FlareWorkers(Workers):
 
         return _Question(index, name, kind, numbers, message, read, extra, state_round)
 
-    # Waiting
-
-    def _answers(self, questions: Sequence[_Question]) -> Iterator[tuple[int, Any]]:
-        """Send the questions, equal ones to several sites at once, and yield results as they arrive."""
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        waiting = {}
-        for group in _grouped(questions):
-            first = group[0]
-            sites = {question.site: question for question in group}
-            rounds = {site: question.state_round for site, question in sites.items()}
-            extra = {**first.extra, **wire.state_rounds(rounds)}
-            payload = wire.message_payload(first.message, first.numbers, extra)
-            number = self._link.ask(first.task_name, list(sites), payload, answers)
-            for site, question in sites.items():
-                waiting[number, site] = question
-
-        end = None
-        if self.deadline is not None:
-            if self._started:
-                preparing = 0.0
-            else:
-                preparing = _START
-
-            end = time.monotonic() + self.deadline + preparing
-
-        self._started = True
-        numbers = {number for number, _ in waiting}
-        try:
-            while waiting:
-                for key, payload in self._next(answers, waiting, end):
-                    question = waiting.pop(key)
-                    yield question.index, self._result(question, payload)
-        finally:
-            for number in numbers:
-                self._link.drop(number)
-
-    def _next(
-        self,
-        answers: queue.SimpleQueue[Answer],
-        waiting: Mapping[tuple[int, str], _Question],
-        end: float | None,
-    ) -> list[tuple[tuple[int, str], Payload]]:
-        """Return the next answer, or failures for the sites that will not answer any more."""
-        patience = _SILENCE
-        if end is not None:
-            patience = max(0.0, min(_SILENCE, end - time.monotonic()))
-
-        try:
-            answer = answers.get(timeout=patience)
-        except queue.Empty:
-            if end is not None and time.monotonic() >= end:
-                late = f"no answer within {self.deadline:g} s"
-                return [(key, wire.failure(late)) for key in list(waiting)]
-
-            lost = {key: self._link.why_lost(key[1]) for key in waiting}
-            if not any(lost.values()) and self._link.is_aborted():
-                problem = "the job was ended from outside; the last round is intact, continue with --resume"
-                raise RunError(problem) from None
-
-            return [(key, wire.failure(why)) for key, why in lost.items() if why]
-
-        key = (answer.question, answer.site)
-        if key in waiting:
-            return [(key, answer.payload)]
-
-        return []  # a second answer, or one of a question that was dropped
-
-    def _result(self, question: _Question, payload: Payload) -> Any:
-        """Return the task's result, or the site as `FailedReply` with the reason."""
-        sender = f"site {question.site!r}"
-        try:
-            if payload.failure_reason:
-                raise RunError(payload.failure_reason)
-            return question.read(payload)
-        except MedflError as error:
-            reason = str(error)
-        except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
-            reason = wire.failure(error).failure_reason
-
-        if not reason.startswith(sender):
-            reason = f"{sender}: {reason}"
-
-        return FailedReply(question.site, reason)
-
     # Reading
 
     def _introduction(self, name: str, payload: Payload) -> Message:
         message = self._federation.decode_reply(name, payload.group("message"))
         self._federation.message_rules(name).check_reply(message)
+        # a site that was started anew begins with what it tells now
         self.introduced_counts.pop(name, None)
         self.facts.pop(name, None)
         self.samples[name] = self._checked_count(name, payload)
@@ -334,14 +373,14 @@ class FlareWorkers(Workers):
         return message
 
     def item_count(self, name: str) -> int:
-        """Return how many training items a site has; where they are its own, what it told first."""
+        """Return a site's number of training items; if they are its own, the number that it reported first."""
         if self._simulated:
             return super().item_count(name)
 
         return self.introduced_counts.get(name, 0)
 
     def _checked_count(self, name: str, payload: Payload) -> int:
-        """Return the number of training items that a site tells, at most what roster and introduction say."""
+        """Return the number of training items reported by a site, at most that of roster and introduction."""
         count = payload.whole_number(wire.SAMPLES)
         most = self._roster.get(name)
         if most is not None and count > most:
@@ -362,7 +401,7 @@ class FlareWorkers(Workers):
         return count
 
     def _check_facts(self, name: str, payload: Payload) -> None:
-        """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
+        """Record what a site with its own images reports about them, always the same, and print it the first time."""
         if self._simulated:
             facts = {}
         else:
@@ -378,11 +417,11 @@ class FlareWorkers(Workers):
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Config) -> Document:
-        """Return what the sites told of their data as a run's summary has it."""
+        """Return what the sites reported about their data, in the form of a run's summary."""
         return site_facts.by_kind(self.facts, summary, self._federation.bundle)
 
     def _trained(self, task: Train, bytes_down: int, payload: Payload) -> tuple[StepResult, bool]:
-        """Return what `task` asked for, and whether the site has a new State."""
+        """Return the result of `task`, and whether the site has a new State."""
         federation = self._federation
         name = task.site
         arrived = federation.decode_reply(name, payload.group("message"))
@@ -398,22 +437,36 @@ class FlareWorkers(Workers):
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
     def _tallied(self, name: str, sections: Sequence[str], payload: Payload) -> CasesByName:
-        """Keep the tables of a site's outcomes, of which no single case is known."""
+        """Keep the tables of a site's outcomes, whose single cases are unknown."""
         arrived = payload.group("tally")
         for section in sections:
             tables = {}
             for key, tensor in arrived.items():
                 place, _, table = key.partition("/")
-                if place == section:
+                if place == section and key not in _SETS:
                     tables[table] = tensor
 
             sections_of_site = self.tallies.setdefault(name, {})
             sections_of_site[section] = tally.read(tables, len(self._federation.bundle.classes))
 
+        for key in _SETS:
+            if self.sets and key in arrived:
+                self.set_tables[f"{name}/{key}"] = conformal.read_table(arrived[key])
+
         return dict.fromkeys(sections, Cases((), {}))
 
+    def save_sets(self, path: Path) -> None:
+        """Write the sites' calibration tables, for `medfl calibrate`."""
+        bundle = self._federation.bundle
+        tensors = map_values(torch.from_numpy, self.set_tables)
+        tensors[conformal.SCORES] = torch.tensor(self.sets)
+        if bundle.task == "regression":
+            tensors[conformal.SCALE] = scale_of(bundle.metadata, len(bundle.classes))[1]
+
+        save_weights(path, tensors)
+
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> CasesByName:
-        """Return section -> outcomes of a site's own items, without any where it reports metrics."""
+        """Return section -> outcomes of a site's own items, none if it reports metrics."""
         if not self._simulated:
             metrics = reported_metrics(payload, sections)
             self.reported[name] = self.reported.get(name, {}) | metrics
@@ -425,6 +478,11 @@ class FlareWorkers(Workers):
     def _cases_of_all(self, name: str, payload: Payload) -> Cases:
         ids = self._federation.pooled("test").ids
         return wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
+
+
+def _fingerprint(name: str, payload: Payload) -> Fingerprint:
+    content = payload.tensors[wire.FINGERPRINT_BYTES]
+    return fingerprint.read(content.numpy().tobytes(), f"site {name!r}")
 
 
 def _weights(payload: Payload) -> Tensors:
@@ -445,14 +503,15 @@ def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # most sites get the very same tensors: no need to read them
     return left is right or (left.dtype == right.dtype and torch.equal(left, right))
 
 
 def reported_metrics(payload: Payload, sections: Sequence[str]) -> Metrics:
-    """Return the metrics that a site reported of these sections, ignoring others.
+    """Return the metrics that a site reported on these sections, ignoring others.
 
     Raises:
-        RunError: a number of cases is no whole one.
+        RunError: a number of cases is not an integer.
     """
     site_metrics = {}
     for name, value in payload.metrics.items():

@@ -1,17 +1,16 @@
 """NVIDIA FLARE, the site's half: answer the server's questions with a `MedflClientAlgo`.
 
 FLARE fails the whole job when one site's process ends, so every error becomes an answer: in a simulation with its text,
-otherwise with an id by which the site's administrator finds the text in the site's log.
+otherwise with an id under which the site's administrator finds the text in the site's log.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
@@ -19,13 +18,14 @@ from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
-from medfl.core.message import Message, Tensors
+from medfl.core.message import Message, Tensors, cpu_copies
 from medfl.core.untrusted import printable
 from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.metrics import Cases
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
+from medfl.policy.policy import PLAN
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import BASE_ROUND, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
@@ -50,22 +50,26 @@ class FlareSite:
         algo: the site, not yet initialized.
         name: its name in the run.
         shows: a simulation's run folder: the site then shows cases, masks and its own weights as the simulator does.
-            None: it reports metrics of its own items, and sends only what the method sends.
-        examines: the job only examines a model: no other question is answered than those to do so.
+            None: it reports metrics on its own items, and sends only what the method sends.
+        job: one of `medfl.policy.policy.JOBS`; only questions of such a job are answered.
+        rounds: the last round that a job with a remote server may ask for; such a job gets each answer once: repeated
+            answers would let it average noise away, and several models would let it distinguish cases.
     """
 
     algo: MedflClientAlgo
     name: str
     shows: RunFolder | None = None
-    examines: bool = False
+    job: str = "train"
+    rounds: int | None = None
+    _had: set[str | int] = field(default_factory=set)
     # the first question prepares the site
     _ready: bool = False
 
     def answer(
         self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None
     ) -> Payload:
-        """Return the answer to a question, or a failure; raises nothing."""
-        answers: dict[str, Callable[[Payload], Payload]] = {
+        """Return the answer to a question, or a failure; never raises."""
+        answers = {
             wire.INTRODUCE: self._introduce,
             wire.TRAIN: self._train,
             wire.TRAIN_TO_SCORE: self._train_to_score,
@@ -75,8 +79,10 @@ class FlareSite:
             wire.SEGMENT: self._segment,
         }
 
-        if self.examines:
+        if self.job == "evaluate":
             answers = {wire.INTRODUCE: self._introduce, wire.EXAMINE: self._examine}
+        elif self.job == PLAN:
+            answers = {wire.FINGERPRINT: self._fingerprint}
 
         try:
             with errors_safe_to_send():
@@ -90,14 +96,14 @@ class FlareSite:
                     self._ready = True
 
                 return answers[task_name](payload)
-        except Exception as error:  # an answer, too: the process must not end, see above
+        except Exception as error:  # also an answer: the process must not end, see above
             if self.shows is not None:
                 if isinstance(error, MedflError):
                     return wire.failure(error)
 
                 return wire.failure(f"site {self.name!r}: {task_name}: {in_words(error)}")
 
-            # an audit log that cannot be written stops replies, but a failure has no data
+            # an audit log that cannot be written stops replies, but a failure contains no data
             with suppress(MedflError):
                 self.algo.log_failure(printable(task_name, 40), error)
 
@@ -108,8 +114,35 @@ class FlareSite:
         numbers = {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]}
         return Payload(self._outgoing_tensors(reply), numbers)
 
+    def _fingerprint(self, payload: Payload) -> Payload:
+        # a bytearray: of bytes PyTorch warns that they cannot be written to
+        content = bytearray(self.algo.fingerprint().encoded())
+        return Payload({wire.FINGERPRINT_BYTES: torch.frombuffer(content, dtype=torch.uint8)})
+
+    def _once(self, asked: Sequence[str | int]) -> None:
+        """Refuse repeated questions of a job, and rounds for which it was not accepted."""
+        if self.rounds is None:
+            return
+
+        with errors_safe_to_send():
+            for answer in asked:
+                is_beyond = isinstance(answer, int) and answer > self.rounds
+                if answer in self._had or is_beyond:
+                    raise RunError(
+                        f"site {self.name!r} tells a job of {self.rounds} rounds once: {answer}"
+                    )
+
+        self._had.update(asked)
+
     def _examine(self, payload: Payload) -> Payload:
-        tables = self.algo.examine(self._exchange_object(payload), payload.sections)
+        self._once((*payload.sections, *[wire.SETS] * bool(payload.numbers.get(wire.SETS))))
+        data = self._exchange_object(payload)
+        tables = self.algo.examine(data, payload.sections)
+        if payload.numbers.get(wire.SETS):
+            scores = payload.whole_number(wire.SETS) - 1  # from 1: 0 asks for none
+            for section, sets in self.algo.calibrate(data, scores).items():
+                tables[section] = {**tables.get(section, {}), **sets}
+
         tensors: Tensors = {}
         for section, table in tables.items():
             for name, tensor in tally.tensors(table).items():
@@ -119,10 +152,11 @@ class FlareSite:
 
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)
+        self._once([payload.whole_number(wire.ROUND)])
         sections = payload.sections
         metrics = {}
-        if sections and not self.shows:  # of what was received, before it is trained on
-            metrics = _metrics_of(self.algo.visit(score_site, data, sections))
+        if sections and not self.shows:  # of the received model, before training
+            metrics = self._metrics_of(self.algo.visit(score_site, data, sections))
 
         self.algo.train(data, {SCORED_SECTIONS: sections if self.shows else ()})
         reply = self.algo.get_weights()
@@ -158,17 +192,17 @@ class FlareSite:
     def _copy_weights(self, payload: Payload) -> Payload:
         self._in_simulation(wire.COPY_WEIGHTS)
         weights = self.algo.visit(copy_site_weights, self._exchange_object(payload))
-        return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in weights.items()}))
+        return Payload(cpu_copies({f"own/{name}": tensor for name, tensor in weights.items()}))
 
     def _segment(self, payload: Payload) -> Payload:
-        """Segment the test items at the positions that the server asks for."""
+        """Segment the test items at the indices requested by the server."""
         folder = self._in_simulation(wire.SEGMENT)
         positions = payload.group("positions").get("test", torch.empty(0)).long().tolist()
         target = None
         if payload.numbers.get(wire.SAVE):
             target = str(folder.predictions_folder(self.name))
 
-        def _masks_at(  # this name stands in audit logs
+        def _masks_at(  # this name appears in audit logs
             federation: Federation, round_: int, name: str, state: State | None, down: Message
         ) -> dict[int, Masks]:
             ids = federation.shard(name, "test").ids
@@ -184,10 +218,10 @@ class FlareSite:
             tensors[f"masks/{position}/reference"] = reference
             tensors[f"masks/{position}/classes"] = torch.tensor(classes)
 
-        return Payload(wire.cpu_copies(tensors))
+        return Payload(cpu_copies(tensors))
 
     def _outgoing_tensors(self, reply: ExchangeObject) -> Document:
-        """Return a message's tensors, with the site's facts about its data where they are not in a simulation's job."""
+        """Return a message's tensors, with the site's facts about its data unless the job is a simulation."""
         tensors = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
         if self.shows:
             return tensors
@@ -208,7 +242,18 @@ class FlareSite:
         if self.shows:
             return wire.with_cases(Payload(), cases)
 
-        return Payload(metrics=_metrics_of(cases))
+        return Payload(metrics=self._metrics_of(cases))
+
+    def _metrics_of(self, cases: Mapping[str, Cases]) -> Metrics:
+        """Return metrics and number of cases of each non-empty section: all that a site reports about its items."""
+        report = {}
+        for section, outcomes in cases.items():
+            if len(outcomes):
+                numbers = {"cases": len(outcomes), **self.algo.metrics_of(outcomes)}
+                for name, value in numbers.items():
+                    report[f"{section}/{name}"] = value
+
+        return report
 
     def _in_simulation(self, task_name: str) -> RunFolder:
         with errors_safe_to_send():
@@ -223,7 +268,7 @@ class FlareSite:
 
 
 def hidden_failure(name: str, error: BaseException) -> Payload:
-    """Return the failure that the server gets for an error at a site, and log the whole error at the site.
+    """Return the failure that is sent to the server for an error at a site, and log the whole error at the site.
 
     Errors may name files and patients: the server gets a random id instead, unless the error is about its own message.
     """
@@ -235,24 +280,9 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
     )
 
 
-def _metrics_of(cases: Mapping[str, Cases]) -> Metrics:
-    """Return metrics and number of cases of each section that has any: all that a site reports of its items."""
-    report: Metrics = {}
-    for section, outcomes in cases.items():
-        if not len(outcomes):
-            continue
-
-        report[f"{section}/cases"] = len(outcomes)
-        for name, value in summarise(outcomes).items():
-            if not math.isnan(value):
-                report[f"{section}/{name}"] = float(value)
-
-    return report
-
-
 @contextmanager
 def _stopped(algo: MedflClientAlgo, stop: Callable[[], bool] | None) -> Iterator[None]:
-    """Abort the site's work once `stop` returns true; a thread asks it twice a second."""
+    """Abort the site's work once `stop` returns true; a thread calls it twice a second."""
     over = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""A site with images of its own in a FLARE federation: its settings, and the runs that it accepts.
+"""A site with its own images in a FLARE federation: its settings, and the runs that it accepts.
 
 The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
 
@@ -16,8 +16,8 @@ The site's file, `local/medfl.yaml` in its startup kit, never comes over a wire:
     labels: [liver, spleen]        # structures that the site annotates; auto: those that its training masks show
     channels: [T1]                 # channels that its images have, by name or number; the others are zero
 
-`bundle` and `folder` are required; paths start from the folder of the file. Of a run the site accepts numbers and names
-from a fixed list, and only for its own bundle: no path, no component, no expression.
+`bundle` and `folder` are required; paths are relative to the folder of the file. The site accepts only numbers and
+names from a fixed list as settings of a run, and only for its own bundle: no path, no component, no expression.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, 
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
-from medfl.core.documents import Config, Document
+from medfl.core.documents import Config
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run, examines
@@ -52,10 +52,10 @@ from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
 from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import TRAINING, inspect
-from medfl.policy.policy import Policy
+from medfl.policy.policy import JOBS, PLAN, Policy, job_of
 from medfl.problem.problem import Problem
 from medfl.runs import text_record
-from medfl.runtimes import incomplete_data, site_channels, site_labels, site_settings
+from medfl.runtimes import site_channels, site_labels, site_settings
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.unlabelled import check_unlabelled
 
@@ -66,11 +66,11 @@ _LISTS = ("permits", "classes", "labels", "channels")
 _DECLARED = {"labels": "structures, or auto", "channels": "channels"}
 _DECLARED_NAME = re.compile(r"[^,;=\n]{1,200}")
 _NAMES = {"plm"}
-"""Options that stand for something that is looked up."""
+"""Options whose value is looked up."""
 EXAMINING = "fedavg"
-"""The method of a job that only examines a model: the sites get its weights as they are."""
+"""The method of an evaluation-only job: the sites get its weights unchanged."""
 PLAIN = "numbers and plain names"
-"""What a site takes of a method's options."""
+"""What a site accepts in a method's options."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ ,:=.+-]{0,200}", re.ASCII)
 
 
@@ -80,7 +80,7 @@ Refuse = Callable[[str, str], InputError]
 
 @dataclass(frozen=True)
 class SiteConfig:
-    """The settings of a site, or of the server, in its `medfl.yaml`, as above; "" where one is left out."""
+    """The settings of a site, or of the server, in its `medfl.yaml`, as above; "" for omitted ones."""
 
     bundle: str
     folder: str
@@ -98,7 +98,7 @@ class SiteConfig:
 
     @property
     def declared_data(self) -> dict[str, tuple[str, ...]]:
-        """What the site says of its data, by setting of a run; () where it says nothing."""
+        """The site's declarations about its data, by setting of a run; () if there are none."""
         return {"site_labels": self.labels, "site_channels": self.channels}
 
     @classmethod
@@ -111,7 +111,7 @@ class SiteConfig:
         advice = "see docs/deploy.md, Join a federation over NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_MAX_BYTES])
-            settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
+            settings = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
             raise InputError(
                 f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice
@@ -122,41 +122,56 @@ class SiteConfig:
         keys = [field.name for field in fields(cls)]
         required = {"bundle", "folder"}
         if not isinstance(settings, dict) or not required <= settings.keys() <= set(keys):
-            allowed = f"the keys bundle and folder, and of {', '.join(keys)} as you like"
-            raise InputError(f"{path}", allowed, advice)
+            raise InputError(
+                f"{path}",
+                f"the keys bundle and folder, and of {', '.join(keys)} as you like",
+                advice,
+            )
 
         for name in _DECLARED.keys() & settings.keys():
             settings[name] = _listed(settings[name])
 
-        kinds: Document = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
+        kinds = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
         for name, value in settings.items():
             kind = kinds.get(name, str)
             if not matches_type(value, kind):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
 
         if settings.get("threads", 1) < 1:
-            problem = f"{path}: threads: {settings['threads']}"
-            raise InputError(problem, "a whole number from 1 on", advice)
+            raise InputError(
+                f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice
+            )
 
         for site, most in settings.get("roster", {}).items():
+            # not isinstance: True is an int, too
             if not is_flare_name(site) or type(most) is not int or most < 1:
-                problem = f"{path}: roster: {printable(site, 60)}"
-                raise InputError(problem, "sites with whole numbers from 1 on", advice)
+                raise InputError(
+                    f"{path}: roster: {printable(site, 60)}",
+                    "sites with whole numbers from 1 on",
+                    advice,
+                )
 
         for class_path in settings.get("classes", ()):
             if not _CLASS.fullmatch(class_path):
-                allowed = "whole class paths, as package.module.Class"
-                raise InputError(f"{path}: classes: {printable(class_path)}", allowed, advice)
+                raise InputError(
+                    f"{path}: classes: {printable(class_path)}",
+                    "whole class paths, as package.module.Class",
+                    advice,
+                )
 
         for name, allowed in _DECLARED.items():
             names = settings.get(name)
             if name in settings and not (names and all(map(_DECLARED_NAME.fullmatch, names))):
-                advice = f"as {name}: [NAME, NAME]"
-                raise InputError(f"{path}: {name}", f"names of the bundle's {allowed}", advice)
+                raise InputError(
+                    f"{path}: {name}",
+                    f"names of the bundle's {allowed}",
+                    f"as {name}: [NAME, NAME]",
+                )
 
         for name in settings.keys() & set(_LISTS):
             settings[name] = tuple(settings[name])
 
+        # relative to the file, wherever the process was started
         for name in ("folder", "data", "policy", "audit"):
             if settings.get(name):
                 settings[name] = str(path.parent / settings[name])
@@ -178,7 +193,7 @@ class SiteConfig:
         return root, protocol, sha256_of(root, protocol)
 
     def checked_policy(self) -> Policy:
-        """Return the policy, after an inspection of the bundle by it.
+        """Return the policy, after inspecting the bundle under it.
 
         Raises:
             InputError: the bundle is refused.
@@ -193,7 +208,7 @@ class SiteConfig:
 
 
 def _listed(value: Any) -> Any:
-    """Return a name or a list as a list, with whole numbers as texts; a wrong type is left for the check after it."""
+    """Return a name or a list as a list, with integers as text; a wrong type is left to the following check."""
     if isinstance(value, list):
         entries = value
     else:
@@ -203,7 +218,7 @@ def _listed(value: Any) -> Any:
 
 
 def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
-    """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
+    """Raise an InputError if a site's declared labels and channels do not fit its bundle."""
     declared = {}
     for name, names in config.declared_data.items():
         if names:
@@ -258,27 +273,29 @@ _SCHEMA = {
 
 
 def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
-    """Return what a site, or the server (`name` is None), takes of an offered run: numbers and names.
+    """Return what a site, or the server (`name` is None), accepts of an offered run: numbers and names.
 
     Raises:
         InputError: the run asks for something else; names who refuses it.
     """
+    who = f"site {name!r}"
     if name is None:
         who = "the server"
-    else:
-        who = f"site {name!r}"
 
     def refuse(problem: str, allowed: str) -> InputError:
         error = InputError(f"{who} refuses the run: {problem}", allowed, "ask its administrator")
         error.safe_to_send = True
         return error
 
+    # as it comes over the wire: the schema knows lists, no tuples
     document = json.loads(json.dumps(run.to_dict()))
     error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
         where = ".".join(map(str, error.absolute_path)) or "the run"
-        problem = f"{printable(where, 60)} is {printable(error.instance, 60)}"
-        raise refuse(problem, "numbers and names as medfl writes them")
+        raise refuse(
+            f"{printable(where, 60)} is {printable(error.instance, 60)}",
+            "numbers and names as medfl writes them",
+        )
 
     _check_names(run, name, config.roster, refuse)
     for setting in SETTINGS:
@@ -291,12 +308,14 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     with errors_safe_to_send():
         portable.enable_if_requested(vars(run))
 
-    # By its files alone: this may be the keeper, which makes nothing of a bundle
+    # By its files alone: this may be the keeper, which creates nothing from a bundle
     policy = config.checked_policy()
     root, protocol, sha256 = config.files()
     if (run.bundle, run.bundle_sha256) != (root.name, sha256):
-        offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
-        raise refuse(offered, f"{root.name!r} ({sha256[:12]})")
+        raise refuse(
+            f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})",
+            f"{root.name!r} ({sha256[:12]})",
+        )
 
     if odd := odd_option(run.options):
         raise refuse(odd, PLAIN)
@@ -319,9 +338,18 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
     if need := needs_in_one_place(method):
         raise refuse(f"method {run.method} needs {need}", "methods whose sites keep their images")
-    if examines(run) and not (run.method == EXAMINING and run.init):
-        allowed = f"method {EXAMINING} and weights to begin with"
-        raise refuse(f"it examines a model by method {run.method}", allowed)
+    if examines(run) and run.method != EXAMINING:
+        raise refuse(
+            f"it examines a model by method {run.method}",
+            f"method {EXAMINING} and weights to begin with",
+        )
+    if job_of(run) == PLAN and run.seed:
+        raise refuse(
+            f"a job to plan has seed {run.seed}",
+            "seed 0: between two splits the figures of single cases would show",
+        )
+    if name is None:  # the job is of its own operator
+        policy = replace(policy, jobs=policy.jobs or JOBS)
     if disagreement := policy.disagreement(run):
         raise refuse(*disagreement)
     if name is None:
@@ -339,7 +367,7 @@ def odd_option(options: Config) -> str:
 
 
 def needs_in_one_place(method: methods.Method) -> str:
-    """Return what a method needs that sites with images of their own do not have, "" for nothing."""
+    """Return what a method needs that sites with their own images do not have, "" for nothing."""
     public = methods.extra(method, methods.PublicData)
     if method.pools_data:
         return "everybody's images in one place"
@@ -350,7 +378,7 @@ def needs_in_one_place(method: methods.Method) -> str:
 
 
 def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Refuse) -> None:
-    """Refuse sites, bundles and language models with odd names, and what says where images lie or which they are."""
+    """Refuse sites, bundles and language models with odd names, and paths or ids of images."""
     sites = run.partition.sites
     text = run.text
     if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
@@ -370,7 +398,7 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
                 f"{use} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'"
             )
 
-    # without places the run has to be the one that came
+    # without paths the run must equal the received one
     data = DataRecord(run.data.source, "", "", "", {})
     partition = replace(run.partition, spec=OWN_IMAGES, notes=())
     offered = replace(run, bundle_path="", data=data, partition=partition)
@@ -382,7 +410,7 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
 
 
 def _check_config(run: Run, protocol: Config, permits: Sequence[str], refuse: Refuse) -> None:
-    """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
+    """Refuse overrides other than those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:
             continue
@@ -410,17 +438,17 @@ def _is_plain(value: object) -> bool:
 def open_site(
     offered: Run, name: str, config: SiteConfig, carried: Path | None = None, say: Print = str
 ) -> Federation:
-    """Return the federation as a site sees it: all images of its folder are its own, the others are names.
+    """Return the federation as a site sees it: all images of its folder are its own, other sites are just names.
 
     Args:
-        offered: as it came with the job.
+        offered: as received with the job.
         name: the site.
-        config: its file; what this says of labels and channels counts, whatever the job says of them.
-        carried: the folder of the job's configuration, which may have the run's text embeddings.
-        say: is told where job and file disagree.
+        config: its file; its entries for labels and channels override those of the job.
+        carried: the folder of the job's configuration, which may contain the run's text embeddings.
+        say: reports differences between job and file.
 
     Raises:
-        InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
+        InputError: the bundle or the run is refused, or images or text embeddings differ from those of the run.
     """
     policy = config.checked_policy()
     run = site_settings.with_declared(
@@ -453,17 +481,17 @@ def open_site(
     partition = replace(run.partition, sites=sites)
     run = replace(run, data=record, partition=partition, bundle_path=opened.bundle.source)
     bundle = text_record.restored(opened.bundle, run, method, carried)
-    federation = Federation(incomplete_data.without_absent(bundle, run), method, run)
+    federation = Federation(site_channels.without_absent(bundle, run), method, run)
     federation.hold()
 
     return federation
 
 
 def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -> Federation:
-    """Return the federation as a server without the sites' images sees it, with images of its own if there are any.
+    """Return the federation as seen by a server without the sites' images, with its own images if it has any.
 
     Raises:
-        InputError: the bundle or the run is refused, or the method needs what sites cannot be asked for.
+        InputError: the bundle or the run is refused, or the method needs something that sites cannot provide.
     """
     policy = config.checked_policy()
     run = accepted_run(offered, None, config)

@@ -1,7 +1,7 @@
-"""What a site of a FLARE job tells of its data beside counts: what its masks show, and which channels its images have.
+"""A site's facts about its data in a FLARE job, beside counts: structures that it annotates, channels that it has.
 
-On the wire it is positions among the names of the bundle, which both ends have: tensors `site/labels`, `site/channels`.
-A site tells of what the job or its own file says of it, with its introduction and with every reply.
+It is sent as indices into the names of the bundle, which both ends have: tensors `site/labels`, `site/channels`.
+A site reports them, if declared in the job or its own file, with its introduction and with every reply.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from medfl.core.documents import Config
 from medfl.core.errors import RunError
+from medfl.core.mappings import pick
 from medfl.core.message import Tensors
 from medfl.core.names import slug
 from medfl.core.untrusted import printable
@@ -21,21 +22,21 @@ from medfl.problem.problem import Problem
 from medfl.runtimes import site_channels
 
 Facts = Mapping[str, list[str]]
-"""`labels` and `channels`, each with names of the bundle; what a site does not tell of is not there."""
+"""`labels` and `channels`, each with names of the bundle; without what a site does not report."""
 _DESCRIPTIONS = {"labels": "its masks show {}", "channels": "its images have the channels {}"}
 
 
 def tensors(statistics: Config) -> Tensors:
-    """Return what a site tells as it crosses; `statistics` are those beside its message."""
+    """Return a site's facts as they are sent; `statistics` are those beside its message."""
     kinds = [kind for kind in _DESCRIPTIONS if kind in statistics]
     return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in kinds}
 
 
 def read(payload: Payload, bundle: Problem) -> dict[str, list[str]]:
-    """Return what a site has told.
+    """Return the facts that a site reported.
 
     Raises:
-        RunError: it is something else than ascending positions among the bundle's structures or channels.
+        RunError: they are not ascending indices of the bundle's structures or channels.
     """
     tensors_by_kind = payload.group("site")
     return {
@@ -62,7 +63,7 @@ def _reported_names(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
 
 
 def _names(kind: str, bundle: Problem) -> dict[int, str]:
-    """Return position -> name of all that a site may have."""
+    """Return index -> name of everything that a site may have."""
     if kind == "channels":
         return dict(enumerate(site_channels.names(bundle)))
 
@@ -72,14 +73,16 @@ def _names(kind: str, bundle: Problem) -> dict[int, str]:
 
 def describe(facts: Facts) -> str:
     """Describe facts in a line, "" for none."""
-    parts = [_DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items()]
+    parts = []
+    for kind, names in facts.items():
+        parts.append(_DESCRIPTIONS[kind].format(" and ".join(names)))
     return ", ".join(parts)
 
 
 def by_kind(
     facts: Mapping[str, Facts], summary: Config, bundle: Problem
 ) -> dict[str, dict[str, list[str]]]:
-    """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
+    """Return kind -> site -> names, for sites that lack some; the job's statement for one that reported nothing."""
     names_by_kind = {}
     for kind in _DESCRIPTIONS:
         names_by_site = dict(summary.get(kind) or {})
@@ -90,6 +93,6 @@ def by_kind(
         if names_by_site:
             total = len(_names(kind, bundle))
             incomplete = [site for site, names in names_by_site.items() if len(names) < total]
-            names_by_kind[kind] = {site: names_by_site[site] for site in incomplete}
+            names_by_kind[kind] = pick(names_by_site, incomplete)
 
     return names_by_kind

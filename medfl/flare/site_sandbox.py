@@ -1,4 +1,4 @@
-"""The sandbox of a site's FLARE, which connects to the server's port, and in it that of the worker, which does not."""
+"""The sandbox of a site's FLARE, which connects to the server's port, and within it the worker's, which does not."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from medfl.storage.files import write_atomic
 from medfl.storage.places import cache_folder
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
-"""What the kit's script runs, besides Python."""
+"""Programs run by the kit's script, besides Python."""
 
 _NETWORK = tuple(
     map(Path, ("/etc", "/run/systemd/resolve", "/run/NetworkManager", "/run/resolvconf"))
 )
-"""Folders of files that the system replaces while a site serves: a rule for a file would end with the file."""
+"""Folders with files that the system replaces while a site serves: a rule for a file would vanish with the file."""
 
 
 class SiteSandbox:
-    """Where a site's FLARE writes, and the sandbox that it is started in.
+    """The folder to which a site's FLARE writes, and the sandbox in which it is started.
 
-    The kit, which says what a job may do, is not even read: FLARE has a copy, made at each start, below the folder.
+    The kit, which determines what a job may do, is not even readable: FLARE has a copy, made at each start, in the
+        folder.
 
     Args:
         kit: the startup kit.
@@ -51,14 +52,14 @@ class SiteSandbox:
     Attributes:
         workspace: FLARE's folder; the kit's files are copied there.
         variables: for the process's environment.
-        line: what the user is told.
+        line: message to the user.
 
     Raises:
         InputError: the kernel has no Landlock, or the kit cannot be read.
     """
 
     def __init__(self, kit: Path, config: SiteConfig) -> None:
-        """Make the workspace, and hand the rules to the kernel."""
+        """Create the workspace, and give the rules to the kernel."""
         folder = Path(config.folder)
         inside = _internal_port(kit / "local" / "comm_config.json")
         outside = _server_ports(kit)
@@ -81,7 +82,7 @@ class SiteSandbox:
 def held_site(
     offered: Run, name: str, config: SiteConfig, carried: Path, policy: Policy, say: Print
 ) -> HeldSite:
-    """Return a site whose bundle is opened by a worker: without a network, it writes one folder.
+    """Return a site whose bundle is opened by a worker, which has no network and writes to one folder.
 
     Args:
         offered: the run, already accepted.
@@ -89,11 +90,11 @@ def held_site(
         config: its file.
         carried: the folder of the job's configuration.
         policy: the site's.
-        say: gets what the worker prints.
+        say: receives what the worker prints.
     """
     private = Path(config.folder) / "worker"
     variables = private_folders(private)
-    paths = [find(config.bundle), carried, cache_folder("")]
+    paths = [find(config.bundle), carried, cache_folder("embeddings", shared=True)]
     paths += [Path(path) for path in (config.data, config.policy) if path]
     allowed = Allowed(read=(*python_and_system(), *paths), write=(private, *devices()))
     job = {
@@ -102,14 +103,14 @@ def held_site(
         "carried": str(carried),
         "name": name,
     }
-    # The account is that of the images that the site's own file names, whatever the worker says
+    # The account belongs to the images that the site's own file names, whatever the worker states
     run = replace(offered, data=replace(offered.data, folder=config.data))
     worker = Worker("medfl.flare.site_worker", job, allowed, variables, say)
     return HeldSite(name, run, worker, is_reviewed=policy.files is not None)
 
 
 def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
-    """Return FLARE's folder, with the kit's files copied anew: an earlier bundle could change the copies."""
+    """Return FLARE's folder, with the kit's files copied anew: an earlier bundle could have changed the copies."""
     workspace = folder / f"flare-{kit.name}"
     if workspace.is_symlink():
         workspace.unlink()
@@ -124,17 +125,18 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
 
         shutil.copytree(kit / name, target)  # FLARE follows no links
 
-    settings = {
-        name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v
-    }
-    (workspace / "local" / CONFIG_FILE).write_text(
-        yaml.safe_dump(settings)
-    )  # whose paths are whole
+    settings = {}
+    for name, v in asdict(config).items():
+        if v:
+            settings[name] = list(v) if isinstance(v, tuple) else v
+
+    # its paths are whole, as FLARE starts elsewhere
+    (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))
     return workspace
 
 
 def _audit(config: SiteConfig, folder: Path) -> list[Path]:
-    """Return the audit log, if it lies elsewhere than in the site's folder, made where there is none."""
+    """Return the audit log, created if missing, if it is outside the site's folder."""
     path = Path(os.path.abspath(config.audit)) if config.audit else folder
     if path.is_relative_to(os.path.abspath(folder)):
         return []
@@ -144,20 +146,21 @@ def _audit(config: SiteConfig, folder: Path) -> list[Path]:
 
 def _server_ports(kit: Path) -> list[int]:
     servers = read_kit_file(kit / "startup" / "fed_client.json").get("servers", [])
-    ports = [
-        str(server.get("service", {}).get("target", "")).rpartition(":")[2] for server in servers
-    ]
+    ports = []
+    for server in servers:
+        ports.append(str(server.get("service", {}).get("target", "")).rpartition(":")[2])
     return [int(port) for port in ports if port.isdecimal()]
 
 
 def _internal_port(path: Path) -> int:
-    """Return the port on which FLARE's processes at the site talk, written where FLARE would draw any."""
+    """Return the port used between FLARE's processes at the site, written because FLARE would choose any."""
     document = read_kit_file(path) if path.is_file() else {}
     resources = document.setdefault(
         "internal", {"scheme": "tcp", "resources": {"host": "localhost"}}
     )["resources"]
     port = int(resources.get("port") or 0)
     if not (port and _is_free(port)):
+        # port 0 is any that is free
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         resources["port"] = port

@@ -25,7 +25,7 @@ def open_job(job: State) -> tuple[Federation, str]:
     torch.set_num_threads(run.threads)
     carried = Path(job["carried"])
     name = job["name"]
-    # What it says is a line of the site's log, which the keeper writes
+    # Its output is a line of the site's log, written by the keeper
     return open_site(run, name, SiteConfig(**settings), carried, partial(print, flush=True)), name
 
 

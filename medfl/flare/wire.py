@@ -1,10 +1,10 @@
-"""The format of what server and sites exchange on NVIDIA FLARE: named tensors and a few numbers.
+"""The format of messages between server and sites on NVIDIA FLARE: named tensors and a few numbers.
 
 An `FLModel` has all tensors in `params`, which FLARE streams: a message (`Message.flat`) under `message/`, the outcomes
-of single cases under `cases/`, tables of outcomes (`evaluation.tally`) under `tally/`, what a site tells of its data
-under `site/`. Its `meta` has only numbers from a fixed
-list. A question is FLARE's task name, one of `TASKS`. There are no paths, no texts but names, no configuration; a site
-that fails says why in one line.
+of single cases under `cases/`, tables of outcomes (`evaluation.tally`) under `tally/`, a site's facts about its data
+under `site/`, the bytes of its fingerprint as `fingerprint/json`. Its `meta` has only numbers from a fixed list. A
+question is FLARE's task name, one of `TASKS`. There are no paths, no text except names, no configuration; a site that
+fails says why in one line.
 """
 
 from __future__ import annotations
@@ -18,26 +18,33 @@ from torch import Tensor
 
 from medfl.core.documents import Document, Metrics
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Tensors, Weights
+from medfl.core.mappings import within
+from medfl.core.message import Message, Tensors, Weights, cpu_copies
 from medfl.core.names import is_name
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases, CasesByName
 
-INTRODUCE, EXAMINE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
-    "introduce", "evaluate", "train", "try", "judge", "abroad", "weights", "masks",
+INTRODUCE, FINGERPRINT, EXAMINE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
+    "introduce", "fingerprint", "evaluate", "train", "try", "judge", "abroad", "weights", "masks",
 )  # fmt: skip
 """Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""
 
+FINGERPRINT_BYTES = "fingerprint/json"
+"""Name of the tensor with a site's fingerprint, in its file format."""
 ROUND = "round"
 LOSS = "train_loss"
 STEPS = "steps"
 SAMPLES = "samples"
 SAVE = "save"
+SETS = "sets"
 FAILED = "failed"
 RENEWED = "renewed"
-NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
-"""Names of the numbers in `meta`: a section is 1 if it is asked for, `RENEWED` if training left a State."""
+NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, SETS, RENEWED, *SECTIONS})
+"""Names of the numbers in `meta`: a section is 1 if it is requested, `RENEWED` if training produced a State.
+
+`SETS` requests calibration tables for scores, numbered as in `Kind.set_scores` from 1 on; 0 for none.
+"""
 
 _RESERVED = frozenset({"server", "admin", "relay"})
 _MAX_REASON = 400
@@ -45,7 +52,7 @@ _MAX_SITE_NAME = 63
 _MAX_METRICS = 10_000
 _MAX_METRIC_NAME = 200
 _LARGEST = 2**53
-"""The largest whole number: above it a float skips some."""
+"""The largest integer: above it a float skips some."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Payload:
         return members
 
     def whole_number(self, name: str) -> int:
-        """Return a number that has to be whole and not negative.
+        """Return a number that must be a non-negative integer.
 
         Raises:
             RunError: it is missing or another number.
@@ -90,20 +97,13 @@ class Payload:
     @property
     def sections(self) -> tuple[str, ...]:
         """The sections that are asked for."""
-        return tuple(section for section in SECTIONS if self.numbers.get(section))
+        return tuple(filter(self.numbers.get, SECTIONS))
 
 
 def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
-    """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
+    """Return a payload with a message, its tensors copied to the CPU: a network's own keep changing."""
     tensors = {f"message/{name}": tensor for name, tensor in message.flat().items()}
     return Payload(cpu_copies({**tensors, **extra}), dict(numbers))
-
-
-def cpu_copies(weights: Weights) -> Tensors:
-    """Return contiguous copies on the CPU."""
-    return {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()
-    }
 
 
 def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float) -> Metrics:
@@ -114,9 +114,9 @@ def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float
 def state_rounds(rounds: Mapping[str, int]) -> Tensors:
     """Return the round of the State that each site continues from (0: none), as tensors `kept/<site>`.
 
-    As tensors they leave questions to several sites equal, so that these are sent as one.
+    As tensors they keep questions to several sites equal, so that these are sent as one.
     """
-    # a name for each site: all sites of a question get the same tensors
+    # one name per site: all sites of a question get the same tensors
     return {f"kept/{site}": torch.tensor(rounds[site], dtype=torch.int64) for site in rounds}
 
 
@@ -165,7 +165,7 @@ def from_model(model: Any, sender: str) -> Payload:
         mappings.append({} if part is None else part)
 
     params, meta, metrics = mappings
-    tensors: Tensors = {}
+    tensors = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
         problem = f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor"
@@ -180,8 +180,9 @@ def from_model(model: Any, sender: str) -> Payload:
 
     problem = f"it tells {len(metrics)} metrics; at most {_MAX_METRICS}"
     _require(len(metrics) <= _MAX_METRICS, sender, problem)
-    numbers = {name: value for name, value in meta.items() if name in NUMBERS}
+    numbers = within(meta, NUMBERS)
 
+    # no infinity or NaN, nor what a sum would make one of
     for name, value in {**numbers, **metrics}.items():
         plain = isinstance(name, str) and isinstance(value, int | float) and abs(value) < 1e300
         _require(plain, sender, f"the number {printable(name)!r} is {printable(value, 40)}")
@@ -241,7 +242,11 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
         _require(bool(tensors) or not ids[section], sender, f"no outcomes of {section!r}")
 
     try:
-        return {section: Cases(tuple(ids[section]), tensors) for section, tensors in values.items()}
+        cases = {}
+        for section, tensors in values.items():
+            cases[section] = Cases(tuple(ids[section]), tensors)
+
+        return cases
     except ValueError as error:
         raise RunError(f"{sender}: {printable(error, 200)}") from error
 

@@ -25,7 +25,7 @@ from medfl.runtimes.site_channels import names
 
 
 class Finding(NamedTuple):
-    """A line of a check: its topic, its level (ok, warning, FAILED), what was found, and what to do."""
+    """A line of a check: its topic, its level (ok, warning, FAILED), the finding and advice."""
 
     topic: str
     level: str
@@ -34,18 +34,18 @@ class Finding(NamedTuple):
 
 
 _MAX_UNREADABLE = 20
-"""Unreadable items that are listed one by one."""
+"""Maximum number of unreadable items listed individually."""
 _MAX_NAMES = 5
 _FAR = 5.0
-"""Quartile distances beyond which an item is named."""
+"""Distance in interquartile ranges beyond which an item is named."""
 _MAX_VALUES = 256
-"""Different values of a mask that are counted: an image given in its place may have thousands."""
+"""Maximum number of distinct mask values counted: an image given instead of a mask may have thousands."""
 
 
 class _Image(NamedTuple):
-    """What is kept of an image: its name in lines, section and file, and of its values those that tell.
+    """The retained facts on an image: its name in messages, section and file, and its informative values.
 
-    `values` are least, mean and most, () where one is not finite; `empty` are the channels of one value.
+    `values` are minimum, mean and maximum, () if one is not finite; `empty` are the constant channels.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Findings:
         self._in_channels = False
 
     def add(self, item: ScannedItem) -> None:
-        """Take an item in."""
+        """Add an item."""
         if item.image is None:
             self.unreadable.append(item.problem)
             return
@@ -84,6 +84,7 @@ class Findings:
 
         rows = image.float().flatten(1)
         values: tuple[float, ...] = ()
+        # with a NaN or infinity no number of the image can be compared: it has none
         if bool(torch.isfinite(rows).all()):
             values = (float(rows.min()), float(rows.mean()), float(rows.max()))
 
@@ -113,7 +114,7 @@ class Findings:
     # Findings
 
     def lines(self) -> Iterator[Finding]:
-        """Yield a line for each thing that was checked."""
+        """Yield a line for each check."""
         for problem in self.unreadable[:_MAX_UNREADABLE]:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
 
@@ -161,7 +162,7 @@ class Findings:
         if self._bundle.task != "classification":
             return
 
-        classes = self._bundle.classes  # raises where a label is none of them
+        classes = self._bundle.classes  # raises if a label is not one of them
         absent = []
         texts = []
         for label, name in enumerate(classes):
@@ -180,7 +181,7 @@ class Findings:
             )
 
     def _targets(self) -> Iterator[Finding]:
-        """Say of each finding how many items have it, and of each number how it is spread."""
+        """Report the number of items with each finding, and the distribution of each number."""
         bundle = self._bundle
         if bundle.task not in ("multilabel", "regression"):
             return
@@ -188,7 +189,11 @@ class Findings:
         items = [item for section in sections(bundle) for item in bundle.items(section)]
         items = [item for item in items if "target" in item]
         names = bundle.classes
-        odd = [str(item["id"]) for item in items if len(item["target"]) != len(names)]
+        odd = []
+        for item in items:
+            if len(item["target"]) != len(names):
+                odd.append(str(item["id"]))
+
         if odd:
             text = f"labels that are not one for each of {named(names)}: {named(odd)}"
             yield Finding("labels", "FAILED", text, "correct them, or take another bundle")
@@ -203,14 +208,14 @@ class Findings:
                 yield from self._odd_numbers(table, [str(item["id"]) for item in items])
 
     def _lacking_outcome(self, table: Floats) -> Iterator[Finding]:
-        """Name the findings that no item has, or none is known to lack, among (N, K)."""
+        """Name the findings without positive items, or without known negative ones, among (N, K)."""
         advice = "nothing, if this is so at your site"
         for outcome, text in ((1, "no image has"), (0, "no image is known to lack")):
             if absent := [*compress(self._bundle.classes, ~(table == outcome).any(0))]:
                 yield Finding("labels", "warning", f"{text} {named(absent)}", advice)
 
     def _odd_numbers(self, table: Floats, ids: Sequence[str]) -> Iterator[Finding]:
-        """Name numbers (N, K) that are unlike the others of the site, or unlike those that the bundle knows."""
+        """Name numbers (N, K) unlike the site's others, or unlike those known from the bundle."""
         means, sds = scale_of(self._bundle.metadata, table.shape[1])
         is_scaled = "sd" in tensor_described(self._bundle.metadata, "outputs", "pred")
         for k, name in enumerate(self._bundle.classes):
@@ -265,7 +270,7 @@ class Findings:
             )
 
     def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
-        """Name structures that no mask shows, where masks show others."""
+        """Name structures missing from all masks while masks show others."""
         here = []
         absent = []
         for index, name in enumerate(declared[1:], 1):  # 0 is the background
@@ -274,7 +279,7 @@ class Findings:
             else:
                 absent.append(name)
 
-        # a mask with a channel for each structure has the values 0 and 1 alone
+        # a mask with a channel per structure has only the values 0 and 1
         if here and absent and not self._in_channels:
             text = f"masks show {named(here, 10)}; none shows {named(absent, 10)}: absent, or not annotated here"
             shown = ",".join(map(printable, here))
@@ -292,6 +297,7 @@ class Findings:
                 continue
 
             dimensions = Counter(map(len, sides_by_name.values()))
+            # 2D and 3D are not comparable: the fewer are the odd ones
             usual = dimensions.most_common(1)[0][0]
             comparable = {}
             odd = []
@@ -327,9 +333,9 @@ class Findings:
                     "see whether they belong here",
                 )
 
-        by_channels: dict[int, list[str]] = defaultdict(list)
+        by_channels = defaultdict(list)
         for image in self._images:
-            by_channels[len(image.empty)].append(image.name)
+            by_channels[len(image.empty)].append(image.name)  # a flag for each channel
 
         if len(by_channels) > 1:
             minority = min(by_channels.values(), key=len)
@@ -339,7 +345,7 @@ class Findings:
             yield from self._lacking(channels)
 
     def _lacking(self, channels: Sequence[str]) -> Iterator[Finding]:
-        """Say which channels have one value in every image."""
+        """Report channels that are constant in every image."""
         columns = zip(*(image.empty for image in self._images if image.values), strict=True)
         lacking = list(compress(channels, map(all, columns)))
         yield Finding(
@@ -378,11 +384,10 @@ class Findings:
             )
 
     def _duplicates(self) -> Iterator[Finding]:
-        by_content: dict[str, list[_Image]] = defaultdict(list)
+        by_content = defaultdict(list)
         for image in self._images:
-            if image.values and not all(
-                image.empty
-            ):  # black images are all the same, and no copies
+            # black images are all the same, and no copies
+            if image.values and not all(image.empty):
                 by_content[image.content].append(image)
 
         across = []
@@ -411,7 +416,7 @@ class Findings:
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""
-        places: dict[str, set[str]] = defaultdict(set)
+        places = defaultdict(set)
         for section in sections(self._bundle):
             for item in self._bundle.items(section):
                 if "group" in item:
@@ -445,9 +450,9 @@ def _span(column: Floats) -> str:
 
 
 def _far(names: Iterable[str], rows: Floats) -> list[str]:
-    """Return the names of rows (N, K) with a number that is far from the others of its column."""
+    """Return the names of rows (N, K) with a number far from the others in its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
-    # where most items are equal, a fifth of the median stands in for the quartiles' distance
+    # if most items are equal, a fifth of the median replaces the interquartile range
     reach = _FAR * np.maximum(high - low, 0.2 * np.abs(middle) + 1e-9)
     is_far = ((rows < low - reach) | (rows > high + reach)).any(1)
     return list(compress(names, is_far))

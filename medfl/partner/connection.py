@@ -1,4 +1,4 @@
-"""Reaching a federation's server: a TCP connection, and with a startup kit of NVIDIA FLARE the TLS handshake."""
+"""Connecting to a federation's server: TCP, and with an NVIDIA FLARE startup kit the TLS handshake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, json_values, printable
 
 _CONNECT_SECONDS = 5.0
-_REFUSAL_SECONDS = 2.0  # within which a server says that it does not accept the certificate
+_REFUSAL_SECONDS = 2.0  # within which a server reports that it rejects the certificate
 _FILES = ("rootCA.pem", "client.crt", "client.key")
 
 
@@ -24,8 +24,8 @@ class Kit:
 
     Attributes:
         folder: with the certificates.
-        server: (host, port) that the kit names, None if it names none.
-        name: of the server, which its certificate must have; "" if the kit does not say.
+        server: (host, port) given in the kit, None if there is none.
+        name: of the server, which its certificate must have; "" if the kit does not give it.
     """
 
     folder: Path
@@ -34,18 +34,21 @@ class Kit:
 
     @classmethod
     def open(cls, folder: Path) -> Kit:
-        """Find the certificates in a kit's folder, or in `startup` below it; InputError if they are not there."""
+        """Find the certificates in a kit's folder, or in its `startup` subfolder; InputError if they are missing."""
         for candidate in (folder, folder / "startup"):
             if all((candidate / name).is_file() for name in _FILES):
                 server, name = _server_of(candidate / "fed_client.json")
                 return cls(candidate, server, name)
 
-        allowed = f"the folder of a site's startup kit, with {', '.join(_FILES)}"
-        raise InputError(f"--kit {printable(folder)}", allowed, "check the path")
+        raise InputError(
+            f"--kit {printable(folder)}",
+            f"the folder of a site's startup kit, with {', '.join(_FILES)}",
+            "check the path",
+        )
 
 
 def _server_of(path: Path) -> tuple[tuple[str, int] | None, str]:
-    """Return the address and the name of a kit's first server; (None, "") if the file does not say."""
+    """Return the address and the name of a kit's first server; (None, "") if the file does not give them."""
     try:
         server = json_values(path)["servers"][0]
         target = address(str(server["service"]["target"]), "the kit's server")
@@ -55,7 +58,7 @@ def _server_of(path: Path) -> tuple[tuple[str, int] | None, str]:
 
 
 def address(text: str, flag: str = "--server") -> tuple[str, int]:
-    """Read HOST:PORT; InputError if it is something else."""
+    """Parse HOST:PORT; InputError for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(
@@ -67,12 +70,12 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
 
 
 def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
-    """Connect to a server, by default those that the kit names, and say what came of it.
+    """Connect to a server, by default the kit's, and describe the result.
 
-    With a kit the TLS handshake is made too.
+    With a kit the TLS handshake is performed too.
 
     Raises:
-        InputError: no connection, or one that is not to be trusted; says why.
+        InputError: no connection, or an untrusted one; says why.
     """
     if server is None and kit is not None:
         server = kit.server
@@ -103,7 +106,7 @@ def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
 
 
 def _context(kit: Kit) -> ssl.SSLContext:
-    """Trust the federation's own authority alone, whose certificates name servers and not addresses."""
+    """Trust only the federation's own authority, whose certificates contain server names instead of addresses."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(kit.folder / "rootCA.pem")
@@ -113,9 +116,9 @@ def _context(kit: Kit) -> ssl.SSLContext:
 
 
 def _await_refusal(secure: ssl.SSLSocket) -> None:
-    """Wait for the server's first words: in TLS 1.3 it refuses a client's certificate only after the handshake."""
+    """Wait for the server's first message: in TLS 1.3 it refuses a client's certificate only after the handshake."""
     secure.settimeout(_REFUSAL_SECONDS)
-    with suppress(TimeoutError):  # silence: it waits for a request
+    with suppress(TimeoutError):  # no message: it waits for a request
         if not secure.recv(1):
             raise ConnectionResetError("it closed the connection after the handshake")
 
@@ -124,14 +127,17 @@ def _subject(certificate: Config, kit: Kit) -> str:
     """Describe the server's certificate.
 
     Raises:
-        InputError: it is not that of the server which the kit names.
+        InputError: it does not belong to the server named in the kit.
     """
-    # each part of a subject is a tuple of pairs, nearly always of one
+    # each part of a subject is a tuple of pairs, nearly always just one
     subject = dict(chain.from_iterable(certificate.get("subject", ())))
     name = str(subject.get("commonName", "?"))
     names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
     if kit.name and kit.name not in names:
-        problem = f"the server's certificate is of {printable(name)}"
-        raise InputError(problem, f"the kit is for {printable(kit.name)}", "check the address")
+        raise InputError(
+            f"the server's certificate is of {printable(name)}",
+            f"the kit is for {printable(kit.name)}",
+            "check the address",
+        )
 
     return f"certificate of {printable(name)}, valid until {printable(certificate.get('notAfter', '?'))}"

@@ -1,4 +1,4 @@
-"""What differs between a bundle and the version of it that a site has accepted before."""
+"""Differences between a bundle and the version that a site accepted earlier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGEST = 1_000_000
 
 
 def differences(before: Inspection, now: Inspection) -> Iterator[str]:
-    """Yield what was added, removed and changed since a version; of text files line by line, safe for a terminal."""
+    """Yield what was added, removed and changed since a version; text files line by line, escaped for a terminal."""
     old_files = {file.path: file for file in before.files}
     new_files = {file.path: file for file in now.files}
     for path in sorted(old_files.keys() | new_files.keys()):
@@ -35,7 +35,7 @@ def differences(before: Inspection, now: Inspection) -> Iterator[str]:
             old_lines = _lines(before.folder, old)
             new_lines = _lines(now.folder, new)
             changes = difflib.unified_diff(old_lines, new_lines, lineterm="", n=1)
-            for line in islice(changes, 2, None):  # after the names of the two versions
+            for line in islice(changes, 2, None):  # skip the names of the two versions
                 yield f"  {printable(line, 200)}"
 
 

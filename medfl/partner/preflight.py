@@ -1,6 +1,6 @@
 """Preflight: would a bundle run here, on these data? Everything is checked; no model is kept and no data leaves.
 
-Nothing of the bundle runs before it is inspected and accepted (`medfl.policy.inspection`).
+Nothing of the bundle runs before it has been inspected and accepted (`medfl.policy.inspection`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from medfl.bundle.open import open_problem, with_data
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, MedflError
+from medfl.core.message import byte_count
 from medfl.core.release import version_of
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.task import SECTIONS
@@ -51,7 +52,7 @@ _PACKAGES = {"monai_version": "monai", "pytorch_version": "torch", "numpy_versio
 
 @dataclass
 class Preflight:
-    """What was found; `ok` is False if something failed."""
+    """The findings; `ok` is False if something failed."""
 
     bundle: str
     data: str
@@ -76,10 +77,10 @@ class Preflight:
             self.add(topic, FAILED, text, advice)
 
     def require(self) -> None:
-        """Raise InputError where something failed: it names the first, and how many there are."""
+        """Raise InputError if something failed: it names the first failure, and their number."""
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
-            # an InputError's parts are joined by semicolons, so that they may have none themselves
+            # the parts of an InputError are joined by semicolons, so they may not contain any
             more = f" (and {len(failed) - 1} more)" * bool(failed[1:])
             raise InputError(
                 f"{failed[0].topic}: {failed[0].text}{more}".replace(";", ","),
@@ -126,8 +127,8 @@ class PreflightOptions:
         server: (host, port) of the federation's server.
         kit: startup kit of the site, for the handshake.
         config: overridden ids of the bundle's configuration.
-        folder: where the site's State will be.
-        unlabelled: the site is one without labels: images that have none are training images.
+        folder: for the site's State.
+        unlabelled: the site has no labels: images without labels are training images.
     """
 
     bundle: str
@@ -165,8 +166,7 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
                     if bundle.section("train").first[2]:
                         _memory(report, _one_batch(options, bundle))
 
-                    weights = snapshot(bundle.network()).values()
-                    _disk(report, options, findings, sum(tensor.nbytes for tensor in weights))
+                    _disk(report, options, findings, byte_count(snapshot(bundle.network())))
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
@@ -180,7 +180,7 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 
 
 def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
-    """Say whether the bundle is accepted, and pinned."""
+    """Report whether the bundle is accepted and pinned."""
     result = inspect(shipped_folders().get(options.bundle, Path(options.bundle)), options.policy)
     refusals = result.refused(TRAINING)
     advice = f"see medfl site inspect {printable(options.bundle)}"
@@ -236,7 +236,7 @@ def _check_packages(report: Preflight, bundle: Problem) -> None:
 
 
 def _older(installed: str, least: str) -> bool:
-    """Compare the first three numbers of two versions; a least version without numbers asks for nothing."""
+    """Compare the first three numbers of two versions; a minimum version without numbers is always met."""
     least_numbers = _version_numbers(least)
     return bool(least_numbers) and _version_numbers(installed) < least_numbers
 
@@ -246,7 +246,7 @@ def _version_numbers(version: str) -> list[int]:
 
 
 def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
-    """Open the bundle on its data, and say what layout they have."""
+    """Open the bundle on its data, and report their layout."""
     with report.errors_as("data"):
         device = device_named(options.device)
         unopened = open_problem(options.bundle, options.config, device, options.policy)
@@ -292,8 +292,8 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
 
 
 def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
-    """Return a federation of one site with one batch of the training images, whose step is measured."""
-    # in the order in which a run takes it
+    """Return a federation of one site with one batch of training images, whose step is measured."""
+    # in the order in which a run uses them
     protocol_size = bundle.protocol.get("batch_size")
     size = options.batch_size
     if not size:
@@ -303,7 +303,7 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     items = data.items
     source = data.source
 
-    if source.is_list:  # else the bundle's own data set, which cannot be cut
+    if source.is_list:  # otherwise it is the bundle's own data set, which cannot be cut
         items = items[:size]
         source = replace(source, entries=source.entries[:size])
 
@@ -360,7 +360,7 @@ def _memory(report: Preflight, federation: Federation) -> None:
 
 
 def _level(needed: int, free: int) -> str:
-    """Return the level of a need of bytes: other programs may take a fifth of what is free now."""
+    """Return the level for a memory need in bytes: other programs may take a fifth of what is free now."""
     if needed < 0.8 * free:
         return OK
     if needed < free:
@@ -376,24 +376,27 @@ def _cuda_step(federation: Federation) -> int:
         with federation.scope():
             network = site.model(site.initial_weights)
             fit(network, site)
-            weights = sum(tensor.nbytes for tensor in snapshot(network).values())
+            weights = byte_count(snapshot(network))
     except torch.cuda.OutOfMemoryError as error:
-        problem = "one training step does not fit into the GPU's memory"
-        raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
+        raise InputError(
+            "one training step does not fit into the GPU's memory",
+            "it has to",
+            "ask for a smaller --batch-size",
+        ) from error
 
     # the peak of this step, and up to four copies of the weights that methods keep beside it
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 
 def _disk(report: Preflight, options: PreflightOptions, findings: Findings, network: int) -> None:
-    """Check the free disk space for the image cache, which sections too large for memory need, and for the State."""
+    """Check the free disk space for the image cache, used by sections too large for memory, and for the State."""
     cache = sum(size for size in findings.bytes.values() if size > budget())
     for label, folder, needed in (
         ("cache of prepared images", cache_folder("prepared"), cache),
         ("State", options.folder, _STATES * network),
     ):
         existing = folder.absolute()
-        while not existing.is_dir():  # the folder itself may be made only later
+        while not existing.is_dir():  # the folder itself may not exist yet
             existing = existing.parent
 
         free = shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""Look at each item of a bundle's data once: read and transformed as for training, up to the first random transform."""
+"""Scan each item of a bundle's data once: read and transformed as for training, up to the first random transform."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ScannedItem:
     """An item.
 
     Attributes:
-        image: (C, H, W[, D]) float or integer; None where it could not be read.
-        label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it; None where it has none.
+        image: (C, H, W[, D]) float or integer; None if unreadable.
+        label: class index, or mask (C, H, W[, D]), or whatever the bundle makes of it; None if it has none.
         shape: (H, W[, D]) of the file.
-        spacing: millimetres between neighbours along each axis of the file, () where it does not say.
-        changes: what reading changed, as `volumes.changes_of` has it.
+        spacing: millimetres between neighbours along each axis of the file, () if unknown.
+        changes: changes made by reading, from `volumes.changes_of`.
         problem: why it could not be read, "" if it could.
     """
 
@@ -58,13 +58,13 @@ class ScannedItem:
 
 
 def sections(bundle: Problem) -> list[str]:
-    """Return the sections that have items of their own; a site with images alone has those that it trains on."""
+    """Return the sections that have items of their own; a site without labels only has its training items."""
     names = [name for name in SECTIONS if name != "test" or bundle.has_test]
     return [name for name in names if len(bundle.items(name))]
 
 
 def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
-    """Yield the items of a section, one after the other; nothing of them is kept."""
+    """Yield the items of a section one by one; nothing of them is kept."""
     data = bundle.section(section)
     samples = SampleMaker(data.items, data.source)
     shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
@@ -73,7 +73,7 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
         entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
-        except Exception as error:  # reported like any finding; the scan goes on
+        except Exception as error:  # reported like any finding; the scan continues
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
 
@@ -115,13 +115,13 @@ def _parts(sample: object) -> tuple[Tensor | None, Any]:
 
 
 def _file(image: Tensor, entry: object) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return shape and spacing of an image's file: from MONAI's metadata, else the file's header, else the image."""
+    """Return shape and spacing of an image file: from MONAI's metadata, else the file's header, else the image."""
     meta = getattr(image, "meta", {})
     if "original_affine" in meta and "spatial_shape" in meta:
         sides = np.asarray(meta["spatial_shape"]).reshape(-1).astype(int).tolist()
         shape = tuple(sides[: image.ndim - 1])
         affine = np.asarray(meta["original_affine"], np.float64)
-        # pictures know no millimetres: MONAI gives them the identity
+        # pictures have no millimetres: MONAI gives them the identity
         if len(shape) <= 2 and np.array_equal(affine, np.eye(len(affine))):
             return shape, ()
 
@@ -142,9 +142,9 @@ def _picture(uri: str) -> tuple[int, ...]:
     if not (part or path).lower().endswith(IMAGE_SUFFIXES) or (part and not path.endswith(".zip")):
         return ()
 
-    source: Any = io.BytesIO(archive(path).read(part)) if part else path
+    source = io.BytesIO(archive(path).read(part)) if part else path
     with Image.open(source) as image:
         if orientation(image) < 5:
             return (image.height, image.width)
 
-        return (image.width, image.height)  # EXIF has it lie on its side
+        return (image.width, image.height)  # EXIF rotates it by 90 degrees

@@ -1,14 +1,14 @@
-"""A site's own statistics, as far as they may leave: counts, and of each channel mean, deviation and histogram.
+"""A site's own statistics, as far as they may leave: counts, and per channel mean, deviation and histogram.
 
-Everything is a table of images, each in one cell (`not recorded`, where nothing is known of it), so that two rules do
-for all: counts below a least one are not told (`suppression.suppress_counts`), and with noise each count is the true
-one plus a random whole number (`suppression.add_noise`). An intensity histogram tells, for each bin, the mean share of
-an image's pixels in it; a bin to which fewer images than the least count add is not told.
+Everything is a table of images, each in one cell (`not recorded` if unknown), so that two rules suffice: counts below a
+minimum are suppressed (`suppression.suppress_counts`), or each count is the true one plus a random integer
+(`suppression.add_noise`). An intensity histogram gives, for each bin, the mean share of an image's pixels in it; a bin
+with fewer images than the minimum is suppressed.
 
-With noise nothing may depend on the data but through the noise. So which tables there are, and their cells, is known
-beforehand (`_preset_tables`), empty cells have noise as well, and what has no such cells, as the names of centres, is
-left out; mean and deviation are those of the noisy histogram. An image is in each table of its section once: epsilon of
-all that is told is the sum over them.
+With noise nothing may depend on the data except through the noise. So the tables and their cells are fixed in advance
+(`_preset_tables`), empty cells have noise as well, and anything without such cells, like the names of centres, is
+omitted; mean and deviation are those of the noisy histogram. An image is in each table of its section once: the epsilon
+of everything released is the sum over the tables.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _SEXES = {
     "male": "male",
     case_metadata.UNKNOWN: UNRECORDED,
 }
-# Ends of bands, in pixels and in millimetres.
+# Upper limits of bands, in pixels and in millimetres.
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
 _OUTCOMES = ("present", "absent")
-_UNIT = 1000  # a share is counted in thousandths: noise is added to whole numbers
+_UNIT = 1000  # a share is counted in thousandths: noise is added to integers
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StatisticsOptions:
 
     Attributes:
         bins: of intensity histograms.
-        min_count: counts below it are hidden.
+        min_count: counts below it are suppressed.
         epsilon: of the noise in each table and histogram; None: no noise.
         entropy: of the noise.
     """
@@ -75,8 +75,8 @@ class StatisticsOptions:
 
 
 def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
-    """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
-    ends: Any = text.split(",") if text else value_range(bundle.metadata)
+    """Return bins over the range LOW,HIGH, or over that of network inputs in metadata.json; InputError for neither."""
+    ends = text.split(",") if text else value_range(bundle.metadata)
     if not ends:
         raise InputError(
             f"bundle {bundle.name!r} without a value_range",
@@ -91,7 +91,7 @@ def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
 def gather(
     bundle: Problem, folder: str, options: StatisticsOptions, *, progress: bool = False
 ) -> Document:
-    """Return what may leave of a bundle's data, as plain JSON values; the tables in `folder` may know age and sex.
+    """Return the releasable statistics of a bundle's data as plain JSON values; tables in `folder` may give age, sex.
 
     Raises:
         InputError: an item cannot be read; names it.
@@ -123,7 +123,7 @@ def gather(
 
 
 def unread_ages(bundle: Problem, folder: str) -> list[str]:
-    """Return a line on the ages that are not read, none where all are."""
+    """Return a line on ages that are not read, none if all are."""
     ages = list[object]()
     for section in sections(bundle):
         ages += (row.get("age") for row in case_metadata.read(bundle, section, folder).values())
@@ -132,7 +132,7 @@ def unread_ages(bundle: Problem, folder: str) -> list[str]:
 
 
 class _Counts:
-    """Tables of one section; those whose cells the data name are released without the names of rare ones."""
+    """Tables of one section; if the data define the cells, rare ones are released without their names."""
 
     def __init__(self, bundle: Problem, bins: Bins) -> None:
         self._bundle = bundle
@@ -149,10 +149,13 @@ class _Counts:
             for name in bundle.classes:
                 self._preset[f"finding {name}"] = Counter(dict.fromkeys(_OUTCOMES, 0))
         elif bundle.task == "regression":
-            # the bundle's scale, not the site's: which bands there are tells nothing of the data
+            # the bundle's scale, not the site's: the existing bands reveal nothing about the data
             means, sds = scale_of(bundle.metadata, len(bundle.classes))
             for name, mean, sd in zip(bundle.classes, means.tolist(), sds.tolist(), strict=True):
-                ends = [float(f"{mean + sd * step:.4g}") for step in (-2, -1, 0, 1, 2)]
+                ends = []
+                for step in (-2, -1, 0, 1, 2):
+                    ends.append(float(f"{mean + sd * step:.4g}"))
+
                 cells = _bands(ends, "")
                 self._bands[name] = ends
                 self._numbers[name] = []
@@ -199,7 +202,7 @@ class _Counts:
         self._sums = item_sums if self._sums is None else self._sums.add(item_sums)
 
     def _targets(self, target: Sequence[float | None]) -> None:
-        """Count what is known of findings, or of numbers; an image is in one cell of each table."""
+        """Count known findings, or numbers; an image is in one cell of each table."""
         names = self._bundle.classes
         if len(target) != len(names):
             return
@@ -222,6 +225,7 @@ class _Counts:
             values = set(torch.unique(mask).tolist())
             present = [index in values for index in range(len(names))]
         else:
+            # a channel for each structure
             present = mask.flatten(1).any(1).tolist()
             if len(names) != len(present):
                 names = tuple(f"channel {i}" for i in range(len(present)))
@@ -237,6 +241,7 @@ class _Counts:
         images = self._images
         if options.epsilon is not None:
             noisy = add_noise({"all": images}, options.epsilon, options.entropy)
+            # noise may take the count below 0
             images = max(0, int(noisy["all"]))
 
         if images < options.min_count:
@@ -244,7 +249,7 @@ class _Counts:
 
         numbers = {}
         for name, values in self._numbers.items():
-            # with noise the bands tell it: mean and deviation of the numbers have none
+            # with noise only the bands are released: mean and deviation of the numbers have none
             if options.epsilon is None and len(values) >= max(1, options.min_count):
                 moments = {"mean": _rounded(np.mean(values)), "sd": _rounded(np.std(values))}
                 numbers[name] = moments
@@ -256,7 +261,7 @@ class _Counts:
         else:
             for name, counts in (self._preset | self._named_by_data).items():
                 cells = _released_counts(self._with_unrecorded(counts), options)
-                if name not in self._preset:  # the name of a rare cell may tell of a patient
+                if name not in self._preset:  # the name of a rare cell may identify a patient
                     cells = _without_hidden_names(cells)
 
                 tables[name] = cells
@@ -266,7 +271,7 @@ class _Counts:
         return released | ({"numbers": numbers} if numbers else {})
 
     def _with_unrecorded(self, counts: Mapping[str, int]) -> Counter[str]:
-        """Return a table with all images: how many are not recorded would follow from the other counts."""
+        """Add images that are not recorded to a table: their number would follow from the other counts."""
         table = Counter(counts)
         rest = self._images - table.total()
         if rest:
@@ -275,7 +280,7 @@ class _Counts:
         return table
 
     def _preset_tables(self) -> dict[str, Counter[str]]:
-        """Return the tables whose cells are known before any image is seen, each with all images."""
+        """Return the tables whose cells are known in advance, each with all images."""
         tables = {}
         if "class" in self._preset:
             tables["class"] = self._preset["class"]
@@ -308,14 +313,16 @@ class _Counts:
             mean = totals.mean[channel]
             deviation = totals.deviation[channel]
             shares = thousandths / _UNIT / images
-            # how many images add to a bin, however little
+            # number of images with any contribution to a bin
             hidden = hidden_bins(totals.images[channel].tolist(), options.min_count)
 
             if options.epsilon is not None:
+                # an image adds 1000 thousandths to a histogram, and 1 to a count
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
+                # of the noisy shares: the exact moments would have no noise
                 mean, deviation = _moments(shares, options.bins)
-                hidden = [False] * len(shares)  # which bins are small must not show
+                hidden = [False] * len(shares)  # which bins are small must not be visible
 
             histogram = []
             for is_hidden, share in zip(hidden, shares, strict=True):
@@ -330,7 +337,7 @@ class _Counts:
 def _recount(
     domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str, str] | None = None
 ) -> Counter[str]:
-    """Return a table over cells that are known beforehand; unknown cells count as `other`, else as `not recorded`."""
+    """Return a table over predefined cells; unknown cells count as `other`, else as `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
     rest = "other" if "other" in table else UNRECORDED
     for name, count in cells.items():
@@ -354,7 +361,7 @@ def _released_counts(
 
 
 def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return a table without the names of hidden cells."""
+    """Return a table without the names of suppressed cells."""
     order = sorted(cells, key=lambda name: (_ORDER.get(name, 0), name))
     shown = {name: cells[name] for name in order if cells[name] is not None}
     if len(shown) < len(cells):
@@ -364,7 +371,7 @@ def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | No
 
 
 def _moments(shares: Floats, bins: Bins) -> tuple[float, float]:
-    """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
+    """Return mean and deviation of a histogram, with each bin at its centre."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
     total = float(shares.sum())
     if total <= 0:
@@ -392,7 +399,7 @@ def _band(value: float, ends: Sequence[float], unit: str) -> str:
 
 _SIDE_BANDS = _bands(_SIDES, "px")
 _SPACING_BANDS = _bands(_SPACINGS, "mm")
-# By text, 1024 would come before 64.
+# Sorted as text, 1024 would precede 64.
 _ORDER = {band: i for bands in (_SIDE_BANDS, _SPACING_BANDS) for i, band in enumerate(bands)}
 _DOMAINS: Mapping[str, Sequence[str]] = {
     "age": case_metadata.BANDS,
@@ -400,13 +407,15 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
     "longest side": _SIDE_BANDS,
     "widest spacing": _SPACING_BANDS,
 }
-"""Table -> its cells where noise is added: those of the data would tell which cells occur."""
+"""Table -> its cells with noise: using those of the data would reveal which cells occur."""
 
 
 def _tables(statistics: Config) -> int:
     """Return the number of tables and histograms that an image is in: at most those of one section."""
     # 1 is the number of images
-    counts = [1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()]
+    counts = []
+    for part in statistics.values():
+        counts.append(1 + len(part["tables"]) + len(_channels(part)))
     return max(counts, default=1)
 
 
@@ -420,7 +429,7 @@ def _channels(part: Config) -> Sequence[Config]:
 
 
 def text(document: Config, width: int) -> list[str]:
-    """Return what may leave as lines of text, and what the rules cover in plain words."""
+    """Return the releasable statistics as lines of text, and the protection by the rules in plain words."""
     lines = [
         f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"
     ]
@@ -461,7 +470,7 @@ def _cells_text(cells: Mapping[str, int | None]) -> str:
 
 
 def _block(share: float | None, shares: Sequence[float | None]) -> str:
-    """Return a share as a bar of up to eight eighths of the largest, "?" for a hidden one."""
+    """Return a share as a bar of up to eight eighths of the largest, "?" for a suppressed one."""
     if share is None:
         return "?"
 
@@ -493,5 +502,5 @@ def covered(document: Config) -> list[str]:
 
 
 def encoded(document: Config) -> bytes:
-    """Return the file's content."""
+    """Return the contents of the file."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()

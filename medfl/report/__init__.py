@@ -1,6 +1,6 @@
 """A run folder as one self-contained HTML page and as the plain-text table printed at the end of a run.
 
-Both read only the folder's files, so a report can be made again anywhere, long after the run and without the data.
+Both read only the folder's files, so a report can be rebuilt anywhere, long after the run and without the data.
 """
 
 from medfl.report.page import write_report

@@ -1,8 +1,8 @@
 """Class-activation maps: where in an image a convolutional classifier found a class; and pictures of them.
 
-Grad-CAM and Grad-CAM++ as MONAI has them (R. Selvaraju et al., ICCV 2017; A. Chattopadhay et al., WACV 2018), on the
-last convolution of the network whose output still has at least 4 pixels a side. A map says what moved this network's
-output, not what is wrong with the patient.
+Grad-CAM and Grad-CAM++ as in MONAI (R. Selvaraju et al., ICCV 2017; A. Chattopadhay et al., WACV 2018), on the
+last convolution of the network whose output still has at least 4 pixels per side. A map shows what influenced this
+network's output, not what is wrong with the patient.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ActivationMap:
 
     Attributes:
         id: of the item, or the image's file.
-        image: (C, H, W[, D]), as the network takes it.
-        map: (H, W[, D]), 0 to 1, 0 where nothing speaks for the class.
-        target: the class that the map is of.
+        image: (C, H, W[, D]), as network input.
+        map: (H, W[, D]), 0 to 1, 0 where nothing indicates the class.
+        target: the class that the map is for.
         predicted: the most probable class.
         probability: of the target.
         layer: name of the convolution.
@@ -69,11 +69,11 @@ def compute(
     """Return the map of each image.
 
     Args:
-        network: a classifier in evaluation mode; with one output it is the logit of class 1.
+        network: a classifier in evaluation mode; a single output is the logit of class 1.
         shard: the images.
         classes: names in label order.
-        device: where the network is.
-        target: the class, by name or index; None takes each image's predicted one.
+        device: of the network.
+        target: the class, by name or index; None uses each image's predicted one.
         method: "gradcam++" or "gradcam".
 
     Raises:
@@ -113,12 +113,12 @@ def compute(
 
 
 def last_convolution(network: nn.Module, x: Tensor) -> str:
-    """Return the name of the last convolution to run on x (B, C, H, W[, D]) with at least 4 output pixels each axis.
+    """Return the name of the last convolution run on x (B, C, H, W[, D]) with at least 4 output pixels per axis.
 
     Raises:
         InputError: there is none.
     """
-    # in the order of execution, which need not be that of the modules
+    # in the order of execution, which may differ from that of the modules
     outputs: list[tuple[str, Tensor]] = []
     hooks = []
     for name, module in network.named_modules():
@@ -146,7 +146,7 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
 
 
 def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
-    """Return a figure of each image, plain and with its map over it; volumes in the slice where the map is largest."""
+    """Return a figure of each image, plain and overlaid with its map; volumes in the slice where the map is largest."""
     from matplotlib.figure import Figure
 
     columns = min(columns, len(maps), _MAX_COLUMNS)
@@ -180,7 +180,7 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
 
 def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> NDArray[np.float32]:
     """Return the map (H, W[, D]) of a class, in 0 to 1."""
-    # MONAI's own postprocessing scales from the least value; here 0 has to stay 0
+    # MONAI's own postprocessing scales from the minimum; here 0 must stay 0
     cam = _METHODS[method](
         nn_module=network, target_layers=layer, postprocessing=lambda values: values
     )
@@ -196,7 +196,7 @@ def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> 
 
 
 class _Logits(nn.Module):
-    """A copy of a classifier with one output per class, also where the network itself has a single output.
+    """A copy of a classifier with one output per class, even if the network itself has a single output.
 
     Its modules do not work in place: that would overwrite what the hooks of a map keep.
     """
@@ -204,6 +204,7 @@ class _Logits(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = deepcopy(network)
+        # in place a later layer would overwrite the outputs whose gradients are taken
         for module in self.network.modules():
             if getattr(module, "inplace", False):
                 module.inplace = False  # type: ignore[assignment]
@@ -228,7 +229,7 @@ def _slice(entry: ActivationMap) -> tuple[NDArray[np.float32], NDArray[np.float3
     """Return the image (H, W[, 3]) in 0 to 1 and its map (H, W)."""
     image = entry.image
     heat = entry.map
-    # a volume is cut where its map is largest, and turned as radiologists look at it
+    # a volume is cut where its map is largest, and turned to radiological convention
     if heat.ndim == 3:
         cut = int(heat.sum((0, 1)).argmax())
         image = np.rot90(image[..., cut], axes=(1, 2))

@@ -6,12 +6,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 from markupsafe import Markup, escape
 
 from medfl.core.arrays import Floats
+from medfl.core.documents import Document
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ _NAMES = (
 _VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(_NAMES)}
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 
-_DOTTED: dict[str, Any] = {"color": _COLOUR["muted"], "linewidth": 0.8, "linestyle": (0, (2, 3))}
+_DOTTED: Document = {"color": _COLOUR["muted"], "linewidth": 0.8, "linestyle": (0, (2, 3))}
 _SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
 
@@ -44,7 +45,7 @@ class Chart(NamedTuple):
 
 
 TONES = 10
-"""How many distinct colours there are, `tone-0` to `tone-9`."""
+"""Number of distinct colours, `tone-0` to `tone-9`."""
 
 
 def lines(
@@ -62,11 +63,11 @@ def lines(
     Args:
         label: text for screen readers.
         rounds: (R,) round numbers.
-        curves: colour name (received, personal, local, tone-0 to tone-9) -> (R,) values, None where there is none.
+        curves: colour name (received, personal, local, tone-0 to tone-9) -> (R,) values, None if missing.
         sites: (R,) lists of the sites' values, of any length.
         band_of: colour name of the band.
-        bounded: the values lie in 0 to 1, and so does the axis.
-        chance: the value of guessing, marked by a dotted line.
+        bounded: the values are within 0 to 1, and so is the axis.
+        chance: the chance level, marked by a dotted line.
     """
     points_of: dict[str, list[tuple[int, float]]] = {}
     for name, values in curves.items():
@@ -112,7 +113,7 @@ def lines(
 def stacked(
     label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0
 ) -> Markup | None:
-    """Draw one stacked bar a round, each part in its colour and divided by `unit`; None if all are zero or absent."""
+    """Draw one stacked bar per round, each part in its colour and divided by `unit`; None if all are zero or absent."""
     if not any(map(any, parts.values())):
         return None
 
@@ -121,7 +122,7 @@ def stacked(
     def draw(axes: Axes) -> None:
         base = np.zeros(len(rounds))
         for name, values in parts.items():
-            top = base + np.array([value or 0.0 for value in values]) / unit
+            top = base + np.nan_to_num(np.array(values, np.float64)) / unit  # None is NaN
             axes.stairs(top, edges, baseline=base, fill=True, color=_COLOUR[name], alpha=0.75)
             base = top
 
@@ -160,7 +161,7 @@ def reliability(
     ends: Floats,
     axis_labels: tuple[str, str],
 ) -> Markup:
-    """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
+    """Draw accuracy over confidence of B bins with their intervals (2, B), and bars of the bins' cases."""
 
     def draw(axes: Axes) -> None:
         _square(axes)
@@ -191,7 +192,7 @@ def reliability(
 def agreement(
     label: str, x: Floats, y: Floats, axis_labels: tuple[str, str], levels: Values
 ) -> Markup:
-    """Draw a point a case; a line at each of the levels of y, the first one thick, or without levels where x = y."""
+    """Draw a point per case; a line at each of the levels of y, the first one thick, or without levels where x = y."""
 
     def draw(axes: Axes) -> None:
         axes.scatter(x, y, s=9, color=_COLOUR["received"], alpha=0.55, linewidths=0)
@@ -208,7 +209,7 @@ def agreement(
 
 
 def _square(axes: Axes) -> None:
-    """Set both axes to 0 to 1, with the dotted diagonal."""
+    """Set both axes to 0 to 1, with a dotted diagonal."""
     axes.plot([0, 1], [0, 1], **_DOTTED)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
 
@@ -224,11 +225,11 @@ def _svg(
     size: tuple[float, float] = (4.7, 2.6),
 ) -> Markup:
     """Return a figure of this size in inches, its axes filled by `draw`."""
-    import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
+    import matplotlib as mpl  # imported here: it takes longer than most commands
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    # texts stay texts, in the page's font; equal charts get equal ids, so that reports are the same bytes
+    # texts stay texts, in the page's font; identical charts get identical ids, so that reports have the same bytes
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -247,6 +248,7 @@ def _svg(
         axes.set_xlabel(axis_labels[0], color=_COLOUR["muted"])
         axes.set_ylabel(axis_labels[1], color=_COLOUR["muted"])
         file = io.StringIO()
+        # a date or version would change the page of an unchanged run
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
 
@@ -254,12 +256,13 @@ def _svg(
 
 
 def _inline(svg: str, label: str) -> Markup:
-    """Remove from a matplotlib SVG its header, metadata, size, fonts and unused ids, and set the page's colours."""
+    """Remove header, metadata, size, fonts and unused ids from a matplotlib SVG, and use the page's colours."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     body = re.search(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>(.*</svg>)", svg, flags=re.DOTALL)
     assert body is not None
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", body[2])
     used = set(re.findall(r"#([\w.-]+)", svg))
+    # unused ids of two charts on one page would clash
     svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     svg = re.sub(r"#0a0b\d\d", lambda match: f"var(--{_VARIABLES[match[0]]})", svg)
 

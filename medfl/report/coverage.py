@@ -1,11 +1,11 @@
-"""The tables of `medfl calibrate`: what was promised and what is reached, at each site and of each group."""
+"""The tables of `medfl calibrate`: guaranteed and observed coverage at each site and for each group."""
 
 from __future__ import annotations
 
 from medfl.core.documents import Config
 
 Table = tuple[list[str], list[list[str]]]
-"""Head and rows."""
+"""Header and rows."""
 
 _COLUMNS = (
     ("threshold of", "way", ""),
@@ -19,11 +19,11 @@ _COLUMNS = (
     ("mean size", "size", ".3g"),
     ("abstained", "abstained", ".1%"),
 )
-"""Title, entry of a row and its form."""
+"""Title, entry of a row and its format."""
 
 
 def tables_of(document: Config) -> list[Table]:
-    """Return the tables of a calibration.json: of its sites, and of its groups where it has any."""
+    """Return the tables of a calibration.json: for its sites, and for its groups if it has any."""
     tables = [_table(document, "rows", "site")]
     if document["groups"]:
         tables.append(_table(document, "groups", document["by"]))

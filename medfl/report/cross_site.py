@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ _COLUMNS = ("model", "of", "at", "cases")
 
 @dataclass(frozen=True)
 class Cell:
-    """A model at a site: its metric there, NaN where that is undefined, with its interval over the test cases."""
+    """A model at a site: its metric there, NaN if undefined, with its interval over the test cases."""
 
     value: float
     ends: Interval | None
@@ -46,28 +47,32 @@ class Matrix:
 
     @property
     def sites(self) -> list[str]:
-        """Where models were examined, in order."""
-        return list(dict.fromkeys(site for cells in self.rows.values() for site in cells))
+        """Sites at which models were evaluated, in order."""
+        return list(dict.fromkeys(chain.from_iterable(self.rows.values())))
 
     @cached_property
     def _worst_and_best(self) -> tuple[float, float]:
         values = []
         for cells in self.rows.values():
-            values += [cell.value for cell in cells.values() if not isnan(cell.value)]
+            for cell in cells.values():
+                if not isnan(cell.value):
+                    values.append(cell.value)
 
+        # the worst first: the highest where lower is better
         values.sort(reverse=not metrics.higher_is_better(self.metric))
         return (values[0], values[-1]) if values else (0.0, 0.0)
 
     def shade(self, cell: Cell) -> float:
         """Return how dark a cell is: from 0, the worst of all, to 1, the best."""
         worst, best = self._worst_and_best
+        # if all models are equal, none is dark
         if isnan(cell.value) or worst == best:
             return 0.0
 
         return (cell.value - worst) / (best - worst)
 
     def markdown(self) -> str:
-        """Return the matrix as a table; a site's own model at the site is bold."""
+        """Return the matrix as a table; a site's own model at its site is bold."""
         lines = []
         for title, cells in self.rows.items():
             lines.append([title, *(_text(cells.get(site)) for site in self.sites)])
@@ -76,7 +81,7 @@ class Matrix:
 
 
 def read(run: RunFiles) -> Matrix | None:
-    """Return the matrix of a run, None where it has none; InputError where its file is damaged."""
+    """Return the matrix of a run, None if it has none; InputError if its file is damaged."""
     path = run.path / CROSS_SITE
     if not path.is_file():
         return None
@@ -89,11 +94,7 @@ def read(run: RunFiles) -> Matrix | None:
         if row["of"]:
             title += f", {row['of']}"
 
-        if isnan(low):
-            ends = None
-        else:
-            ends = (low, high)
-
+        ends = None if isnan(low) else (low, high)
         cell = Cell(value, ends, int(cases), row["of"] == row["at"])
         rows.setdefault(title, {})[row["at"]] = cell
 
@@ -101,7 +102,7 @@ def read(run: RunFiles) -> Matrix | None:
 
 
 def mean(matrices: Sequence[Matrix]) -> Matrix:
-    """Return the means over several runs' matrices of the same models and sites, without intervals."""
+    """Return the means over several runs' matrices with the same models and sites, without intervals."""
     rows: dict[str, dict[str, Cell]] = {}
     for title, cells in matrices[0].rows.items():
         rows[title] = {}
@@ -113,7 +114,7 @@ def mean(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def write(folder: Path) -> None:
-    """Write a run's cross_site.md, where it has a matrix."""
+    """Write a run's cross_site.md, if it has a matrix."""
     run = RunFiles(folder)
     matrix = read(run)
     if matrix is None:

@@ -1,11 +1,11 @@
-"""Differences between models and between sites, with intervals: better or worse is said only where zero is outside.
+"""Differences between models and between sites, with intervals: better or worse only if the interval excludes zero.
 
-There is no interval from fewer than ten cases, nor of a mean over classes where one of them has fewer than five: draws
-keep each class's number of cases, so that one or two cases of a class hardly vary. Nor is there one of no width
-beside zero, which says no more than that the draws could not vary.
+There is no interval from fewer than ten cases, nor for a mean over classes if one of them has fewer than five: draws
+keep each class's number of cases, so that one or two cases of a class hardly vary. A zero-width interval away from
+zero is not used either: it only shows that the draws could not vary.
 
-Of two models the same test cases are drawn again for both, a thousand times (`medfl.evaluation.bootstrap`); of a site
-and the others the cases of each apart.
+For two models the same test cases are resampled for both, a thousand times (`medfl.evaluation.bootstrap`); for a site
+and the others the cases of each are resampled separately.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import fmean
 import numpy as np
 
 from medfl.core.arrays import Floats, Integers
+from medfl.core.mappings import pick, within
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Interval
@@ -31,16 +32,16 @@ WORSE = "worse"
 UNCLEAR = "no clear difference"
 FEW = "too few cases"
 LEAST_OF_CLASS = 5
-"""Cases of each class; from fewer there is no interval of a metric that is a mean over classes."""
-_ROUNDING = 1e-9  # below it an end is zero
+"""Minimum cases per class for an interval of a metric that is a mean over classes."""
+_ROUNDING = 1e-9  # below it a bound counts as zero
 _SITES = 100
 _COMPARED = 24
-"""Of more sites no differences from Local, and from each other, are computed."""
+"""Maximum number of sites for differences from Local, and from each other."""
 Rows = Integers
 
 
 def word(ends: Interval | None, higher_is_better: bool) -> str:
-    """Return better or worse where an interval of a difference excludes zero, else that it is not clear."""
+    """Return better or worse if an interval of a difference excludes zero, else that it is unclear."""
     if ends is None or ends[0] <= _ROUNDING and ends[1] >= -_ROUNDING:
         return UNCLEAR
     if (ends[0] > 0) == higher_is_better:
@@ -54,10 +55,10 @@ class Difference:
     """How much higher a metric is for one than for another.
 
     Attributes:
-        value: the difference on the cases as they are.
-        ends: its interval; None from too few cases, and where all draws are the same but not zero.
-        cases: the smaller number of cases that it rests on.
-        word: what may be said of it.
+        value: the difference on the original cases.
+        ends: its interval; None with too few cases, and if all draws are equal but not zero.
+        cases: the smaller number of underlying cases.
+        word: the verdict.
     """
 
     value: float
@@ -69,20 +70,16 @@ class Difference:
     def of(
         cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool
     ) -> Difference | None:
-        """Return ours - theirs of a metric, each (1 + draws,) with the cases as they are first.
+        """Return ours - theirs of a metric, each (1 + draws,) with the original cases first.
 
-        `cases` is the smaller number of cases, `enough` says whether they are enough for an interval.
+        `cases` is the smaller number of cases; `enough`: they are enough for an interval.
         """
         value = float(ours[0] - theirs[0])
         drawn = ours[1:] - theirs[1:]
         if np.isnan(value):
             return None
 
-        if enough:
-            ends = bootstrap.interval(drawn)
-        else:
-            ends = None
-
+        ends = bootstrap.interval(drawn) if enough else None
         # all draws are equal: no uncertainty was measured, unless the models are the same
         if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(value):
             ends = None
@@ -92,9 +89,9 @@ class Difference:
 
 
 def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) -> Difference | None:
-    """Return how much higher the key metric of one run's judged models is than another's, on the cases that both have.
+    """Return how much higher the key metric of one run's judged models is than another's, on their common cases.
 
-    Only the cases of `site` count, None: all. None without predictions of common cases that give the metric.
+    Only the cases of `site` count, None: all. None without predictions of common cases that define the metric.
     """
     first = ours.predictions
     second = theirs.predictions
@@ -109,10 +106,11 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
     )
     first = first.select(scored)
     second = second.select(scored)
-    # runs on other versions of the data must not be compared
+    # runs on different versions of the data must not be compared
     if not len(first) or not _same_reference(first.cases, second.cases):
         return None
 
+    # the same draws for both models: their difference is paired, case by case
     draws = _draws(ours, first, "models")
     our_metric = first.redrawn(draws, [ours.key]).metrics.get(ours.key)
     their_metric = second.redrawn(draws, [ours.key]).metrics.get(ours.key)
@@ -137,7 +135,7 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
         parts.append(part.select(np.flatnonzero(part.kind.has(part.cases, run.key))))
 
     parts = _comparable(run.key, parts)
-    metric_draws = list[Floats]()
+    metric_draws = []
     for name, part in zip(("site", "others"), parts, strict=True):
         values = None
         if len(part):
@@ -155,12 +153,13 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
 
 
 def _comparable(key: str, parts: Sequence[Predictions]) -> list[Predictions]:
-    """Return sets of cases so that a mean over classes is of the same ones in each, [] cases where it cannot be."""
+    """Return sets of cases such that a mean over classes covers the same ones in each, [] if that is impossible."""
     kind = parts[0].kind
     cases_of = kind.comparable({str(i): part.cases for i, part in enumerate(parts)})
-    compared = [
-        Predictions(cases_of[str(i)], part.sites, part.kind) for i, part in enumerate(parts)
-    ]
+    compared = []
+    for i, part in enumerate(parts):
+        compared.append(Predictions(cases_of[str(i)], part.sites, part.kind))
+
     if key in metrics.OVER_CLASSES and len({kind.averaged(part.cases) for part in compared}) > 1:
         return [part.select(np.zeros(0, np.int64)) for part in compared]
 
@@ -168,10 +167,10 @@ def _comparable(key: str, parts: Sequence[Predictions]) -> list[Predictions]:
 
 
 class Differences:
-    """What may be said of a finished run's judged model against the models that sites train alone, and of its sites."""
+    """Verdicts on a finished run's judged model against the models that sites train alone, and on its sites."""
 
     def __init__(self, run: RunFiles) -> None:
-        """Take a run."""
+        """Store a run."""
         self.run = run
 
         if run.finished and len(run.site_names) <= _SITES:
@@ -181,7 +180,7 @@ class Differences:
 
     @cached_property
     def local(self) -> RunFiles | None:
-        """The run of the sites alone, None where there was none."""
+        """The run of the sites alone, None if there was none."""
         folder = self.run.path / "local"
         if self.run.finished and (folder / "run.json").is_file():
             return RunFiles(folder)
@@ -190,7 +189,7 @@ class Differences:
 
     @cached_property
     def against_local(self) -> dict[str, Difference]:
-        """Site -> how much higher the key metric is than that of its own Local model."""
+        """Site -> how much higher the key metric is than with its own Local model."""
         if self.local is None:
             return {}
 
@@ -204,7 +203,7 @@ class Differences:
 
     @cached_property
     def pooled(self) -> Difference | None:
-        """The same on the test cases of all sites together, each by its own site's Local model."""
+        """The same on the test cases of all sites together, each with its own site's Local model."""
         if self.local:
             return between_models(self.run, self.local)
 
@@ -222,7 +221,7 @@ class Differences:
         return differences
 
     def answers(self) -> dict[str, str]:
-        """Return what a hospital asks of the model, and what the run answers; only what it can answer."""
+        """Return a hospital's questions about the model, with the run's answers as far as it has them."""
         answers = {
             "At your own hospital": self._at_own_sites(),
             "At a hospital that sent nothing": "; ".join(self._at_unseen_sites()),
@@ -231,17 +230,17 @@ class Differences:
         return {question: answer for question, answer in answers.items() if answer}
 
     def _at_own_sites(self) -> str:
-        """Return in how many sites the model is better than Local."""
+        """Describe at how many sites the model is better than Local."""
         if not self.against_local:
             return ""
 
         ours = self.run.site_values(self.run.judged, self.run.key)
         alone = self.run.site_values("local", self.run.key)
-        sites = [site for site in ours if site in alone]
+        of_both = within(ours, alone)
         text = "each on its own test cases: "
-        if sites:
-            mean = number(fmean(ours[site] for site in sites))
-            mean_alone = number(fmean(alone[site] for site in sites))
+        if of_both:
+            mean = number(fmean(of_both.values()))
+            mean_alone = number(fmean(pick(alone, of_both).values()))
             text = (
                 f"{self._metric} {mean} with {self.run.record['method']}, {mean_alone} alone, "
                 f"in the mean of the sites, {text}"
@@ -258,12 +257,8 @@ class Differences:
         return text
 
     def _at_unseen_sites(self) -> Iterator[str]:
-        """Yield what the model reaches at each site that trained nothing, beside the models that others train alone."""
-        if self.local is None:
-            alone = None
-        else:
-            alone = cross_site.read(self.local)
-
+        """Yield the model's performance at each site that did not train, beside the models that others train alone."""
+        alone = cross_site.read(self.local) if self.local else None
         reached = self.run.site_values(self.run.judged, self.run.key)
         for site in self._sites:
             if self.run.size(site, "train") or site not in reached:
@@ -271,8 +266,12 @@ class Differences:
 
             cases = self.run.size(site, "test")
             text = f"{self._metric} {number(reached[site])} at {site} ({cases} test cases)"
-            cells = [cells.get(site) for cells in (alone.rows if alone else {}).values()]
-            values = [cell.value for cell in cells if cell is not None and not cell.is_own]
+            values = []
+            for cells in (alone.rows if alone else {}).values():
+                # excluding a site's own model
+                if site in cells and not cells[site].is_own:
+                    values.append(cells[site].value)
+
             if values:
                 higher = metrics.higher_is_better(self.run.key)
                 best = number((max if higher else min)(values))
@@ -282,7 +281,10 @@ class Differences:
 
     def _on_all(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models."""
-        values = {(kind, when): entry.get(self.run.key) for kind, when, entry in self.run.pooled()}
+        values = {}
+        for kind, when, entry in self.run.pooled():
+            values[(kind, when)] = entry.get(self.run.key)
+
         ours = values.get((self.run.judged, "last"))
         mean = values.get(("local", "mean"))
         sd = values.get(("local", "sd"))
@@ -301,12 +303,8 @@ class Differences:
 
 
 def counted(words: Sequence[str], of: str) -> str:
-    """Return how often each word occurs, as "better at 1 of 4 sites, no clear difference at 3"."""
-    if len(words) != 1:
-        plural = "s"
-    else:
-        plural = ""
-
+    """Return how often each word occurs, e.g. "better at 1 of 4 sites, no clear difference at 3"."""
+    plural = "s" * (len(words) != 1)
     phrases = [f"{BETTER} at {words.count(BETTER)} of {len(words)} {of}{plural}"]
     for label in (WORSE, UNCLEAR, FEW):
         if label in words:
@@ -316,7 +314,8 @@ def counted(words: Sequence[str], of: str) -> str:
 
 
 def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Rows, Rows]:
-    """Return the rows of the cases that both have, in the same order."""
+    """Return the rows of their common cases, in the same order."""
+    # by id: two runs may list the same cases in a different order
     their_row = {ident: row for row, ident in enumerate(theirs.ids)}
     pairs = []
     for row, (ident, case_site) in enumerate(zip(ours.ids, ours.sites, strict=True)):
@@ -337,15 +336,16 @@ def _same_reference(ours: Cases, theirs: Cases) -> bool:
 
 
 def _are_enough(run: RunFiles, predictions: Predictions) -> bool:
-    """Return whether an interval of the key metric may be made from these cases."""
+    """Return whether an interval of the key metric may be computed from these cases."""
     if len(predictions) < LEAST:
         return False
 
+    # a draw without a class would average over fewer classes
     least = predictions.kind.least(predictions.cases)
     return run.key not in metrics.OVER_CLASSES or least is None or least >= LEAST_OF_CLASS
 
 
 def _draws(run: RunFiles, predictions: Predictions, name: str) -> Draws:
-    """Return how often each draw takes each of these cases, (1 + draws, cases); the first takes all once."""
+    """Return how often each draw contains each of these cases, (1 + draws, cases); the first contains all once."""
     drawn = bootstrap.draw(predictions.strata, derive(run.seed, "report", "differences", name))
     return np.concatenate([np.ones((1, len(predictions)), np.int32), drawn])

@@ -1,6 +1,6 @@
-"""A cross-validation's folder: the figures of each fold, and those of all test cases together, each tested once.
+"""A cross-validation's folder: the results of each fold, and on all test cases together, each tested once.
 
-It has `folds.json`, what was asked for, and a run folder `fold-<number>` for each fold.
+It contains `folds.json`, the request, and a run folder `fold-<number>` for each fold.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from medfl.core import tables, terminal
 from medfl.core.documents import Config, Document, Metrics
 from medfl.core.errors import InputError
+from medfl.core.mappings import within
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
@@ -25,18 +26,24 @@ from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import rendered
 from medfl.storage.files import write_atomic, write_json
 from medfl.storage.places import FOLDS
-from medfl.storage.run_documents import read_document
+from medfl.storage.run_documents import read_document, refuse_code
 from medfl.storage.run_folder import RunFolder
 
 FORM: Config = {
-    "folds": Count, "bundle": str, "options": Document, "config": Document, "requested": Document,
-    "settings": Document, "images": list[str], "command": str | None,
-}  # fmt: skip
+    "folds": Count,
+    "bundle": str,
+    "options": Document,
+    "config": Document,
+    "requested": Document,
+    "settings": Document,
+    "images": list[str],
+    "command": str | None,
+}
 NOTE = (
     "pooled: each case once, by the model of the fold that tests it; sd: between folds, whose training images overlap, "
     "so it says little of how another cohort would score"
 )
-_COLUMNS = 6
+_COLUMNS = 6  # metrics that fit side by side
 
 
 def fold_folder(folder: Path, number: int) -> Path:
@@ -51,6 +58,7 @@ def read_record(folder: Path) -> Document:
         InputError: it is missing or damaged.
     """
     record = read_document(folder / FOLDS, FORM, FORM)
+    refuse_code(folder / FOLDS, record["bundle"], record["config"])
     if not 2 <= record["folds"] == len(record["images"]):
         raise InputError(
             f"{folder / FOLDS} is damaged",
@@ -62,11 +70,11 @@ def read_record(folder: Path) -> Document:
 
 @dataclass(frozen=True)
 class Folds:
-    """The folds of a cross-validation that are finished.
+    """The finished folds of a cross-validation.
 
     Attributes:
         path: the folder.
-        count: of the folds that there are to be.
+        count: planned number of folds.
         runs: number -> the run of a fold.
     """
 
@@ -79,7 +87,7 @@ class Folds:
         """Read a folder.
 
         Raises:
-            InputError: it is none of a cross-validation, no fold is finished, or a file is damaged.
+            InputError: it is not a cross-validation's, no fold is finished, or a file is damaged.
         """
         count = int(read_record(path)["folds"])
         runs = {}
@@ -105,6 +113,7 @@ class Folds:
             )
 
         folds = cls(path, count, runs)
+        # a case that is pooled twice would count twice
         for ident, times in Counter(folds.ids).items():
             if times > 1:
                 raise InputError(
@@ -131,7 +140,7 @@ class Folds:
 
     @cached_property
     def rows(self) -> dict[int, Metrics]:
-        """Fold -> the metrics of its test cases, whose means are over the same findings in all."""
+        """Fold -> the metrics of its test cases, with means over the same findings in all folds."""
         cases_of = {str(number): _cases(run) for number, run in self.runs.items()}
         compared = self.first.kind.comparable(cases_of)
         return {number: metrics.summarise(compared[str(number)]) for number in self.runs}
@@ -150,12 +159,12 @@ class Folds:
     @cached_property
     def cases(self) -> Cases:
         """All test cases."""
-        return Cases.concat([_cases(run) for run in self.runs.values()])
+        return Cases.concat(list(map(_cases, self.runs.values())))
 
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        pooled = [name for name in metrics.METRICS if name in self.pooled]
+        pooled = within(metrics.METRICS, self.pooled)
         return list(dict.fromkeys([self.first.key, *pooled]))
 
     def spread(self, name: str) -> metrics.Spread:
@@ -166,7 +175,7 @@ class Folds:
     def summary(self) -> Document:
         """Return the content of summary.json."""
         run = self.first
-        summaries = [fold.summary or {} for fold in self.runs.values()]
+        summaries = [fold.summary for fold in self.runs.values()]
         classes = {"classes": self.structures} if self.structures else {}
         per_fold = []
         for number, fold in self.runs.items():
@@ -178,20 +187,27 @@ class Folds:
             totals[name] = sum(float(fold.get(name) or 0) for fold in summaries)
 
         return {
-            "method": run.method, "bundle": run.record["bundle"], "seed": run.record.get("seed"),
-            "rounds": run.record["rounds"], "folds": self.count,
+            "method": run.method,
+            "bundle": run.record["bundle"],
+            "seed": run.record.get("seed"),
+            "rounds": run.record["rounds"],
+            "folds": self.count,
             "status": "finished" if len(self.runs) == self.count else "running",
-            "data_source": run.record["data"]["source"], "judged": summaries[0].get("judged"),
-            "key_metric": run.key, "cases": len(self.ids),
+            "data_source": run.record["data"]["source"],
+            "judged": summaries[0].get("judged"),
+            "key_metric": run.key,
+            "cases": len(self.ids),
             "last": {"round": run.record["rounds"], **self.pooled, **classes},
             "per_fold": per_fold,
-            "spread": {name: self.spread(name) for name in self.names}, "units": summaries[0].get("units") or {},
-            **totals, "notes": [*self.notes],
-        }  # fmt: skip
+            "spread": {name: self.spread(name) for name in self.names},
+            "units": summaries[0].get("units") or {},
+            **totals,
+            "notes": [*self.notes],
+        }
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures rest on, what is undefined, and where folds had different numbers of rounds."""
+        """The basis of the results, undefined metrics, and different numbers of rounds between folds."""
         undefined = ((f"fold-{number}", run.undefined) for number, run in self.runs.items())
         notes = (NOTE, *told_by(undefined))
         folds_by_rounds: dict[int, list[str]] = {}
@@ -201,9 +217,11 @@ class Folds:
         if len(folds_by_rounds) == 1:
             return notes
 
-        rounds_text = "; ".join(
-            f"{rounds} in {', '.join(names)}" for rounds, names in folds_by_rounds.items()
-        )
+        parts = []
+        for rounds, names in folds_by_rounds.items():
+            parts.append(f"{rounds} in {', '.join(names)}")
+
+        rounds_text = "; ".join(parts)
         again = f"medfl run --resume --out {self.path} --rounds {max(folds_by_rounds)}"
         return (
             *notes,
@@ -211,7 +229,7 @@ class Folds:
         )
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
+        """Return header and rows of the table of the folds: one row per fold, then mean, sd and pooled."""
         names = self.names[:_COLUMNS]
         spreads = list(map(self.spread, names))
 
@@ -224,7 +242,7 @@ class Folds:
             row = numbers(self.rows[fold])
             rows.append([f"fold-{fold}", str(sizes["train"]), str(sizes["test"]), *row])
 
-        # a metric that no fold has has no spread
+        # a metric that no fold has also has no spread
         means = [formatting.number(spread.get("mean")) for spread in spreads]
         deviations = list(map(formatting.sd, spreads))
         counts = [spread.get("count", 0) for spread in spreads]
@@ -238,7 +256,7 @@ class Folds:
         return ["", "train", "test", *map(self.first.title, names)], rows
 
     def title(self) -> str:
-        """Say in one line what was run."""
+        """Describe the run in one line."""
         if len(self.runs) == self.count:
             done = f"{self.count} folds"
         else:
@@ -265,7 +283,7 @@ def write(folder: Path) -> Folds:
     """Write summary.json, predictions.csv and report.html of a cross-validation.
 
     Raises:
-        InputError: as `Folds.read`.
+        InputError: as for `Folds.read`.
     """
     cross_validation = Folds.read(folder)
     summary = cross_validation.summary()
@@ -288,7 +306,7 @@ def write(folder: Path) -> Folds:
 
 
 def _write_predictions(folds: Folds) -> None:
-    """Write the predictions of all folds as one table, with a column that says the fold."""
+    """Write the predictions of all folds as one table, with a column for the fold."""
     rows = []
     for number, run in folds.runs.items():
         for row in run.prediction_rows() or ():
@@ -298,12 +316,12 @@ def _write_predictions(folds: Folds) -> None:
 
 
 def _predictions(run: RunFiles) -> Predictions:
-    assert run.predictions is not None  # `Folds.read` takes no others
+    assert run.predictions is not None  # `Folds.read` accepts no others
     return run.predictions
 
 
 def _form(run: RunFiles) -> tuple[object, ...]:
-    """Return what has to be the same in all folds: key metric, classes, and columns with their sizes."""
+    """Return what must be equal in all folds: key metric, classes, and columns with their sizes."""
     values = _cases(run).values
     columns = [(name, *tensor.shape[1:]) for name, tensor in values.items()]
     return run.key, *run.classes, *columns
@@ -314,4 +332,8 @@ def _cases(run: RunFiles) -> Cases:
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:
-    return {name: sum(run.size(site, name) for site in run.site_names) for name in SECTIONS}
+    sizes = {}
+    for section in SECTIONS:
+        sizes[section] = sum(run.size(site, section) for site in run.site_names)
+
+    return sizes

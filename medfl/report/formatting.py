@@ -12,7 +12,7 @@ from medfl.core.documents import Config
 
 
 def number(value: float | None) -> str:
-    """Return a metric with three decimals, a dash where there is none."""
+    """Return a metric with three decimals, a dash if missing."""
     if value is None or math.isnan(value):
         return "–"
 
@@ -25,7 +25,7 @@ def signed(value: float) -> str:
 
 
 def interval(ends: tuple[float, float] | None) -> str:
-    """Return the ends of an interval, "" where there is none, a dash where all draws are equal."""
+    """Return the bounds of an interval, "" if there is none, a dash if all draws are equal."""
     if ends is None:
         return ""
     if math.isclose(*ends, rel_tol=1e-9):
@@ -40,13 +40,13 @@ def each(values: Sequence[float]) -> str:
 
 
 def sd(spread: Config) -> str:
-    """Return the standard deviation of `metrics.spread`, a dash for a single site or none."""
+    """Return the standard deviation from `metrics.spread`, a dash for a single site or none."""
     return number(spread["sd"]) if spread and spread["count"] > 1 else "–"
 
 
 def count(value: float) -> str:
-    """Return a whole number with thousands separators."""
-    return f"{int(value):,}".replace(",", "\u202f")  # a narrow space that does not break
+    """Return an integer with thousands separators."""
+    return f"{int(value):,}".replace(",", "\u202f")  # a narrow no-break space
 
 
 def size(value: float) -> str:
@@ -70,6 +70,11 @@ def duration(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def time_left(seconds: float) -> str:
+    """Format a time estimate in whole seconds."""
+    return f"about {duration(math.ceil(seconds))} left"
+
+
 def plain(text: str, width: int = 24) -> str:
     """Return a name that is safe for a terminal, cut to a width."""
     text = "".join(character if character.isprintable() else "?" for character in text)
@@ -80,7 +85,7 @@ def plain(text: str, width: int = 24) -> str:
 
 
 def command(text: str) -> str:
-    """Return a command of `medfl` as a reader elsewhere may see it: of an absolute path its last name alone."""
+    """Return a `medfl` command for readers elsewhere: an absolute path is reduced to its last part."""
     if not text.startswith("medfl "):
         return text
     try:
@@ -88,7 +93,7 @@ def command(text: str) -> str:
     except ValueError:
         return text
 
-    # paths also stand behind "name=" and "name:"
+    # paths may also follow "name=" and "name:"
     return shlex.join(re.sub(r"(^|[=:])/(?:[^/]+/)*([^/]+)/?$", r"\1\2", word) for word in words)
 
 

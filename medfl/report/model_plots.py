@@ -1,4 +1,4 @@
-"""Pictures of what a trained model holds: generated images, text embeddings, features, their spectrum, prototypes.
+"""Pictures of a trained model: generated images, text embeddings, features, their spectrum, prototypes.
 
 K classes with their names; features are (N, d) float arrays with class indices (N,).
 """
@@ -22,10 +22,10 @@ from medfl.report.picture import (
     Picture,
     add_legend,
     colours,
+    grid_name,
     plot,
     slant,
 )
-from medfl.report.saved_pictures import grid_name
 from medfl.report.style import INK
 
 if TYPE_CHECKING:
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 
 
 TOP = 50
-"""Eigenvalues that FedMR's Table 7 counts."""
-# Test items without which a map, and a spectrum, would say nothing.
+"""Number of eigenvalues used in FedMR's Table 7."""
+# Minimum number of test items for a meaningful map or spectrum.
 _MIN_ITEMS = 30
 _MIN_ITEMS_OF_CLASS = 10
 
 
 def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
-    """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
+    """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, with one row per class."""
     rows = len(classes)
     count, channels, height, width = images.shape
     columns = count // rows
     gap = max(1, width // 16)
 
-    if channels == 3:
-        shades = np.moveaxis(images, 1, 3)
-    else:
-        shades = images.mean(1)[..., None].repeat(3, 3)
+    # other numbers of channels are not colours
+    if channels != 3:
+        images = images.mean(1, keepdims=True).repeat(3, 1)
 
+    shades = np.moveaxis(images, 1, 3)
+    # white shows between the images
     mosaic = np.ones((rows * (height + gap) - gap, columns * (width + gap) - gap, 3))
     for index, image in enumerate(shades):
         top = (index // columns) * (height + gap)
@@ -82,7 +83,7 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
     """Draw the cosines between the classes' mean text embeddings (K, D) as a heat map."""
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     cosine = unit @ unit.T
-    low = min(float(cosine.min()), 1 - 1e-3)  # a colour scale needs two ends
+    low = min(float(cosine.min()), 1 - 1e-3)  # a colour scale needs two different ends
     names = [shorten(name, 20) for name in classes]
     longest = LETTER * max(map(len, names))
     size = min(0.9, (WIDTH - 0.4 - longest) / len(classes))
@@ -96,7 +97,7 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
         axes.spines[:].set_visible(False)
         style: Document = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
 
-        if size <= 0.2:  # no space for numbers
+        if size <= 0.2:  # room for numbers
             return
 
         for (row, column), value in np.ndenumerate(cosine):
@@ -124,19 +125,21 @@ def feature_scatters(
 ) -> list[Picture]:
     """Draw the features of test items (N, d) and of generated images (M, d) in two dimensions, by PCA and by t-SNE.
 
-    M may be 0. There is no picture for fewer than 30 test items, or features that are all the same or not finite.
+    M may be 0. There is no picture for fewer than 30 test items, or features that are constant or not finite.
     """
     both = np.concatenate([real, synthetic]).astype(np.float64)
     if len(real) < _MIN_ITEMS or not np.isfinite(both).all() or np.ptp(real, axis=0).max() < 1e-12:
         return []
 
-    from sklearn.decomposition import PCA  # here: it imports for a second
+    from sklearn.decomposition import PCA  # imported here because it takes a second
     from sklearn.manifold import TSNE
 
-    # a head with a single input still gives a map; PCA is fitted to the test items alone
+    # a head with a single input still gives a map; PCA is fitted to the test items only
     both = np.pad(both, ((0, 0), (0, max(0, 2 - both.shape[1]))))
+    # "full": the randomised solver uses random numbers
     pca = PCA(min(TOP, len(real), both.shape[1]), svd_solver="full").fit(both[: len(real)])
     reduced = pca.transform(both)
+    # with few points a perplexity of 30 would make all of them neighbours
     tsne = TSNE(perplexity=min(30, (len(both) - 1) / 3), init="pca", random_state=seed % 2**32)
     first, second = pca.explained_variance_ratio_[:2]
     shares = (
@@ -144,10 +147,9 @@ def feature_scatters(
         f"component 2, {second:.0%} of the variance",
     )
 
+    generated = ""
     if len(synthetic):
         generated = f" and {len(synthetic)} generated images (triangles)"
-    else:
-        generated = ""
 
     caption = (
         f"What enters the head of the global model for {len(real)} test items (dots){generated}."
@@ -200,7 +202,7 @@ def _scatter(
 
 
 def eigenvalues(features: Floats) -> Floats:
-    """Return the TOP largest eigenvalues, falling, of FedMR's M of one class: its standardised features' covariance.
+    """Return the TOP largest eigenvalues, descending, of FedMR's M of one class: its standardised features' covariance.
 
     Features are (n, d), n > 1. The standard deviation has the divisor n - 1, and 1e-8 is added to the variance, as in
     FedMR; the trace is the number of features that vary.
@@ -208,7 +210,7 @@ def eigenvalues(features: Floats) -> Floats:
     centred = features.astype(np.float64) - features.mean(0, dtype=np.float64)
     scaled = centred / np.sqrt(centred.var(0, ddof=1) + 1e-8)
     # the squared singular values of the features are the eigenvalues of their covariance
-    values: Floats = np.linalg.svd(scaled, compute_uv=False) ** 2 / (len(features) - 1)
+    values = np.linalg.svd(scaled, compute_uv=False) ** 2 / (len(features) - 1)
     return np.pad(values, (0, max(0, features.shape[1] - len(values))))[:TOP]
 
 
@@ -220,10 +222,10 @@ def imbalance(values: Floats) -> float:
 def spectrum(
     features: Floats, labels: Integers, classes: Sequence[str], round_: int
 ) -> Picture | None:
-    """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
+    """Draw the largest eigenvalues of each class's feature covariance, without classes of fewer than 10 items.
 
     Returns:
-        None without any such class, or for features that are all the same or not finite.
+        None without any such class, or for features that are constant or not finite.
     """
     counts = np.bincount(labels, minlength=len(classes))
     if counts.max() < _MIN_ITEMS_OF_CLASS or not np.isfinite(features).all():
@@ -237,11 +239,13 @@ def spectrum(
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     # values that are zero up to rounding have no place on a logarithmic axis
-    lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in by_class.items()}
+    lines = {}
+    for c, values in by_class.items():
+        lines[c] = values[values > 1e-6 * max(1.0, values[0])]
+
     lengths = list(map(len, lines.values()))  # at most n - 1 for a class of n items
-    if min(lengths) == max(lengths):
-        most = f"The {max(lengths)}"
-    else:
+    most = f"The {max(lengths)}"
+    if min(lengths) < max(lengths):
         most = f"Up to {max(lengths)} of the"
 
     def draw(figure: Figure, axes: Axes) -> None:
@@ -262,6 +266,7 @@ def spectrum(
             xlim=(0, max(lengths) + 1),
         )
         low, high = axes.get_ylim()
+        # below two and a half decades the powers of ten alone would be too few marks
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -1,34 +1,36 @@
-"""Pictures of segmented cases: image, reference, prediction and error, plane by plane."""
+"""Pictures of segmented cases: image, reference, prediction and error, plane by plane; and the Dice of all cases."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from medfl.core.arrays import Array
 from medfl.core.documents import Config, Document
+from medfl.core.mappings import pick
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Plane, planes, unit
 from medfl.report.formatting import number
-from medfl.report.picture import Colour, Picture, colours, render
-from medfl.report.style import INK, SOFT
+from medfl.report.picture import Colour, Floats, Picture, colours, render, slant
+from medfl.report.style import INK, SOFT, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# All of Okabe and Ito's palette, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, distinguishable for colour-blind readers.
 MISSED = "#56b4e9"
 ADDED = "#d55e00"
 CONFUSED = "#f0e442"
 _STRUCTURES = ("#009e73", "#e69f00", "#cc79a7")
 _DPI = 150
-_TALLEST = 1.25  # height of a panel for a width of 1
+_TALLEST = 1.25  # height of a panel of width 1
 # Inches: the picture, its margin and the space between panels; above the cases, above each case, and below.
 _WIDTH = 7.2
 _EDGE = 0.1
@@ -52,7 +54,7 @@ class Example:
         image: (C, H, W[, D]).
         reference: (H, W[, D]) class indices.
         prediction: (H, W[, D]) class indices.
-        geometry: of the image, None where it is unknown.
+        geometry: of the image, None if unknown.
     """
 
     rank: str
@@ -67,14 +69,16 @@ class Example:
 def ranked(dice: Mapping[str, float]) -> dict[str, str]:
     """Return id -> rank of the best, the median and the worst case; fewer than three cases give fewer.
 
-    Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
+    With an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
     """
     scored = [ident for ident, value in dice.items() if not math.isnan(value)]
+    # ties by id, so that the same run shows the same cases
     order = sorted(scored, key=lambda ident: (-dice[ident], ident))
     if not order:
         return {}
     if len(order) == 1:
         return {order[0]: "only"}
+    # the middle one would be one of the two
     if len(order) == 2:
         return {order[0]: "best", order[1]: "worst"}
 
@@ -84,13 +88,16 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 def mask_overlays(
     name: str, site: str, examples: Sequence[Example], structures: Sequence[str], median: float
 ) -> Picture:
-    """Draw a site's cases, each with the reference, the prediction and where these differ, into a picture `name`.
+    """Draw a site's cases, each with the reference, the prediction and their difference, into a picture `name`.
 
-    `structures` are the foreground classes, `median` is the Dice of all the site's test cases, kept as the picture's
-    mark.
+    `structures` are the foreground classes; `median` is the Dice over all the site's test cases, stored as the
+    picture's mark.
     """
-    cuts = [planes(case.image, case.reference, case.prediction, case.geometry) for case in examples]
-    has_names = any(plane.name for cut in cuts for plane in cut)
+    cuts = []
+    for case in examples:
+        cuts.append(planes(case.image, case.reference, case.prediction, case.geometry))
+
+    has_names = any(plane.name for plane in chain.from_iterable(cuts))
     label = 0.18 if has_names else 0.0  # inches of the planes' names
     panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - label) / 4
     rows = []
@@ -141,7 +148,7 @@ def mask_overlays(
 
 
 def _scale(cut: Sequence[Plane], panel: float) -> float:
-    """Return millimetres (or pixels) an inch, the same in all planes of a case."""
+    """Return millimetres (or pixels) per inch, the same in all planes of a case."""
     return max(max(plane.size[1] / panel, plane.size[0] / (_TALLEST * panel)) for plane in cut)
 
 
@@ -248,7 +255,7 @@ def _outline(axes: Axes, mask: Array, colour: Colour, width: float) -> None:
     """Draw the border of a mask along the edges of its pixels."""
     from matplotlib.collections import LineCollection
 
-    # an edge lies where neighbouring pixels differ; int8, because a difference of booleans is none
+    # an edge is where neighbouring pixels differ; int8, because a difference of booleans is not defined
     padded = np.pad(mask, 1).astype(np.int8)
     y, x = np.nonzero(np.diff(padded, axis=1)[1:-1])
     upright = np.stack([x, y, x, y + 1], 1)
@@ -260,7 +267,7 @@ def _outline(axes: Axes, mask: Array, colour: Colour, width: float) -> None:
 
 
 def _marks(axes: Axes, plane: Plane, length: str) -> None:
-    """Write the letter of the side on the left, and draw a scale bar in millimetres."""
+    """Write the letter of the side shown on the left, and draw a scale bar in millimetres."""
     from matplotlib import patheffects
 
     halo: Document = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
@@ -322,6 +329,100 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
         shapes.append(Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text))
 
     figure.legend(
-        handles=shapes, loc="lower center", ncols=min(len(shapes), 6),
-        handlelength=1.2, columnspacing=1.5,
-    )  # fmt: skip
+        handles=shapes,
+        loc="lower center",
+        ncols=min(len(shapes), 6),
+        handlelength=1.2,
+        columnspacing=1.5,
+    )
+
+
+# The Dice of each site's test cases as a strip of points.
+
+_MAX_SITES = 20  # per picture
+# Inches, and dots an inch.
+_HEIGHT = 3.6
+
+
+def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
+    """Draw the Dice of each site's test cases (NaN: none) as points, their median as a line; 20 sites per picture."""
+    by_site = {}
+    for site, values in dice.items():
+        cases = np.sort(np.asarray(values, np.float64))
+        cases = cases[~np.isnan(cases)]
+        if len(cases):
+            by_site[site] = cases
+
+    # all pictures have the same axis, so that they can be compared
+    low = min((float(cases[0]) for cases in by_site.values()), default=0.0)
+    sites = list(by_site)
+    pictures: list[Picture] = []
+    for start in range(0, len(sites), _MAX_SITES):
+        block = pick(by_site, sites[start : start + _MAX_SITES])
+        ending = f"-{len(pictures) + 1}" if len(sites) > _MAX_SITES else ""
+        pictures.append(_strip(block, low, ending))
+
+    return pictures
+
+
+def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
+    slanted = max(map(len, dice)) * len(dice) > 75  # letters that fit below the axis
+    bottom = max(0.0, math.floor(low * 10 - 0.5) / 10)
+
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        size = 14 if max(map(len, dice.values())) * len(dice) < 400 else 6
+        for x, values in enumerate(dice.values()):
+            # the diameter of a point, whose area is `size`, in units of each axis
+            diameter = math.sqrt(size)
+            sides = _swarm(values, 0.0058 * diameter * (1 - bottom), 0.0032 * diameter * len(dice))
+            axes.scatter(
+                x + sides, values, s=size, color=TINTS["train"], alpha=0.65, linewidths=0, zorder=2
+            )
+            middle = float(np.median(values))
+            order = 1 if size > 6 else 3  # below large points, above a cloud of small ones
+            axes.plot(
+                [x - 0.4, x + 0.4],
+                [middle, middle],
+                color=TINTS["test"],
+                linewidth=2.2,
+                zorder=order,
+            )
+            axes.text(
+                x,
+                1.01,
+                f"{middle:.2f}",
+                size=8 if len(dice) > 12 else 9,
+                color=INK,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+            )
+
+        names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]
+        axes.set_xticks(range(len(names)), names, **(slant(40) if slanted else {}))
+        axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
+        axes.tick_params(length=0)
+        axes.grid(axis="y")
+
+    return render(
+        f"dice{ending}",
+        "Dice of each test case",
+        "A point is a test case, the line and the number above are the site's median, in brackets is the number of its "
+        "cases. The Dice of a case is the mean over its structures.",
+        (_WIDTH, _HEIGHT + (0.05 * min(30, max(map(len, dice))) if slanted else 0)),
+        fill,
+        dpi=_DPI,
+        layout="compressed",
+    )
+
+
+def _swarm(values: Floats, near: float, step: float) -> Floats:
+    """Return the sideways shift of each of the sorted values, so that points nearer than `near` lie side by side."""
+    offsets = np.zeros(len(values))
+    row = 0
+    for i in range(1, len(values)):
+        # as many points to the side as there are near ones below: a row starts where there is room again
+        row = row + 1 if values[i] - values[i - row - 1] < near else 0
+        offsets[i] = (row + 1) // 2 * (step if row % 2 else -step)
+    return offsets * min(1.0, 0.38 / max(1e-12, float(np.abs(offsets).max())))

@@ -12,11 +12,11 @@ from medfl.core.names import slug
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
-from medfl.report import charts, coverage, cross_site, folds, saved_pictures
+from medfl.report import charts, coverage, cross_site, folds
 from medfl.report.charts import Chart
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
-from medfl.report.picture import Picture
+from medfl.report.picture import Picture, mask_pictures, model_pictures, worst_images
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
@@ -39,13 +39,13 @@ _SHOWN = (
     "undefined",
     "unequal_classes",
 )
-"""What the page is given of `RunFiles` by the same name."""
+"""Entries of the page taken from `RunFiles` under the same name."""
 
 
 def write_report(run_folder: Path) -> Path:
     """Write `report.html` into a run folder, or that of a cross-validation, and return its path.
 
-    The page needs nothing but itself: no script, no file, no network. The same folder gives the same bytes.
+    The page is self-contained: no script, no file, no network. The same folder gives the same bytes.
 
     Raises:
         InputError: the folder is not a run's, or a file in it is damaged.
@@ -76,6 +76,7 @@ def context(run: RunFiles) -> Document:
         if by_site := run.site_values(kind, run.key):
             kinds.append((kind, title, by_site))
             spreads.append((kind, title, run.spread(kind, run.key)))
+            # bars are scaled to the largest value, which for distances is above 1
             scale = max(scale, *by_site.values())
 
     gains = {}
@@ -86,7 +87,10 @@ def context(run: RunFiles) -> Document:
                 gains[site] = value - local[site]
 
     pooled = run.pooled()
-    sizes = [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names]
+    sizes = []
+    for site in run.site_names:
+        sizes.append((site, *(run.size(site, section) for section in SECTIONS)))
+
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
         "titles": {name: run.title(name) for name in (run.key, *run.metric_names())},
@@ -94,7 +98,7 @@ def context(run: RunFiles) -> Document:
         **{name: getattr(run, name) for name in _SHOWN},
         "sites": sizes,
         "classes_of": {site: run.classes_of(site) for site in run.site_names},
-        **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
+        **{kind: run.summary.get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
         "pooled": pooled,
@@ -121,14 +125,14 @@ def context(run: RunFiles) -> Document:
 
 
 def _site_ends(run: RunFiles) -> dict[str, tuple[float, float]]:
-    """Return the interval of the key metric at each site that has told it."""
+    """Return the interval of the key metric at each site that reported it."""
     low = run.site_values(run.judged, f"{run.key}_low")
     high = run.site_values(run.judged, f"{run.key}_high")
     return {site: (low[site], high[site]) for site in low}
 
 
 def _differences(run: RunFiles) -> Document:
-    """Return what the page says of differences from Local models and between sites."""
+    """Return the page's statements on differences from Local models and between sites."""
     differences = Differences(run)
     tested = Counter(run.predictions.sites if run.predictions else ())
     rows = []
@@ -147,13 +151,17 @@ def _differences(run: RunFiles) -> Document:
 
 
 def contribution_of(run: RunFiles) -> list[tuple[str, Metrics]]:
-    """Return each site with what it contributed, [] where that was not estimated."""
+    """Return each site with its contribution, [] if that was not estimated."""
     path = run.path / CONTRIBUTION
     if not path.is_file():
         return []
 
     table = Table(path, read_rows(path, ("site", "rounds")))
-    columns = {name: table.numbers(name) for name in table.columns if name != "site"}
+    columns = {}
+    for name in table.columns:
+        if name != "site":
+            columns[name] = table.numbers(name)
+
     rows = []
     for index, site in enumerate(table.texts("site")):
         rows.append((site, {name: float(values[index]) for name, values in columns.items()}))
@@ -162,7 +170,7 @@ def contribution_of(run: RunFiles) -> list[tuple[str, Metrics]]:
 
 
 def _notes(data: Config) -> list[str]:
-    """Return the remarks on the images without the path of the data folder, because reports are shared."""
+    """Return the notes on the images without the path of the data folder, because reports are shared."""
     notes = list(data.get("notes") or ())
     if folder := str(data.get("folder") or ""):
         notes = [note.replace(folder, "the data folder") for note in notes]
@@ -172,8 +180,8 @@ def _notes(data: Config) -> list[str]:
 
 def _predicted(run: RunFiles) -> Document:
     """Return what the page shows of the test predictions."""
-    last = (run.summary or {}).get("rounds")  # the round of the predictions
-    exact = []  # the columns whose numbers are those of the predictions
+    last = run.summary.get("rounds")  # the round of the predictions
+    exact = []  # columns whose numbers come from the predictions
     for kind, when, values in run.pooled():
         if kind == run.judged and values.get("round") == last:
             exact.append(when)
@@ -189,7 +197,7 @@ def _predicted(run: RunFiles) -> Document:
     analysis = analyse_predictions(run)
     if analysis is None:
         absent = ("confusion", "roc", "calibration", "few_cases", "worst")
-        examined = (run.summary or {}).get("examined") or {}
+        examined = run.summary.get("examined") or {}
         empty = {
             "predictions": False,
             "intervals": examined.get("intervals") or {},
@@ -218,7 +226,7 @@ def _predicted(run: RunFiles) -> Document:
 
 
 def _structures(run: RunFiles, intervals: Config) -> Document:
-    """Return what the page shows of single structures, findings or numbers: on all test cases, and at each site."""
+    """Return the page's entries for single structures, findings or numbers: on all test cases, and at each site."""
     kinds = run.structure_metrics
     at_sites = next((kind for kind in (run.key, *kinds) if kind in kinds), "")
     structures = []
@@ -228,12 +236,11 @@ def _structures(run: RunFiles, intervals: Config) -> Document:
         values = []
         for kind in kinds:
             structure_metric = f"{kind} of {name}"
-            values.append(
-                (
-                    scores.get(kind),
-                    structure_metric if structure_metric in intervals else f"{kind}_{structure}",
-                )
-            )
+            # findings and numbers have intervals by name, structures by slug
+            if structure_metric not in intervals:
+                structure_metric = f"{kind}_{structure}"
+
+            values.append((scores.get(kind), structure_metric))
 
         structures.append((name, scores, values))
         of_site = run.site_values(run.judged, f"{at_sites}_{structure}")
@@ -242,10 +249,13 @@ def _structures(run: RunFiles, intervals: Config) -> Document:
     sites = []
     for site in run.site_names:
         if any(site in cases for _, cases in columns):
-            cells = [(values.get(site), int(cases.get(site, 0))) for values, cases in columns]
-            sites.append((site, cells))
+            row = []
+            for of_site, cases in columns:
+                row.append((of_site.get(site), int(cases.get(site, 0))))
 
-    titles = [run.title(kind) for kind in kinds]
+            sites.append((site, row))
+
+    titles = list(map(run.title, kinds))
     return {
         "structure_titles": titles,
         "structures": structures,
@@ -267,8 +277,8 @@ def _traffic(run: RunFiles) -> Document | None:
         return None
 
     up, down, visits = map(sum, zip(*rows, strict=True))
-    # what is left of the total was sent for the introductions
-    before = (run.summary or {}).get("bytes_up", up) - up
+    # the rest of the total was sent for the introductions
+    before = run.summary.get("bytes_up", up) - up
     return {
         "up": up / visits,
         "down": down / visits,
@@ -280,10 +290,10 @@ def _traffic(run: RunFiles) -> Document | None:
 
 
 def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, int]]:
-    """Return what server rules that bound norms or shares made of each site's changes.
+    """Return the effect of server rules that bound norms or shares on each site's changes.
 
-    A row is: site; median norm of its changes, None without a bound of norms; its mean share of the average by images,
-    and as it counted; rounds in which the change was shortened; rounds.
+    A row is: site; median norm of its changes, None without a bound on norms; its mean share of the average by images,
+    and its effective share; rounds in which the change was clipped; rounds.
     """
     observed = [entry.get("observed") or {} for entry in run.rounds]
     rows = []
@@ -304,11 +314,7 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
                 shortened += norms[-1] > values["clip"]
 
         if shares:
-            if norms:
-                norm = median(norms)
-            else:
-                norm = None
-
+            norm = median(norms) if norms else None
             by_images = fmean(shares_by_images)
             rows.append((site, norm, by_images, fmean(shares), shortened, len(shares)))
 
@@ -316,10 +322,15 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
 
 
 def _settings(run: Config) -> list[tuple[str, str]]:
-    """Return every setting of the run as text; not the data folder, because reports are shared."""
+    """Return every setting of the run as text, except the data folder, because reports are shared."""
     computing = [name for name, entry in SETTINGS.items() if entry.group == COMPUTING]
     names = ("runtime", "seed", "device", *computing, "threads")
-    rows = [(name, setting(run[name])) for name in names if name in run]
+    rows = []
+    # records of earlier versions lack later settings
+    for name in names:
+        if name in run:
+            rows.append((name, setting(run[name])))
+
     for section, label in (("options", "option"), ("config", "config")):
         for name, value in (run.get(section) or {}).items():
             rows.append((f"{name} ({label})", setting(value)))
@@ -342,7 +353,7 @@ def _class_counts(run: RunFiles) -> Document | None:
     for site in run.site_names:
         if site not in counts:
             continue
-        if len(counts[site]) != len(run.classes):  # a table of other classes would mislead
+        if len(counts[site]) != len(run.classes):  # a table with other classes would mislead
             return None
 
         rows.append((site, counts[site]))
@@ -357,15 +368,14 @@ def _class_counts(run: RunFiles) -> Document | None:
 def _pictures(run: RunFiles) -> Document:
     partition = run.path / "partition.png"
     try:
+        sites = None
         if partition.is_file():
             sites = Picture.read(partition).embedded[2]
-        else:
-            sites = None
 
-        models, more_grids = saved_pictures.model_pictures(run.path)
-        masks, more_sites = saved_pictures.mask_pictures(run.path)
-        worst = saved_pictures.worst_images(run.path)
-    except (OSError, ValueError) as error:  # a mark that is no number
+        models, more_grids = model_pictures(run.path)
+        masks, more_sites = mask_pictures(run.path)
+        worst = worst_images(run.path)
+    except (OSError, ValueError) as error:  # a mark that is not a number
         raise damaged(run.path / "pictures", f"cannot be shown: {error}") from None
 
     return {
@@ -385,16 +395,17 @@ _TOLD = (
     "Of {cases} cases, by what the sites tell of them: 95 % bootstrap intervals over the counts, of means over cases "
     "the normal one; AUROC is computed from histograms of scores, and off by at most {auroc_error:.3f}."
 )
-_COSTS = (
-    ("Seconds a round", 1, (
-        ("received", "seconds_train", "training"), ("personal", "seconds_server", "server"),
-        ("local", "seconds_eval", "evaluation"),
-    )),
-    ("Megabytes a round", 1e6, (
-        ("received", "bytes_up", "to the server"), ("personal", "bytes_down", "to the sites"),
-    )),
-)  # fmt: skip
-"""Title, unit, and of each part its colour on the page, its entry of a round and what it is."""
+_SECONDS = (
+    ("received", "seconds_train", "training"),
+    ("personal", "seconds_server", "server"),
+    ("local", "seconds_eval", "evaluation"),
+)
+_BYTES = (
+    ("received", "bytes_up", "to the server"),
+    ("personal", "bytes_down", "to the sites"),
+)
+_COSTS = (("Seconds a round", 1, _SECONDS), ("Megabytes a round", 1e6, _BYTES))
+"""Title, unit, and for each part its colour on the page, its entry of a round and its meaning."""
 
 
 def learning_curves(run: RunFiles) -> list[Chart]:
@@ -403,7 +414,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     key = run.key
     judged = run.judged
     numbers = [entry["round"] for entry in rounds]
-    # the judged model only, as in the tables: what sites have before the average is no model of theirs
+    # only the judged model, as in the tables: before averaging the sites do not have a model of their own
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
     site_values = []
     for entry in rounds:
@@ -447,8 +458,12 @@ def costs(run: RunFiles) -> list[Chart]:
     drawn = []
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
-        parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}
-        legend = [(colour, text) for colour, _, text in names]
+        parts = {}
+        legend = []
+        for colour, name, text in names:
+            parts[colour] = [entry.get(name) for entry in rounds]
+            legend.append((colour, text))
+
         if numbers and (svg := charts.stacked(title, numbers, parts, unit)) is not None:
             drawn.append(Chart(title, legend, svg))
 

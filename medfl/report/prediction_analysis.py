@@ -1,4 +1,4 @@
-"""The test predictions of a run analysed: intervals, confusion, ROC, calibration, and the worst cases."""
+"""Analysis of a run's test predictions: intervals, confusion, ROC, calibration, and the worst cases."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
 from medfl.evaluation.numbers import agreement
 from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
+from medfl.report.picture import WORST
 from medfl.report.run_files import RunFiles
-from medfl.report.saved_pictures import WORST
 
 if TYPE_CHECKING:
     from medfl.problem.tasks.kind import Redrawn
 
-# Of the single sites' confusion matrices: more cannot be read.
+# For the single sites' confusion matrices: more are unreadable.
 _MAX_SITES = 12
 _MAX_CLASSES = 12
 
@@ -31,7 +31,7 @@ class PredictionAnalysis:
     """The predictions of a run's judged models for the test cases, as numbers for the page."""
 
     def __init__(self, run: RunFiles) -> None:
-        """Take a run with predictions of at least one case."""
+        """Store a run with predictions of at least one case."""
         assert run.predictions is not None
         self.run = run
         self.predictions = run.predictions
@@ -44,11 +44,12 @@ class PredictionAnalysis:
 
     def _values(self, name: str) -> Array | None:
         """Return a value of the cases, None where they have none of this name."""
-        values = self.predictions.cases.values.get(name)
-        return None if values is None else values.numpy(force=True)
+        cases = self.predictions.cases
+        return cases.array(name) if name in cases.values else None
 
     @cached_property
     def _draws(self) -> Draws:
+        # with a seed of the run: the same folder gives the same page, byte by byte
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
@@ -57,7 +58,7 @@ class PredictionAnalysis:
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
-        """Metric -> its interval over draws of the test cases; `<metric> of <name>` of a single finding or number."""
+        """Metric -> its interval over draws of the test cases; `<metric> of <name>` for a single finding or number."""
         kind = self.predictions.kind
         ends = kind.intervals(self.predictions.cases, self._redrawn)
         if ends and not self.is_classification:
@@ -85,7 +86,7 @@ class PredictionAnalysis:
 
     @cached_property
     def each(self) -> dict[str, list[float]]:
-        """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
+        """Metric -> its values in ascending order, for metrics that too few cases have for an interval."""
         few = {}
         for name, scores in self._scores.items():
             values = np.sort(scores[~np.isnan(scores)])
@@ -96,14 +97,14 @@ class PredictionAnalysis:
 
     @property
     def _scores(self) -> dict[str, Floats]:
-        """Metric -> its value of each case, of tasks whose cases have such."""
+        """Metric -> its value per case, for tasks whose cases have such values."""
         if self.predictions.cases.reference is not None:
             return {}
 
-        return {name: values.numpy() for name, values in self.predictions.cases.values.items()}
+        return self.predictions.cases.arrays
 
     def cases(self) -> Document | None:
-        """Return a table of the test cases where they are too few for an interval, None where they are enough."""
+        """Return a table of the test cases if they are too few for an interval, None if they are enough."""
         if self._enough:
             return None
 
@@ -116,29 +117,29 @@ class PredictionAnalysis:
                 confidences = self._confidence[0]
 
             columns = [
-                [self.classes[index] for index in label],
-                [self.classes[index] for index in self._predicted],
+                _named(self.classes, label),
+                _named(self.classes, self._predicted),
                 _numbers(confidences),
             ]
         elif cases.cases.reference is not None:
             heads = []
             columns = []
             reference = cases.cases.reference.numpy().astype(float)
-            truth = (
-                np.where(reference == -1, np.nan, reference)
-                if self._values("findings") is not None
-                else reference
-            )
+            truth = reference
+            # -1 is an unknown finding, but may be a valid number
+            if self._values("findings") is not None:
+                truth = np.where(reference == -1, np.nan, reference)
+
             output = self._values("probabilities")
             if output is None:
-                output = cases.cases.values["prediction"].numpy()
+                output = cases.cases.array("prediction")
 
             for index, name in enumerate(self.names):
                 heads += [name, "Predicted"]
                 columns += [_numbers(truth[:, index]), _numbers(output[:, index])]
         else:
-            heads = [self.run.title(name) for name in self._scores]
-            columns = [_numbers(values) for values in self._scores.values()]
+            heads = list(map(self.run.title, self._scores))
+            columns = list(map(_numbers, self._scores.values()))
 
         rows = zip(cases.ids, cases.sites, zip(*columns, strict=True), strict=True)
         return {"heads": heads, "rows": list(rows)}
@@ -150,7 +151,7 @@ class PredictionAnalysis:
         return predicted
 
     def describe_intervals(self) -> str:
-        """Return how the intervals are made."""
+        """Describe how the intervals are computed."""
         draws = f"the {len(self.predictions.ids)} test cases drawn again with replacement"
         few = []
         label = self._values("label")
@@ -189,7 +190,7 @@ class PredictionAnalysis:
         return None
 
     def confusions(self) -> list[tuple[str, Document]]:
-        """Return each site's confusion matrix; none for a single site, or more sites or classes than can be read."""
+        """Return each site's confusion matrix; none for a single site, or too many sites or classes."""
         sites = [site for site in self.run.site_names if site in set(self.predictions.sites)]
         readable = 1 < len(sites) <= _MAX_SITES and len(self.classes) <= _MAX_CLASSES
         if not self.is_classification or not readable:
@@ -257,6 +258,7 @@ class PredictionAnalysis:
             averaged = self.curves
             if not self.is_classification:
                 title = "ROC curves of the findings"
+                # the mean curve covers the same findings as the mean area
                 scored = self.predictions.kind.averaged(self.predictions.cases)
                 averaged = [curve for curve in self.curves if curve.index in scored]
 
@@ -273,7 +275,8 @@ class PredictionAnalysis:
         return {"title": title, "svg": svg, "rows": rows, "mean": mean}
 
     def _area_interval(self, curve: Curve) -> Interval | None:
-        """Return the interval of a class's area, None from too few cases of it or of the others."""
+        """Return the interval of a class's area, None with too few cases of it or of the others."""
+        # with few positives most draws have the same ones, and the interval is too narrow
         enough = LEAST <= curve.positives <= curve.cases - LEAST
         if enough:
             return bootstrap.interval(self._redrawn.by_name["auroc"][:, curve.index])
@@ -284,9 +287,9 @@ class PredictionAnalysis:
     def _confidence(
         self,
     ) -> tuple[Floats, Flags, Integers] | None:
-        """Confidence of each prediction, whether it is right, and of which case it is.
+        """Confidence of each prediction, whether it is correct, and which case it belongs to.
 
-        Of findings the probability of each one that is known, and whether the case has it.
+        For findings the probability of each known one, and whether the case has it.
         """
         probabilities = self._values("probabilities")
         if probabilities is None:
@@ -298,6 +301,7 @@ class PredictionAnalysis:
 
         truth = self._values("findings")
         assert truth is not None
+        # case by case, so that a draw of cases includes all findings of each
         case, finding = np.nonzero(truth >= 0)
         return probabilities[case, finding], truth[case, finding] == 1, case
 
@@ -338,9 +342,9 @@ class PredictionAnalysis:
         }
 
     def worst(self) -> Document | None:
-        """Return a table of the worst cases, the worst first: None where no case has a probability or a number.
+        """Return a table of the worst cases, worst first: None if no case has a probability or a number.
 
-        That is the least probability of the reference class, or of what is true of a finding; or the largest error.
+        Worst means the lowest probability of the reference class or of a finding's truth, or the largest error.
         """
         cases = self.predictions
         columns = self._of_reference()
@@ -348,7 +352,8 @@ class PredictionAnalysis:
             return None
 
         heads, badness, of_case, cells = columns
-        ids = [cases.ids[case] for case in of_case.tolist()]
+        ids = _named(cases.ids, of_case)
+        # ties by id, so that the page does not depend on the order of the sites
         order = sorted(range(len(ids)), key=lambda i: (-badness[i], ids[i]))
         rows = []
         for i in order[:WORST]:
@@ -360,15 +365,15 @@ class PredictionAnalysis:
     def _of_reference(
         self,
     ) -> tuple[list[str], Floats, Integers, list[Sequence[str]]] | None:
-        """Return heads, badness, case, and cells of each candidate for the worst cases."""
+        """Return headers, badness, case, and cells of each candidate for the worst cases."""
         probabilities = self._values("probabilities")
         label = self._values("label")
         if label is not None and probabilities is not None:
             of_reference = probabilities[np.arange(len(label)), label]
             predicted = probabilities[np.arange(len(label)), self._predicted]
             cells: list[Sequence[str]] = [
-                [self.classes[index] for index in label.tolist()],
-                [self.classes[index] for index in self._predicted.tolist()],
+                _named(self.classes, label),
+                _named(self.classes, self._predicted),
                 _numbers(predicted),
                 _numbers(of_reference),
             ]
@@ -377,9 +382,11 @@ class PredictionAnalysis:
 
         if probabilities is not None and not self.is_classification and self._confidence:
             probability, has, case = self._confidence
-            finding = np.nonzero(cast("Array", self._values("findings")) >= 0)[1].tolist()
+            finding = np.nonzero(cast("Array", self._values("findings")) >= 0)[
+                1
+            ]  # in the order of `_confidence`
             cells = [
-                [self.names[k] for k in finding],
+                _named(self.names, finding),
                 ["present" if value else "absent" for value in has],
                 _numbers(probability),
             ]
@@ -395,7 +402,7 @@ class PredictionAnalysis:
         true = target[case, number]
         predicted = prediction[case, number]
         cells = [
-            [self.names[d] for d in number.tolist()],
+            _named(self.names, number),
             _numbers(true),
             _numbers(predicted),
             list(map(formatting.signed, predicted - true)),
@@ -405,7 +412,7 @@ class PredictionAnalysis:
     def numbers(self) -> list[Document]:
         """Return for each number of a case its name, its charts and its limits of agreement, [] for other tasks.
 
-        Of a number that no case has there is none.
+        A number that no case has is omitted.
         """
         targets = self._values("target")
         predictions = self._values("prediction")
@@ -422,12 +429,20 @@ class PredictionAnalysis:
             prediction = predictions[is_known, d]
             levels = agreement(prediction, target)
             scatter = charts.agreement(
-                f"{name}, predicted and true", target, prediction, (f"true {name}", f"predicted {name}"), (),
-            )  # fmt: skip
+                f"{name}, predicted and true",
+                target,
+                prediction,
+                (f"true {name}", f"predicted {name}"),
+                (),
+            )
+            # against the mean of both: against the truth alone, chance would look like a trend (Bland and Altman 1986)
             differences = charts.agreement(
-                f"{name}, predicted - true", (prediction + target) / 2, prediction - target,
-                (f"mean of true and predicted {name}", "predicted - true"), levels,
-            )  # fmt: skip
+                f"{name}, predicted - true",
+                (prediction + target) / 2,
+                prediction - target,
+                (f"mean of true and predicted {name}", "predicted - true"),
+                levels,
+            )
             shown.append(
                 {
                     "name": name,
@@ -444,17 +459,25 @@ class PredictionAnalysis:
         return shown
 
 
+def _named(names: Sequence[str], index: Integers) -> list[str]:
+    """Return the names at these positions."""
+    return list(np.array(names)[index])
+
+
 def _numbers(values: Iterable[float | None]) -> list[str]:
     return list(map(formatting.number, values))
 
 
 def _shares(hits: Integers, totals: Integers) -> list[float | None]:
     """Return hits / totals of each class, None for a class without cases."""
-    return [float(hit / n) if n else None for hit, n in zip(hits, totals, strict=True)]
+    shares = []
+    for hit, n in zip(hits, totals, strict=True):
+        shares.append(float(hit / n) if n else None)
+    return shares
 
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:
-    """Return the analysis of a run's predictions, None where it left none."""
+    """Return the analysis of a run's predictions, None if it left none."""
     if run.predictions is not None and len(run.predictions.ids):
         return PredictionAnalysis(run)
 

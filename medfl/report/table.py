@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.core.documents import Config
+from medfl.core.mappings import pick
 from medfl.core.tables import label_row, screen_width
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
@@ -18,7 +19,8 @@ from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage.run_reader import SUMMARY_KINDS
 
 PHANTOM_NOTE = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
-_TABLE_SITES = 24
+_TABLE_SITES = 24  # rows that fit on a screen beside the rest
+LEFT_OUT = f"* left out of the means: fewer than {LEAST} test cases have it, or lack it"
 _TABLE_STRUCTURES = 12
 _WIDE = 21  # letters of a structure metric's column, whose title has a unit
 
@@ -40,11 +42,11 @@ def result_table(run_folder: Path) -> str:
     for name in names:
         for kind, _ in MODEL_KINDS:
             values = run.site_values(kind, name)
-            # the metric that decides has a column even where it is undefined
+            # the deciding metric has a column even if undefined
             if values or (run.finished and (name, kind) == (run.key, run.judged)):
                 columns.append((name, kind, values))
 
-    if 45 + 9 * len(columns) > screen_width():  # a narrow terminal: the key metric alone
+    if 45 + 9 * len(columns) > screen_width():  # a narrow terminal: only the key metric
         columns = [column for column in columns if column[0] == run.key]
 
     model = "global last" if run.judged == "received" else f"{run.judged} last"
@@ -53,7 +55,7 @@ def result_table(run_folder: Path) -> str:
         *_pooled_lines(run),
         *structure_lines(run, {} if _has_one(run) else run.structures, model),
     ]
-    summary = run.summary or {}
+    summary = run.summary
     answers = {
         "personal": run.personal_model,
         "received, without training images": str(summary.get("newcomers") or ""),
@@ -82,7 +84,7 @@ def result_table(run_folder: Path) -> str:
 
 
 def _has_one(run: RunFiles) -> bool:
-    """Tell whether all is of one structure that every test case has: then its figures are told already."""
+    """Tell whether there is a single structure that every test case has: its results are then already shown."""
     tested = sum(run.size(site, "test") for site in run.site_names)
     cases = [scores.get("cases") for scores in run.structures.values()]
     return run.kind.noun == "structure" and cases == [tested]
@@ -96,7 +98,7 @@ def _site_lines(
     if len(shown) > _TABLE_SITES:
         # the worst first, sites with fewer classes and those without a value last; the line about the others needs
         # space too
-        sign = 1 if metrics.higher_is_better(run.key) else -1
+        sign = metrics.direction(run.key)
         judged = run.site_values(run.judged, run.key)
         shown.sort(
             key=lambda site: (bool(run.classes_of(site)), sign * judged.get(site, math.inf * sign))
@@ -112,9 +114,10 @@ def _site_lines(
 
     head = label_row(["site", "train", "test", *(kind for _, kind, _ in columns)], widths)
     rule = "─" * len(head)
-    titles = "".join(
-        f"  {run.title(name)[:width]:>{width}}" for name, width in title_widths.items()
-    )
+    titles = ""
+    for name, width in title_widths.items():
+        titles += f"  {run.title(name)[:width]:>{width}}"
+
     lines = [" " * 40 + titles, head, rule]
 
     for site in shown:
@@ -139,8 +142,11 @@ def _site_lines(
         summary["sd"].append(formatting.sd(spread))
         summary["worst"].append(formatting.number(spread.get("worst")))
 
-    rows = [label_row([label, "", "", *cells], widths) for label, cells in summary.items()]
-    remarks = textwrap.wrap(run.unequal_classes, screen_width()) if run.unequal_classes else []
+    rows = []
+    for label, cells in summary.items():
+        rows.append(label_row([label, "", "", *cells], widths))
+
+    remarks = textwrap.wrap(run.unequal_classes, screen_width())
     return [*lines, rule, *rows, *remarks]
 
 
@@ -157,7 +163,7 @@ def _pooled_lines(run: RunFiles) -> list[str]:
         label = f"{SUMMARY_KINDS[kind][1].lower()} {when}"
         lines.append(label_row([label, str(values.get("round", "–"))], widths))
 
-    # the loss of models that sites train alone, on images of others, has no bound and says nothing
+    # the loss of locally trained models on other sites' images is unbounded and uninformative
     names = [name for name in run.metric_names() if name != "loss" or run.key == "loss"]
     for name in names:
         unit = run.title(name).removeprefix(metrics.title(name))
@@ -176,14 +182,14 @@ def _pooled_lines(run: RunFiles) -> list[str]:
 def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str) -> list[str]:
     """Return a line for each structure, finding or number (name -> metrics and cases), of more than 12 the worst.
 
-    The run gives titles and units; `model` is whose metrics they are, as the heading says it.
+    The run gives titles and units; `model` is whose metrics they are, for the heading.
     """
     kinds = run.structure_metrics
     if not structures or not kinds:
         return []
 
     first = run.key if run.key in kinds else kinds[0]
-    sign = 1 if metrics.higher_is_better(first) else -1
+    sign = metrics.direction(first)
     shown = dict(structures)
     if len(shown) > _TABLE_STRUCTURES:
 
@@ -191,11 +197,12 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
             value = structures[name].get(first)
             return math.inf if value is None else sign * value
 
-        shown = {name: structures[name] for name in sorted(shown, key=place)[:_TABLE_STRUCTURES]}
+        shown = pick(structures, sorted(shown, key=place)[:_TABLE_STRUCTURES])
 
     noun = run.kind.noun
-    titles = [run.title(kind) for kind in kinds]
+    titles = list(map(run.title, kinds))
     width = _WIDE if noun == "structure" else max(map(len, titles)) + 2
+    # the first two columns take 32
     count = max(1, (screen_width() - 32) // width)
     counted = "with it" if noun == "structure" else "cases"
     widths = [24, 8, *[width] * len(kinds[:count])]
@@ -214,7 +221,7 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Config], model: str)
     if len(shown) < len(structures):
         lines.append(f"… {len(structures) - len(shown)} more {noun}s are in summary.json")
     if left_out:
-        lines.append(f"* left out of the means: fewer than {LEAST} test cases have it, or lack it")
+        lines.append(LEFT_OUT)
 
     if noun == "structure":
         lines.append("each structure's figures are of the cases whose reference has it")

@@ -13,7 +13,7 @@ from medfl.report import formatting
 
 
 def rendered(template: str, values: Mapping[str, object]) -> bytes:
-    """Return a page; a name that is not among the values is an error, and values are escaped."""
+    """Return a page; a name missing from the values is an error, and values are escaped."""
     return visible(_environment().get_template(template).render(values)).encode()
 
 

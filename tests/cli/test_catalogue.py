@@ -11,7 +11,7 @@ import pytest
 
 from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
-from medfl.cli import bundle_pages, method_facts, method_pages
+from medfl.cli import bundle_pages, method_pages
 from medfl.core import tables, terminal
 from medfl.methods.base import Method, option
 
@@ -221,7 +221,12 @@ def test_the_tables_of_the_docs_do_not_depend_on_this_machine(
         assert len({row.count("|") - row.count("\\|") for row in rows}) == 1
 
 
-def test_the_toy_round_tells_a_withheld_layer_and_an_introduction() -> None:
+def test_the_toy_round_tells_a_withheld_layer_and_an_introduction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "docs/site"))
+    messages: Any = importlib.import_module("method_messages")
+
     class Odd(Method):
         """A method that keeps convolutions and introduces its sites."""
 
@@ -233,5 +238,5 @@ def test_the_toy_round_tells_a_withheld_layer_and_an_introduction() -> None:
         def introduce(self, site):  # noqa: ANN001, ANN202
             return type(super().introduce(site))({"counts": {"n": site.train.indices}})
 
-    facts = method_facts.travels(Odd)
+    facts = messages.travels(Odd)
     assert (facts["withheld"], facts["start"], facts["kept"]) == (["Conv"], ["counts"], ["weights"])

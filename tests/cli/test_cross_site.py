@@ -9,14 +9,15 @@ import pytest
 
 from medfl import datasets
 from medfl.cli.verbs import main
+from medfl.report import cross_site, templating
 
-FEW = ("--sites", "2", "--partition", "iid", "--rounds", "1")
+FEW = ("--config", "image_size=24", "--sites", "2", "--partition", "iid", "--rounds", "1")
 
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scans") / "data"
-    datasets.write_phantom("mednist", folder, per_class=24, size=24)
+    datasets.write_phantom("mednist", folder, per_class=10, size=24)
     return folder
 
 
@@ -92,3 +93,14 @@ def test_a_comparison_has_a_matrix_and_makes_it_later(scans: Path, tmp_path: Pat
     text = (out / "contribution.md").read_text()
     assert "| fedavg | site-1 |" in text
     assert "| local |" not in text
+
+
+def test_a_page_shows_models_that_were_not_at_every_site() -> None:
+    """A local model of a hospital that only tests is scored there alone."""
+    cell = cross_site.Cell(0.75, None, 9, False)
+    matrix = cross_site.Matrix("accuracy", {"global": {"a": cell, "b": cell}, "new": {"b": cell}})
+    page = templating._environment().from_string(
+        "{% from 'report_macros.html.j2' import heat with context %}{{ heat(matrix) }}"
+    )
+    assert page.render(matrix=matrix, level="95 %").count("0.750") == 3
+    assert "| new | – | 0.750 |" in matrix.markdown()

@@ -26,7 +26,7 @@ from tests.zoo.build import ZOO
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scans") / "data"
-    datasets.write_phantom("mednist", folder, per_class=24, size=24)
+    datasets.write_phantom("mednist", folder, per_class=10, size=24)
     return folder
 
 
@@ -62,6 +62,47 @@ def test_a_run_examined_where_it_trained_has_the_scores_of_its_end(
     page = (out / "report.html").read_text()
     assert "Examination of a finished model" in page
     assert "trained for" not in page
+
+
+@pytest.mark.parametrize(
+    ("method", "bundle"),
+    [
+        ("fedavg", ("mednist",)),
+        ("fedbm", ()),
+        *(pytest.param(name, (), marks=pytest.mark.slow) for name in ("fednh", "fedlora", "moon")),
+    ],
+)
+def test_a_run_is_examined_as_it_was_configured(
+    method: str, bundle: tuple[str, ...], scans: Path, tmp_path: Path
+) -> None:
+    data = ["--data", str(scans), "--sites", "2", "--partition", "iid"]
+    other = ["--config", "network=small_cnn", "--config", "image_size=16", "--method", method]
+    trained, out = tmp_path / "trained", tmp_path / "examined"
+    assert main(["run", "mednist", *data, *other, "--rounds", "1", "--out", str(trained)]) == 0
+    assert evaluate(trained, *bundle, *data, "--out", out) == 0
+    assert summary_of(out)["weights_sha256"] == summary_of(trained)["weights_sha256"]
+    assert summary_of(out)["sites"] == summary_of(trained)["sites"]
+
+
+def test_a_run_of_sites_own_models_says_how_one_is_examined(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--data", str(scans), "--sites", "2", "--partition", "iid"]
+    out = tmp_path / "local"
+    arguments = ["run", "mednist", *data, "--method", "local", "--rounds", "1", "--out", str(out)]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert evaluate(out, *data, "--out", tmp_path / "a") == 2
+    told = capsys.readouterr().err
+    assert "method 'local' has a model for each site and none for all; its sites are" in told
+    assert f"medfl export {out} --site NAME --out DIR; medfl evaluate DIR" in told
+
+
+def test_a_used_folder_is_refused_in_words_that_help(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(trained, "--out", trained) == 2
+    assert "is not empty; a new or empty folder; give a new folder\n" in capsys.readouterr().err
 
 
 def test_a_file_of_weights_needs_its_bundle(
@@ -171,7 +212,7 @@ def test_the_runtimes_find_the_same(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("TRAINED", "--partition", "centre:berlin=0/all"), "the centres of all 600 images"),
+        (("TRAINED", "--partition", "centre:berlin=0/all"), "the centres of all"),
         (("nowhere",), "nowhere is not there"),
         (("TRAINED", "kvasir_v2"), "kvasir_v2 has the classes"),
     ],
@@ -235,6 +276,7 @@ def test_a_hospital_that_only_tests(method: str, scans: Path, tmp_path: Path) ->
         return
 
     assert 0 <= float(only_tests["received_accuracy"]) <= 1
+    assert summary_of(out)["sites"]["count"] == 3, "what it receives counts, whatever the method"
     if method == "fedavg":
         assert not (out / "newcomers.csv").exists()
         return

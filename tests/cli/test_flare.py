@@ -215,6 +215,21 @@ def test_serve_refuses_what_it_cannot_start(kit: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("where", ["startup/notes", "local", "local/medfl.yaml"])
+def test_serve_follows_no_link_of_a_kit(where: str, kit: Path, tmp_path: Path) -> None:
+    """FLARE's process gets a copy of what is in a kit, and has a connection to the server that made it."""
+    theirs = tmp_path / "theirs"
+    if where == "local":
+        (kit / "local").rename(theirs)
+    else:
+        theirs.write_text("secret")
+
+    (kit / where).symlink_to(theirs)
+    with pytest.raises(InputError, match="is neither a plain file nor a folder"):
+        call(*given(kit))
+    assert not (theirs.is_dir() and (theirs / "medfl.yaml").exists())
+
+
 def test_serve_refuses_a_bundle_that_is_not_the_pinned_one(kit: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(

@@ -18,10 +18,12 @@ from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.methods import load
 from medfl.networks import build
+from medfl.runs.plan import Request, make_plan
 from medfl.runs.public_data import PublicPlan, chosen_items, plan_public, read_public
 from medfl.runs.teachers.answers import Teacher
 from medfl.storage.files import load_weights
 from medfl.storage.places import cache_folder
+from tests.support.sweeps import mostly_slow
 from tests.zoo.build import ZOO
 
 SMALL = (
@@ -156,27 +158,23 @@ def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
     assert [json.loads(path.read_text())["pass"]["queries"] for path in answers] == queries
 
 
-def test_other_public_data_are_another_run(scans: Path, digits: Path, tmp_path: Path) -> None:
+def test_other_public_data_are_another_run(scans: Path, digits: Path) -> None:
+    config = {"network": "small_cnn", "image_size": 16}
+    options = {"large": "site-1", "large_network": "two_conv", "public": f"mnist:{digits}"}
+    divided = {"data": str(scans), "partition": "iid", "sites": 3}
     hashes = set()
-    for index, more in enumerate(((), ("--set", "public_items=20"), ("--set", "public_size=20"))):
-        assert (
-            run(
-                scans,
-                tmp_path / str(index),
-                "--set",
-                f"public=mnist:{digits}",
-                "--rounds",
-                1,
-                *more,
-            )
-            == 0
-        )
-        hashes.add(document(tmp_path / str(index))["run_hash"])
+    for more in ({}, {"public_items": 20}, {"public_size": 20}):
+        request = Request("mednist", "fedhelp", {**options, **more}, config, **divided)
+        run = make_plan(request).run
+        hashes.add(run.run_hash)
+        if "public_items" in more:
+            assert run.public is not None
+            assert run.public.items == 20
+
     assert len(hashes) == 3
-    assert document(tmp_path / "1", "run.json")["public"]["items"] == 20
 
 
-@pytest.mark.parametrize("method", ["fedmd", "fccl", "fedkemf"])
+@pytest.mark.parametrize("method", mostly_slow(("fedmd", "fccl", "fedkemf"), ("fedkemf",)))
 def test_the_methods_that_it_is_compared_with_run(
     scans: Path, digits: Path, tmp_path: Path, method: str
 ) -> None:

@@ -8,8 +8,11 @@ import sys
 from ctypes.util import find_library
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
+from medfl.bundle.files import find
+from medfl.core.errors import InputError
 from tests.support.run_folders import build
 
 QUICK = (
@@ -18,7 +21,8 @@ QUICK = (
     (["methods", "fedporx"], 2), (["bundles", "mednits"], 2), (["run", "mednits"], 2),
     (["run", "mednist", "--rounds", "0"], 2), (["run", "mednist", "--method", "fedporx"], 2),
     (["run", "mednist", "--sites", "0"], 2), (["run", "mednist", "--lr", "nan"], 2), (["rnu"], 2),
-    (["predict", "no", "image.png", "--out", "x"], 2),
+    (["predict", "no", "image.png", "--out", "x"], 2), (["run", "{own}", "--data", "nosuch"], 2),
+    (["run", "ham10000", "--data", "phantom", "--leave-out", "rosendal"], 2),
     *[(["run", "mednist", *words.split()], 2) for words in (
         "--set mu=1", "--method fedprox --set mu=-1", "--method fedprox --set nu=1", "--method fedsm --set lam=2",
         "--device gpuu", "--partition dirichlett:1", "--partition shots:1", "--runtime sim", "--metrics dicee",
@@ -53,6 +57,7 @@ QUICK = (
            "tune mednist --method fedprox --grid mu=1,2 --device cuda --out g",
            "run --resume --out {run} --device cuda"]
           * (find_library("cuda") is None)),
+        "compare ham10000 --methods fedavg --data phantom --partition centre:x=0/all --out g",
         "calibrate gone", "calibrate {there} --coverage 1",
         "calibrate {there} --share all", "calibrate {there} --which foo", "calibrate {there} --strength -1",
     )],
@@ -83,7 +88,14 @@ def test_listings_and_plain_refusals_import_neither_torch_nor_monai(tmp_path: Pa
     (tmp_path / "table").mkdir()
     Image.new("L", (8, 8)).save(tmp_path / "table/1.png")
     (tmp_path / "table/t.csv").write_text("file,label\n1.png,a\n")
-    places = {"there": there, "table": tmp_path / "table", "run": build(tmp_path)}
+    (tmp_path / "own/configs").mkdir(parents=True)
+    (tmp_path / "own/configs/train.yaml").write_text("trainer: {}\n")
+    places = {
+        "own": tmp_path / "own",
+        "there": there,
+        "table": tmp_path / "table",
+        "run": build(tmp_path),
+    }
     calls = [([word.format(**places) for word in words], code) for words, code in QUICK]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, timeout=600,
@@ -91,3 +103,13 @@ def test_listings_and_plain_refusals_import_neither_torch_nor_monai(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert not any(empty.iterdir())
+
+
+def test_a_mistyped_folder_is_told_the_one_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine/cells/configs").mkdir(parents=True)
+    (tmp_path / "mine/cells/configs/train.yaml").write_text("trainer: {}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="did you mean mine/cells"):
+        find("mine/cels")

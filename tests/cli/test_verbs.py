@@ -23,6 +23,7 @@ from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.problem import problem
 from medfl.training.site import fit
+from tests.cli.test_walls import landlock
 from tests.support import forked
 
 SMALL = (
@@ -209,6 +210,11 @@ def test_bad_input_is_refused_before_the_images_are_read(
     _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, *extra), *texts)
 
 
+def test_a_verb_or_choice_that_is_not_there_is_named_with_the_nearest(refused: Refused) -> None:
+    _sees(refused("evalute", "runs/a"), "VERB 'evalute'", "did you mean evaluate?")
+    _sees(refused("site", "chekc"), "ACTION 'chekc'", "did you mean check?")
+
+
 def test_cuda_without_a_cuda_device(
     refused: Refused, chest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +257,7 @@ def test_cuda_without_a_cuda_device(
             ("ham10000 cannot be fetched", "Dataverse", "put it into new"),
         ),
         (("data",), ("ACTION", "medfl data --help")),
-        (("dance",), ("'dance'", "'run'")),
+        (("dance",), ("'dance'", "run, methods")),
         ((), ("VERB", "medfl --help")),
     ],
 )
@@ -577,15 +583,28 @@ def test_nan_loss_keeps_the_last_round_and_can_be_resumed(
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "ended by SIGTERM: ")],
+    ("number", "code", "said", "flags"),
+    [
+        (signal.SIGINT, 130, "interrupted: ", []),
+        (signal.SIGTERM, 143, "ended by SIGTERM: ", []),
+        pytest.param(signal.SIGTERM, 143, "ended by SIGTERM: ", ["--sandbox"], marks=landlock),
+    ],
 )
 def test_ctrl_c_and_sigterm_end_in_a_line_and_the_run_can_be_resumed(
-    chest: Path, finished: Path, tmp_path: Path, number: signal.Signals, code: int, said: str
+    chest: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+    said: str,
+    flags: list[str],
 ) -> None:
+    """Inside walls the keeper is sent the signal, and the worker ends by it."""
     out = tmp_path / "run"
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out)]
-    process = forked.start(cli.main, [*run, "--rounds", "100000"], output=tmp_path / "printed")
+    words = [*run, *flags, "--rounds", "100000"]
+    process = forked.start(
+        lambda: cli.main(words, own_process=bool(flags)), output=tmp_path / "printed"
+    )
     deadline = time.monotonic() + 60
     while (
         not (out / "state" / "manifest.json").exists()

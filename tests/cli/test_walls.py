@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,8 @@ import pytest
 from medfl import datasets
 from medfl.bundle import files
 from medfl.bundle.bundle import Bundle, shipped_root
-from medfl.cli import verbs as cli, walls
+from medfl.cli import site, verbs as cli, walls
+from medfl.core.errors import InputError, RunError
 from medfl.policy import admission
 from medfl.safety import sandbox
 from tests.support import forked
@@ -263,6 +266,7 @@ def test_without_landlock_nothing_is_run(
     [
         ({"learning_rate": "$0.1 + 0"}, True),
         ({"optimizer": {"_target_": "torch.optim.SGD", "params": ["$@x"]}}, True),
+        ({"optimizer": {"_target_": "torch.optim.Rprop"}}, True),
         ({"optimizer": {"params": "$@network_def.parameters()"}}, False),
         ({"image_size": 16, "network": "monai:DenseNet121"}, False),
     ],
@@ -278,7 +282,8 @@ def test_a_record_with_expressions_of_its_own_is_held_like_a_foreign_bundle(
     divided: list[object] = []
     monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
     monkeypatch.setattr(sandbox, "lacking", lambda: "")
-    walls.hold(SimpleNamespace(own_process=True, given=[]), walls.Use(runs=[tmp_path / "run.json"]))
+    args = SimpleNamespace(own_process=True, given=[])
+    copy_context().run(walls.hold, args, walls.Use(runs=[tmp_path / "run.json"]))
     assert len(divided) == held
 
 
@@ -296,7 +301,7 @@ def test_a_shipped_bundle_that_was_changed_is_held_and_inspected(
     monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
     monkeypatch.setattr(admission, "admit", lambda folder, *_: inspected.append(folder))
     args = SimpleNamespace(own_process=True, given=[])
-    walls.hold(args, walls.Use(bundles=[given]))
+    copy_context().run(walls.hold, args, walls.Use(bundles=[given]))
     bundle = Bundle(given)
     assert not divided
     assert not inspected
@@ -354,17 +359,102 @@ def test_a_foreign_bundle_is_held_by_every_verb_unasked(
         assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "free" / file).read_bytes()
 
 
+def _fails(source: Path, place: Path) -> None:
+    place.write_text("half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @landlock
-def test_the_keeper_takes_no_link_from_a_worker(tmp_path: Path) -> None:
+def test_the_keeper_takes_all_or_nothing_and_no_link_from_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "secret").write_text("x")
     written = tmp_path / "written"
     (written / "deep").mkdir(parents=True)
     (written / "deep" / "file").write_text("y")
-    walls._take_over(written, tmp_path / "taken")
-    assert (tmp_path / "taken" / "deep" / "file").read_text() == "y"
+    walls._take_over(written, tmp_path / "new" / "taken")
+    assert (tmp_path / "new" / "taken" / "deep" / "file").read_text() == "y"
+    with monkeypatch.context() as patch:  # a disk that is full after the first file
+        patch.setattr(shutil, "copyfile", _fails)
+        with pytest.raises(
+            RunError, match="half cannot be written: No space left on device; nothing"
+        ):
+            walls._take_over(written, tmp_path / "half")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "secret", "written"]
     (written / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(RunError, match="link, which is no plain file: nothing is taken"):
         walls._take_over(written, tmp_path / "refused")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "depth"])
+def test_the_keeper_neither_waits_for_nor_takes_what_is_no_plain_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    written = scratch / "written"
+    monkeypatch.chdir(scratch)
+    if kind == "pipe":
+        os.mkfifo(written)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind("written")
+    else:
+        (written / "/".join("d" * 110)).mkdir(parents=True)
+
+    (tmp_path / "mine").write_text("as it was")
+    with pytest.raises(RunError, match="which is no plain file: nothing is taken"):
+        walls._take_over(written, tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "as it was"
+
+
+@pytest.mark.parametrize(
+    ("within", "free"),
+    [("letter.txt", False), ("run.json", False), ("compare.json", True), ("local/run.json", True)],
+)
+def test_a_worker_s_folder_has_nothing_of_others(
+    within: str, free: bool, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a home nor an earlier run is written to, but the run that is gone on with."""
+    divided: list[object] = []
+    monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
+    monkeypatch.setattr(sandbox, "lacking", lambda: "")
+    args = SimpleNamespace(own_process=True, given=[])
+    out = tmp_path / "out"
+    (out / within).parent.mkdir(parents=True)
+    (out / within).write_text("{}")
+    if free:
+        walls.hold(args, walls.Use(bundles=[foreign], folder=out))
+    else:
+        with pytest.raises(InputError, match="out exists and is not empty"):
+            walls.hold(args, walls.Use(bundles=[foreign], folder=out))
+
+    walls.hold(args, walls.Use(bundles=[foreign], runs=[out], folder=out))
+    assert len(divided) == 1 + free
+
+
+@pytest.mark.parametrize("action", ["check", "fingerprint"])
+def test_a_site_s_folder_is_its_keeper_s_alone(
+    action: str, foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that may write there could change the account, or in one's own folder any file of it."""
+    uses: list[walls.Use] = []
+
+    def held(_: object, use: walls.Use) -> None:
+        uses.append(use)
+        raise InputError("stopped", "here", "for the test")
+
+    monkeypatch.setattr(site, "hold", held)
+    (tmp_path / "state").mkdir()
+    arguments = ["site", action, str(foreign), f"--data={tmp_path}", f"--folder={tmp_path}/state"]
+    if action == "fingerprint":
+        arguments += ["--epsilon=2", f"--out={tmp_path}/out.json"]
+
+    assert cli.main(arguments) == 2
+    assert [use.folder for use in uses] == [None]
+    if action == "fingerprint":
+        (account,) = (tmp_path / "state").glob("*.json")
+        assert json.loads(account.read_text())["case_epsilon"] == 2
 
 
 def test_only_what_is_named_is_readable_not_what_lies_above_a_dot(
@@ -414,3 +504,79 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
     process = forked.start(program, output=tmp_path / "said.txt")
     process.join(60)
     assert process.exitcode == 0, (tmp_path / "said.txt").read_text()
+
+
+SIDE_DOORS = """
+import os
+from pathlib import Path
+
+told = {}
+for handle in (HANDLE, 1):
+    try:
+        os.ftruncate(handle, 0)
+        told[handle] = "shortened"
+    except OSError:
+        told[handle] = "refused"
+environment = b"".join(Path("/proc/self/environ").read_bytes().split())
+told["environment"] = "TOKEN" in str(dict(os.environ)) + environment.decode(errors="replace")
+try:
+    told["others"] = bool(os.listdir(OTHERS))
+except PermissionError:
+    told["others"] = False
+print("told", told)
+print("\\x1b]52;c;cm0=\\x07 steered")
+"""
+
+
+@landlock
+def test_a_worker_gets_no_file_variable_terminal_or_cache_of_its_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could write, read or steer without opening anything."""
+    log = tmp_path / "log.txt"
+    log.write_text("an earlier line\n")
+    others = tmp_path / "medfl" / "prepared"
+    (others / "images").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SOME_TOKEN", "TOKEN")
+
+    def program() -> int:
+        handle = os.open(log, os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(handle, stream)
+
+        args = SimpleNamespace(own_process=True, sandbox=True, given=[])
+        walls.hold(args, walls.Use(folder=tmp_path / "out"))
+        exec(SIDE_DOORS.replace("HANDLE", str(handle)).replace("OTHERS", repr(str(others))))
+        return 0
+
+    process = forked.start(program, output=tmp_path / "said.txt")
+    process.join(60)
+    assert process.exitcode == 0
+    lines = log.read_text().splitlines()
+    assert lines[0] == "an earlier line"
+    told = next(line for line in lines if line.startswith("told "))
+    assert "shortened" not in told
+    assert "True" not in told
+    assert lines[-1] == "?]52;c;cm0=? steered"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_foreign_bundle_beside_a_shipped_one_is_not_opened_without_walls(
+    named: bool, foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As public data or a teacher of it, by a record, or swapped after the command was read."""
+    divided: list[object] = []
+    monkeypatch.setattr(walls, "_divide", lambda *arguments: divided.append(arguments))
+    monkeypatch.setattr(sandbox, "lacking", lambda: "")
+    given = ["--set", f"public={foreign}:DIR"] if named else []
+    args = SimpleNamespace(own_process=True, given=given)
+
+    def opened() -> None:
+        walls.hold(args, walls.Use(bundles=["mednist"]))
+        if not named:
+            with pytest.raises(InputError, match="without walls; .*; add --sandbox"):
+                Bundle(str(foreign))
+
+    copy_context().run(opened)
+    assert len(divided) == named

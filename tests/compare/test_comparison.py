@@ -84,6 +84,26 @@ def test_paired_tests_by_hand(tmp_path: Path) -> None:
         found.tests("nobody")
 
 
+def test_a_mean_over_fewer_sites_is_not_compared(tmp_path: Path) -> None:
+    """A method without a model for the hospital that was left out would lead by the others' mean."""
+    counts = {"fedavg": 3, "fedbn": 2}
+    paths = []
+    for seed in (0, 1):
+        for method, count in counts.items():
+            path = finished(tmp_path, method, seed, 0.5)
+            summary = json.loads((path / "summary.json").read_text())
+            summary |= {"judged": "personal"}
+            summary["sites"] |= {"count": count}
+            (path / "summary.json").write_text(json.dumps(summary))
+            paths.append(path)
+
+    found = read(paths)
+    assert found.judged_by.name == "sites_mean"
+    assert [len(row.values(found.judged_by)) for row in found.rows] == [2, 0]
+    assert found.tests("fedavg") == []
+    assert any("a mean of 2 of 3 sites is not compared" in line for line in found.undefined)
+
+
 def test_equal_differences_and_single_seeds(tmp_path: Path) -> None:
     same = [finished(tmp_path, "fedavg", s, 0.5) for s in (0, 1)] + [
         finished(tmp_path, "moon", s, 0.5) for s in (0, 1)

@@ -146,7 +146,7 @@ def test_nothing_is_written_by_way_of_a_link_in_a_comparison_s_folder(
     (out / "compare.json").write_text("{}")
     cell = grid.Cell(None, "iid", 1, methods / "seed-1", False)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="is a link or a pipe"):
-        checks.check_places(out, (cell.folder, grid._log_file(cell)))
+        checks.check_places(out, (cell.folder, cell.beside("log")))
 
     assert list(precious.iterdir()) == []
 

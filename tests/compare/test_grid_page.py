@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from medfl.cli import main
-from medfl.compare.grid_page import write_grid_page
+from medfl.compare.side_by_side import write_grid_page
 from medfl.core.errors import InputError
 from tests.compare.test_comparison import SCORES, finished
 from tests.support.run_folders import Page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from medfl import datasets
 from medfl.cli.verbs import main
 from medfl.compare import left_out
+from medfl.compare.side_by_side import write_grid_page
 from medfl.core.errors import InputError
+from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 
 SMALL = ("--config", "image_size=16", "--config", "network_name=small_cnn", "--rounds", "1")
@@ -35,11 +38,19 @@ def test_the_table_has_what_the_runs_have(skin: Path, tmp_path: Path) -> None:
         model = "personal" if run.method == "local" else "received"
         values[run.partition, run.method] = run.site_values(model, run.key).get("rosendahl")
 
+    assert len(values) == 3, "no hospital's own model is trained for a partition without it"
     assert float(row["left_out"]) == values["centre:rosendahl=0/all", "fedavg"]
     assert float(row["took_part"]) == values["centre", "fedavg"]
     assert float(row["own"]) == values["centre", "local"]
     assert float(row["took_part_low"]) <= float(row["took_part"]) <= float(row["took_part_high"])
-    assert "| rosendahl |" in (out / "left_out.md").read_text()
+    text = (out / "left_out.md").read_text()
+    assert "| rosendahl |" in text
+    assert "add the method local" not in text
+    page = write_grid_page(out).read_text()
+    assert "Hospitals left out" in page
+    (line,) = re.findall("<tr><td>rosendahl.*?</tr>", page)
+    for name in ("left_out", "took_part", "own"):
+        assert formatting.number(float(row[name])) in line
 
 
 @pytest.mark.slow
@@ -58,6 +69,7 @@ def test_a_personal_method_has_an_interval_where_it_trained_nothing(
         assert low <= value <= high
 
     text = (out / "left_out.md").read_text()
+    assert "Its own model: add the method local." in text
     assert "Left out of fedper: what the server sends, with initial values" in text
     assert "Left out of ditto: the global model, for want of one of its own." in text
 
@@ -117,3 +129,12 @@ def test_one_of_two_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     both = ["--leave-out", "each", "--partition", "iid", "--out", str(tmp_path / "grid")]
     assert main([*arguments, *both]) == 2
     assert "--leave-out with --partition" in capsys.readouterr().err
+
+
+def test_the_advice_on_local_is_given_where_no_hospital_has_a_model_of_its_own() -> None:
+    """A hospital without test images has none, whichever methods were compared."""
+    untested = left_out.LeftOut("north", "fedavg", 0, None, None, None, "")
+    own = left_out.LeftOut("south", "fedavg", 9, None, None, left_out.Score(0.5, None), "")
+    advice = "Its own model: add the method local."
+    assert advice in left_out.notes([untested])
+    assert advice not in left_out.notes([untested, own])

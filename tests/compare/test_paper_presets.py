@@ -10,7 +10,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import papers
-from medfl.compare.papers import tables
+from medfl.compare.papers import runs as tables
 from medfl.compare.papers.runs import _ours, departures, presets_of
 from medfl.methods import load, options_of
 

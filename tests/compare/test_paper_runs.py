@@ -60,7 +60,7 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     assert text.startswith("# FedBM")
     ours = text.split("## What is ours and not the paper's\n")[1].splitlines()
     assert (
-        sum(line.startswith("- fedetf: Departures: the bundle's loss stands for") for line in ours)
+        sum(line.startswith("- fedetf: Departures: the bundle's loss replaces") for line in ours)
         == 1
     )
     assert any(line.startswith("- bundle kvasir_v2: FedBM") for line in ours)

@@ -18,7 +18,7 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.grid import Grid
 from medfl.compare.papers import names
-from medfl.compare.papers.tables import (
+from medfl.compare.papers.runs import (
     AVERAGE,
     COUNTS,
     Figure,

@@ -353,7 +353,9 @@ def test_a_classifier_of_text_is_in_the_weights(
 
 
 def test_every_site_has_its_own_model(personal: Path, pictures: Path, workplace: Path) -> None:
-    done = export(personal, workplace / "all", site="all", formats=())["bundles"]
+    said: list[str] = []
+    done = export(personal, workplace / "all", site="all", formats=(), say=said.append)["bundles"]
+    assert [line for line in said if line.endswith(" left for 1 of 2 bundles")]
     assert [one["site"] for one in done] == ["site-1", "site-2"]
     assert all(one["predictions"]["largest_difference"] < 1e-5 for one in done)
     for one in done:

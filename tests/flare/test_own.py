@@ -71,6 +71,12 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def scaffold() -> Run:
+    """A run that is offered as it may be; planning one takes a while."""
+    return offer("scaffold")
+
+
 def own(scans: dict[str, Path], name: str = "north", **changes: Any) -> SiteConfig:
     values = {
         "bundle": "mednist",
@@ -226,20 +232,24 @@ REFUSED: dict[str, tuple[Callable[[Run], Run], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_run_that_asks_for_more_is_refused_by_the_site(scans: dict[str, Path], what: str) -> None:
+def test_a_run_that_asks_for_more_is_refused_by_the_site(
+    scaffold: Run, scans: dict[str, Path], what: str
+) -> None:
     change, text = REFUSED[what]
     with pytest.raises(InputError, match="^site 'north' refuses the run: ") as caught:
-        accepted_run(change(offer("scaffold")), "north", own(scans))
+        accepted_run(change(scaffold), "north", own(scans))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("what", [what for what in REFUSED if what != "other id"])
-def test_a_run_that_asks_for_more_is_refused_by_the_server(tmp_path: Path, what: str) -> None:
+def test_a_run_that_asks_for_more_is_refused_by_the_server(
+    scaffold: Run, tmp_path: Path, what: str
+) -> None:
     """What permits nothing takes plain values of any id, so that the sites decide; never an expression or a path."""
     change, text = REFUSED[what]
     with pytest.raises(InputError, match="^the server refuses the run: ") as caught:
-        open_server(change(offer("scaffold")), SiteConfig("mednist", str(tmp_path)))
+        open_server(change(scaffold), SiteConfig("mednist", str(tmp_path)))
     assert text in str(caught.value)
 
 
@@ -430,6 +440,7 @@ class Apart(Near):
                     folder=place / name,
                 ),
                 name,
+                rounds=run.rounds,
             )
             for name in SITES
         }

@@ -19,6 +19,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.runs import launch
 from medfl.storage.files import load_state, load_weights
+from tests.runs.test_own_key_metric import METRICS, foreign
 from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
@@ -29,12 +30,10 @@ from medfl.flare.job import kill_tree
 pytestmark = pytest.mark.flare
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "scaffold": {},
     "fedbm": {"g_iterations": 2, "g_batch": 4, "synthetic_batch": 2},
-    "pfedpm": {},
     "fedhelp": {"large": "site-1", "large_network": "resnet20"},
 }
-"""Methods that send more than weights, send none, and have other networks; every other one is in test_server.py."""
+"""Methods that take texts along, and have other networks; every other one is in test_server.py."""
 CONFIG = {"network": "small_cnn", "image_size": 16}
 
 
@@ -144,11 +143,11 @@ def test_what_is_killed_writes_no_more_nor_does_what_it_has_started(tmp_path: Pa
 
 
 def test_law1_a_run_killed_in_a_round_goes_on_with_resume(scans: Path, tmp_path: Path) -> None:
-    """Ditto's personal models are in the sites' States; the command and its server are killed after round 1."""
-    whole = run(scans, tmp_path / "whole", "ditto", "simulator", rounds=3)
+    """SCAFFOLD sends more than weights, and keeps a State at its sites; all is killed after round 1."""
+    whole = run(scans, tmp_path / "whole", "scaffold", "simulator", rounds=3)
     out = tmp_path / "cut"
     code = (
-        f"from tests.flare.test_parity import *; run(Path({str(scans)!r}), Path({str(out)!r}), 'ditto', "
+        f"from tests.flare.test_parity import *; run(Path({str(scans)!r}), Path({str(out)!r}), 'scaffold', "
         "'flare', rounds=3)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -165,13 +164,37 @@ def test_law1_a_run_killed_in_a_round_goes_on_with_resume(scans: Path, tmp_path:
         InputError,
         match="--resume with --runtime simulator; the sites of a run on FLARE keep their",
     ):
-        run(scans, out, "ditto", "simulator", rounds=3, resume=True)
-    again = run(scans, out, "ditto", "flare", rounds=3, resume=True)
+        run(scans, out, "scaffold", "simulator", rounds=3, resume=True)
+    again = run(scans, out, "scaffold", "flare", rounds=3, resume=True)
     assert (again["run_hash"], again["weights_sha256"]) == (
         whole["run_hash"],
         whole["weights_sha256"],
     )
     assert left(out) == left(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("task", "rounds"), [("multilabel", 0), ("regression", 1)])
+def test_law1_findings_and_numbers_are_the_same_trained_and_examined(
+    task: str, rounds: int, tmp_path: Path
+) -> None:
+    """Numbers trained for a round, findings of a model that is only examined.
+
+    Of a bundle with a key metric of its own, which is computed of all sites' cases.
+    """
+    folder = foreign(tmp_path, task)
+    settings = {"method": "fedavg", "sites": 2, "partition": "iid", "batch_size": 8}
+    if not rounds:
+        model = tmp_path / "model"
+        launch.federate(str(folder), requested={**settings, "rounds": 1}, out=model, jobs=1)
+        settings["init"] = f"run:{model}"
+    for runtime in ("simulator", "flare"):
+        launch.federate(
+            str(folder), requested={**settings, "rounds": rounds}, out=tmp_path / runtime, jobs=1, runtime=runtime
+        )  # fmt: skip
+
+    found = left(tmp_path / "flare")
+    assert found == left(tmp_path / "simulator")
+    assert METRICS[task][0] in found["summary"]["last"]
 
 
 def test_a_segmentation_with_odd_names_and_predictions_is_the_same(tmp_path: Path) -> None:

@@ -490,9 +490,9 @@ def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(
     assert executed(out, federation(method, rounds=4), near(out, wrong), **bearing) == expected
 
     out = tmp_path / "late"
-    late = {"tolerance": Tolerance(min_replies=2, deadline=2.0)}
+    late = {"tolerance": Tolerance(min_replies=2, deadline=1.0)}
     left = executed(out, federation(method, rounds=4), near(out, second(lambda _: None)), **late)
-    assert left["rounds"][1]["left_out"] == {"y": "no answer within 2 s"}
+    assert left["rounds"][1]["left_out"] == {"y": "no answer within 1 s"}
     assert outcome(left) == outcome(expected)
 
     out = tmp_path / "replaced"
@@ -588,6 +588,15 @@ def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
         f"site 'x' is asked for {word}; sites of a simulation alone answer it"
     )
     assert not told.tensors
+
+
+def test_a_site_of_a_job_trains_once_for_each_of_its_rounds() -> None:
+    """Of repeated rounds a server could take the mean, and go on after the last that the site agreed to."""
+    here = FlareSite(MedflClientAlgo(federation(), "x"), "x", rounds=1)
+    assert here.answer(wire.TRAIN, down(federation())).failure_reason == ""
+    for round_ in (1, 2):
+        told = here.answer(wire.TRAIN, down(federation(), round_))
+        assert told.failure_reason == f"site 'x' tells a job of 1 rounds once: {round_}"
 
 
 def kept(round_: int | Tensor, **more: Tensor) -> Payload:

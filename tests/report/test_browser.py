@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.compare.grid_page import write_grid_page
-from medfl.compare.side_by_side import write_page
+from medfl.compare.side_by_side import write_grid_page, write_page
 from medfl.report import write_report
 from medfl.report.model_plots import generated_grid
 from medfl.report.picture import image_picture
@@ -115,3 +114,15 @@ def test_a_report_can_be_printed(chromium: Browser, tmp_path: Path) -> None:
     with Image.open(io.BytesIO(seen.png)) as image:
         assert image.convert("RGB").getpixel((2, 2)) == (255, 255, 255)
     assert chromium.pdf().startswith(b"%PDF")
+
+
+def test_names_of_hospitals_are_whole_on_a_phone(chromium: Browser, tmp_path: Path) -> None:
+    page = write_report(finished(tmp_path))
+    page.write_text(page.read_text().replace("site-1", "vidir_molemax"))
+    chromium.open(page, 390)
+    lines = """(() => {
+        const range = document.createRange();
+        range.selectNode(document.querySelector('.sites .name').firstChild);
+        return range.getClientRects().length;
+    })()"""
+    assert chromium.value(lines) == 1

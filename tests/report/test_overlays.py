@@ -24,11 +24,9 @@ from medfl.data.prepared import Geometry, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.slices import Plane, planes, true_colours, unit
 from medfl.methods import load
-from medfl.report import dice_strip, overlays, write_report
-from medfl.report.dice_strip import dice_strips
-from medfl.report.overlays import Example, ranked
-from medfl.report.picture import Picture, render
-from medfl.report.saved_pictures import mask_pictures
+from medfl.report import overlays, write_report
+from medfl.report.overlays import Example, dice_strips, ranked
+from medfl.report.picture import Picture, mask_pictures, render
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.launch import Launch
@@ -275,9 +273,9 @@ def test_strips_of_many_sites() -> None:
 
 
 def test_close_points_of_a_strip_lie_beside_each_other() -> None:
-    places = dice_strip._swarm(np.array([0.1, 0.5, 0.501, 0.502, 0.9]), 0.02, 0.05)
+    places = overlays._swarm(np.array([0.1, 0.5, 0.501, 0.502, 0.9]), 0.02, 0.05)
     assert places.tolist() == pytest.approx([0, 0, 0.05, -0.05, 0])
-    crowded = dice_strip._swarm(np.full(500, 0.5), 0.02, 0.05)
+    crowded = overlays._swarm(np.full(500, 0.5), 0.02, 0.05)
     assert np.abs(crowded).max() == pytest.approx(0.38)
     assert len(np.unique(crowded)) == 500
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from PIL import Image
 
 from medfl.data.partition.rules import assign
 from medfl.data.partition.table import shorten, table
-from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot
+from medfl.report.site_chart import plot
 
 
 def cohort(num_classes, per_class=30):
@@ -102,23 +105,16 @@ def test_plot_keeps_inside_its_edges(tmp_path, num_classes, sites, name):
         assert (edge == 255).all()
 
 
-def test_plot_draws_a_disc_for_every_class_that_a_site_holds(tmp_path):
+def test_plot_writes_the_count_of_every_class_at_every_site(tmp_path):
     names, sections = ("mel", "nv", "bcc"), cohort(3)
     partition = assign("dirichlet:0.2", sections, sites=8, classes=names, seed=0)
     plot(partition, sections, names, tmp_path / "chart.svg")
-    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
-    discs = next(group for group in root.iter() if group.get("id") == "PathCollection_1")
-    cells = sum(count > 0 for row in partition.counts(sections, 3).values() for count in row)
-    assert 8 <= cells < 24
-    assert sum(node.tag.endswith(("}use", "}path")) for node in discs.iter()) == cells
-
-
-def test_area_of_a_disc_is_in_proportion_to_its_images():
-    layout = _Layout(("site-1", "site-2"), ("mel", "nv"), ("train",))
-    whole = _diameter(layout, 400, 400)
-    assert _diameter(layout, 100, 400) == pytest.approx(whole / 2)
-    assert whole < 72 * min(layout.step_x, layout.step_y)
-    assert _diameter(layout, 1, 10**9) == SMALLEST
+    text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    written = Counter(re.findall(r"<!-- ([\d,]+) -->", text))
+    cells = Counter(f"{n:,}" for row in partition.counts(sections, 3).values() for n in row)
+    # the ticks below the sizes are numbers too
+    assert cells <= written
+    assert sum(cells.values()) == 24
 
 
 def test_plot_without_labels(tmp_path):
@@ -132,6 +128,27 @@ def test_plot_without_labels(tmp_path):
     text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     assert "<!-- all images -->" in text
     assert "<!-- Training images at each site -->" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "target_of", "title", "columns"),
+    [
+        (("Mass", "Edema"), lambda i: (float(i % 3 == 0), None), "with each finding", ["Mass", "Edema"]),
+        (("age",), lambda i: (float(i) if i else None,), "by age", ["1 to 6.6", "23.4 to 29"]),
+        (("Mass",), lambda i: (0.0,), "with each finding", ["Mass"]),
+    ],
+)  # fmt: skip
+def test_findings_and_numbers_have_columns(
+    names: tuple[str, ...], target_of: Any, title: str, columns: list[str], tmp_path: Path
+) -> None:
+    sections = {"train": [{"id": f"i{i}", "target": target_of(i)} for i in range(30)]}
+    partition = assign("iid", sections, sites=3, classes=names, seed=0)
+    plot(partition, sections, names, tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    assert f"<!-- Training images {title}" in text
+    assert "30 training images" in text
+    for column in columns:
+        assert f"<!-- {column} -->" in text
 
 
 def test_drawing_leaves_the_global_figure_list_alone(tmp_path):

@@ -11,8 +11,7 @@ import torch
 from scipy.linalg import hadamard
 
 from medfl.report import model_plots
-from medfl.report.picture import Picture
-from medfl.report.saved_pictures import model_pictures
+from medfl.report.picture import Picture, model_pictures
 
 CLASSES = ("normal", "bacterial pneumonia", "viral $x^{ pneumonia_2")
 

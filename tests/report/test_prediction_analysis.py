@@ -72,7 +72,7 @@ def test_draws_are_those_of_the_runs_seed(make: Make) -> None:
     assert found(folder).intervals != first
 
 
-def test_roc_and_calibration_are_those_of_scikit_learn(make: Make) -> None:
+def test_roc_and_calibration_are_those_of_scikit_learn(make: Make, drawn: None) -> None:
     folder = make(rounds=1)
     made = found(folder)
     label = made.predictions.cases.values["label"].numpy()
@@ -106,7 +106,7 @@ def test_each_site_has_its_confusion_matrix(make: Make) -> None:
     assert found(many).confusions() == []
 
 
-def test_more_classes_than_colours_are_grey(make: Make) -> None:
+def test_more_classes_than_colours_are_grey(make: Make, drawn: None) -> None:
     folder = make(rounds=1, classes=[f"c{i}" for i in range(12)])
     roc = found(folder).roc()
     assert roc is not None
@@ -159,7 +159,7 @@ def test_missing_predictions_are_said(make: Make, left: str | None) -> None:
     assert "ROC curves, one" not in page.text
 
 
-def test_an_interval_without_width_is_a_dash(make: Make) -> None:
+def test_an_interval_without_width_is_a_dash(make: Make, drawn: None) -> None:
     """A model that is always right: every draw says so."""
     folder = make(rounds=1)
     lines = [
@@ -187,7 +187,7 @@ def test_predictions_without_probabilities_have_a_matrix_alone(make: Make) -> No
     assert "Too narrow, for want of cases, as regards normal, bacterial pneumonia." in words(page)
 
 
-def test_two_classes_of_which_one_has_no_case(make: Make) -> None:
+def test_two_classes_of_which_one_has_no_case(make: Make, drawn: None) -> None:
     folder = make(rounds=1, classes=["no", "yes"])
     (folder / "predictions.csv").write_text(
         "id,site,label,predicted,p_no,p_yes\nx,site-1,0,0,0.7,0.3\n"
