@@ -54,17 +54,11 @@ def scored(result: Result, scores: str) -> tuple[Scored, dict[str, list[int]]]:
             first += len(parts[-1])
 
     arrays = {}
-    for name in ("bins", "shares", "size"):
+    for name in ("bins", "shares", "size", "complete", "empty"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
 
     ids = tuple(ident for part in parts for ident in part.ids)
     return replace(parts[0], ids=ids, **arrays), places
-
-
-def chosen(cases: Scored, rows: Sequence[int]) -> Scored:
-    """Return some of the cases."""
-    arrays = {name: getattr(cases, name)[rows] for name in ("bins", "shares", "size")}
-    return replace(cases, ids=tuple(cases.ids[row] for row in rows), **arrays)
 
 
 def divided(
@@ -80,8 +74,8 @@ def divided(
     for name, rows in places.items():
         order = draw.permutation(rows).tolist()
         half = len(order) // 2
-        sums[name] = conformal.sums_of(chosen(cases, order[:half]))
-        tests[name] = chosen(cases, order[half:])
+        sums[name] = conformal.sums_of(cases.select(order[:half]))
+        tests[name] = cases.select(order[half:])
 
     reached = {}
     for name, ways in conformal.shared(sums, strength).items():

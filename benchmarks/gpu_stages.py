@@ -119,7 +119,7 @@ def tests(day: Day) -> None:
 
 def table3(day: Day) -> None:
     """FedBM's Table III on all of HAM10000 (MedMNIST's split, ResNet-18, 128 pixels, 200 rounds, beta 0.05)."""
-    from medfl.compare.papers import tables
+    from medfl.compare.papers import runs as tables
 
     table, cited = tables.load("fedbm/table3"), {}
     for method, name in (("fedavg", "FedAvg"), ("fedetf", "FedETF"), ("fedbm", "FedBM")):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +129,16 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Point the cache at a temporary folder: a phantom is drawn once a session, and the user's cache is left alone."""
+    """Point the cache at a temporary folder: small phantoms are drawn once for all processes of a session."""
+    from tests.support.cohorts import common
+    from tests.support.phantoms import small_by_default
+
     folder = tmp_path_factory.mktemp("cache")
+    (folder / "medfl").mkdir()
+    (folder / "medfl" / "phantom").symlink_to(common(tmp_path_factory, "drawn"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        small_by_default(patch)
         yield folder
 
 
@@ -171,6 +178,14 @@ def monai_is_scanned_once() -> Iterator[None]:
             "damerau_levenshtein_distance",
             functools.cache(module.damerau_levenshtein_distance),
         )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions_are_read_once() -> Iterator[None]:
+    """Keep the versions of packages, which each run reads from a dozen files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "version", functools.cache(metadata.version))
         yield
 
 

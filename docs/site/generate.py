@@ -23,10 +23,13 @@ import yaml
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.cli import bundle_pages, method_facts, method_pages, verbs as cli
+from medfl.cli import bundle_pages, method_pages, verbs as cli
 from medfl.core import tables
 from medfl.core.declared import Declared
 from medfl.storage.files import write_atomic
+
+sys.path.insert(0, str(Path(__file__).parent))
+from method_messages import catalogue  # noqa: E402 (it lies beside this program)
 
 DOCS = Path(__file__).resolve().parents[1]
 
@@ -46,7 +49,7 @@ def method_table() -> str:
          method_pages.travels_text(e), "yes" if e["plain_host"] else "no", e["paper"]]
         for e in method_pages.methods()["methods"]
     ]  # fmt: skip
-    return tables.markdown_table(head, rows)
+    return tables.markdown_table(head, rows, is_markup=True)
 
 
 def method_parts(name: str) -> Parts:
@@ -69,7 +72,9 @@ def _facts(name: str) -> str:
     page = method_pages.methods_text(entry, 10_000).split("\n\n")[1]
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
-    return f"{_escaped(entry['summary'])}\n\n" + tables.markdown_table(["", ""], rows)
+    return f"{_escaped(entry['summary'])}\n\n" + tables.markdown_table(
+        ["", ""], rows, is_markup=True
+    )
 
 
 def _options(name: str) -> str:
@@ -95,7 +100,9 @@ def _option_table(options: list[dict[str, Any]]) -> str:
         ]
         for o in options
     ]
-    return tables.markdown_table(["Option", "Value", "Default", "What it does"], rows)
+    return tables.markdown_table(
+        ["Option", "Value", "Default", "What it does"], rows, is_markup=True
+    )
 
 
 def _kind(option: Mapping[str, Any]) -> str:
@@ -132,7 +139,7 @@ def bundle_table() -> str:
          f"`{e['network']}`", e["licence"]]
         for e in bundle_pages.bundles()["bundles"]
     ]  # fmt: skip
-    return tables.markdown_table(head, rows)
+    return tables.markdown_table(head, rows, is_markup=True)
 
 
 def bundle_page(name: str) -> str:
@@ -152,11 +159,11 @@ def bundle_page(name: str) -> str:
         parts += ["## Images", counts]
     if entry["notes"]:
         parts += ["## Notes", "\n".join(f"- {_escaped(note)}" for note in entry["notes"])]
-    if figures := _figures(name):
+    if figures := _figures().get(name):
         parts += [
             "## Figures reached",
             "On real images, in small settings of our own; the links say which.",
-            tables.markdown_table(["Setting", "Figure", "By method"], figures),
+            tables.markdown_table(["Setting", "Figure", "By method"], figures, is_markup=True),
         ]
     return "\n\n".join(parts)
 
@@ -192,7 +199,7 @@ def _facts_table(facts: Mapping[str, str]) -> str:
         [fact, text if re.search("`|<code>", text) else _escaped(text)]
         for fact, text in facts.items()
     ]
-    return tables.markdown_table(["", ""], rows)
+    return tables.markdown_table(["", ""], rows, is_markup=True)
 
 
 def _bundle_commands(entry: bundle_pages.Document) -> str:
@@ -231,11 +238,12 @@ def _results() -> ModuleType:
     return module
 
 
-def _figures(name: str) -> list[list[str]]:
-    """Return a row for each recorded table of runs of a bundle: where it stands, and one column of it."""
+@cache
+def _figures() -> dict[str, list[list[str]]]:
+    """Return bundle -> a row for each recorded table of its runs alone: where it stands, and one column of it."""
     make = _results()
     results = make.Results.read()
-    rows = []
+    rows: dict[str, list[list[str]]] = {}
     for page in make.PAGES:
         heading = ""
         for line in page.read_text(encoding="utf-8").splitlines():
@@ -245,12 +253,14 @@ def _figures(name: str) -> list[list[str]]:
             if found and found[1] != "claims":
                 table = results.asked["tables"][found[1]]
                 runs = [make._named(entry) for entry in table["rows"].values()]
-                if {results.run(run).record["bundle"] for row in runs for run in row} == {name}:
+                bundles = {results.run(run).record["bundle"] for row in runs for run in row}
+                if len(bundles) == 1:
                     titles = list(table["columns"])
                     title = "mean" if "mean" in titles else titles[0]
                     link = f"[{heading}](../results/{page.name}#{_anchor(heading)})"
                     figures = _column(results.table(found[1]), 1 + titles.index(title))
-                    rows.append([link, "mean of the sites" if title == "mean" else title, figures])
+                    said = "mean of the sites" if title == "mean" else title
+                    rows.setdefault(bundles.pop(), []).append([link, said, figures])
     return rows
 
 
@@ -276,7 +286,7 @@ def border_table() -> str:
         for one in border
     ]
     return tables.markdown_table(
-        ["what", "from", "checked by", "what is checked", "what remains"], rows
+        ["what", "from", "checked by", "what is checked", "what remains"], rows, is_markup=True
     )
 
 
@@ -291,7 +301,10 @@ def command_line() -> str:
         "Commands name the groups that they take; a group is meant with all its options unless said otherwise.",
     ]
     for title, rows in shared.items():
-        parts += [f"### {title}", tables.markdown_table(["Option", ""], list(map(list, rows)))]
+        parts += [
+            f"### {title}",
+            tables.markdown_table(["Option", ""], list(map(list, rows)), is_markup=True),
+        ]
     parts += [_verb(parser, options[name], shared) for name, parser in commands.items()]
     return "\n\n".join(parts)
 
@@ -373,7 +386,7 @@ def _verb(parser: argparse.ArgumentParser, groups: Groups, shared: Groups) -> st
         common = [row for row in rows if row in shared.get(title, [])]
         own = [list(row) for row in rows if row not in common]
         if own:
-            parts.append(tables.markdown_table([title, ""], own))
+            parts.append(tables.markdown_table([title, ""], own, is_markup=True))
         if common:
             names.append(_named(title, common, shared[title]))
     if names:
@@ -428,7 +441,7 @@ def fresh(text: str, parts: Parts) -> str:
 
 def stale() -> Iterator[tuple[Path, str]]:
     """Yield the pages that are not as the code has them, with what they should say."""
-    known = json.dumps(method_facts.catalogue(), indent=1, ensure_ascii=False) + "\n"
+    known = json.dumps(catalogue(), indent=1, ensure_ascii=False) + "\n"
     if method_pages.CATALOGUE.read_text(encoding="utf-8") != known:
         yield method_pages.CATALOGUE, known
     for page, parts in PARTS.items():

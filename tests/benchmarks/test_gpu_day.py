@@ -134,7 +134,6 @@ def test_a_run_travels_in_pieces_and_goes_on(
 ) -> None:
     monkeypatch.setattr(sys.modules["gpu_stages"], "PIECE", 50_000)
     work, other = tmp_path / "work", tmp_path / "other"
-    draw_small(monkeypatch)
     run = work / "runs" / "table3-fedavg-0"
     config = [
         "--config",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.test_gpu import loaded
-from tests.support.phantoms import draw_small
 
 
 @pytest.mark.slow
@@ -16,7 +15,6 @@ def test_each_rule_gives_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     module: Any = loaded("lying_sites", monkeypatch)
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     monkeypatch.setattr(module, "ATTACKS", ("count",))
-    draw_small(monkeypatch)
     monkeypatch.setattr(module, "RULES", ("mean", "clip:auto", "krum:1"))
     given = [
         "--bundles",

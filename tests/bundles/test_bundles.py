@@ -37,6 +37,7 @@ from medfl.methods import load
 from medfl.networks.heads import feature_size
 from medfl.problem.described import tensor_described
 from medfl.problem.tasks import KINDS
+from tests.support.cohorts import small_cohorts
 from tests.support.packaged import packaged_files
 from tests.support.programs import python_path
 from tests.support.sweeps import mostly_slow
@@ -108,6 +109,11 @@ def count_tables(name: str) -> list[dict[str, dict[str, int]]]:
             {row[0]: dict(zip(header[1:], map(int, row[1:]), strict=True)) for row in rows}
         )
     return tables
+
+
+@pytest.fixture(scope="session")
+def phantoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return small_cohorts(tmp_path_factory)
 
 
 @pytest.fixture
@@ -514,7 +520,7 @@ def test_counts_agree_with_the_data_folders_own_readme(name: str, real_data: Pat
             assert sum(map(int, train_and_test.groups())) == row["all"]
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, ("ham10000", "hippocampus", "lung_cxr")))
 def test_export_to_torchscript(name: str, workplace: Path) -> None:
     configs = FOLDERS[name] / "configs"
     content = config(name, "inference.yaml")
@@ -667,8 +673,9 @@ def check_volumes(items: list[datasets.Item], dice: float) -> None:
 
 
 @every_bundle
-def test_properties_that_monai_asks_for(name: str, workplace: Path) -> None:
-    folder = str(datasets.write_phantom(name, workplace / "phantom", per_class=10, size=24))
+def test_properties_that_monai_asks_for(
+    name: str, phantoms: dict[str, Path], workplace: Path
+) -> None:
     configs = FOLDERS[name] / "configs"
     for kind, *files in (
         ("train", "train.yaml"),
@@ -680,7 +687,7 @@ def test_properties_that_monai_asks_for(name: str, workplace: Path) -> None:
             meta_file=str(configs / "metadata.json"),
             workflow_type=kind,
             logging_file=False,
-            dataset_dir=folder,
+            dataset_dir=str(phantoms[name]),
             network_name=small_network(name),
         )
         workflow.initialize()

@@ -7,10 +7,9 @@ from torch.nn import functional
 
 from medfl import networks
 from medfl.core.errors import InputError
-from medfl.networks.cifar_resnet import CifarResNet
 from medfl.networks.heads import features_and_output
+from medfl.networks.residual import CifarResNet, WideResNet
 from medfl.networks.two_conv import TwoConv
-from medfl.networks.wide_resnet import WideResNet
 
 
 def parameters(network: nn.Module) -> int:
@@ -45,7 +44,8 @@ COUNTS = [
 
 @pytest.mark.parametrize(("name", "channels", "classes", "count", "buffers"), COUNTS)
 def test_sizes(name: str, channels: int, classes: int, count: int, buffers: int) -> None:
-    network = networks.build(name, channels, classes)
+    with torch.device("meta"):  # sizes alone: nothing is drawn
+        network = networks.build(name, channels, classes)
     assert parameters(network) == count
     assert float_buffers(network) == buffers
 
@@ -54,7 +54,8 @@ def test_sizes(name: str, channels: int, classes: int, count: int, buffers: int)
     ("name", "count", "buffers"), [("unet8", 360_426, 768), ("unet32", 5_749_410, 3_072)]
 )
 def test_sizes_of_the_3d_unets_of_fedhelp(name: str, count: int, buffers: int) -> None:
-    network = networks.build(name, 1, 2, spatial_dims=3)
+    with torch.device("meta"):
+        network = networks.build(name, 1, 2, spatial_dims=3)
     assert (parameters(network), float_buffers(network)) == (count, buffers)
 
 
@@ -73,16 +74,20 @@ def test_resnet18_has_20_norms_and_the_imagenet_stem() -> None:
     assert shapes == [(2, 64, 32, 32), (2, 512, 4, 4)]
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in networks.names() if n not in ("resnet110", "wrn28_10")]
-)
-@pytest.mark.parametrize("size", [(16, 16), (28, 28), (37, 51)])
-def test_any_size_and_gradients_everywhere(name: str, size: tuple[int, int]) -> None:
+DEEPER = ("resnet110", "unet32", "unet64", "wrn28_10")
+"""Of the classes of resnet20 and the smaller U-Nets, and the network of `test_wide_resnet_block_and_shape`."""
+
+
+@pytest.mark.parametrize("name", [n for n in networks.names() if n not in DEEPER])
+def test_any_size_and_gradients_everywhere(name: str) -> None:
     network = networks.build(name, 1, 5)
-    logits = network(torch.rand(2, 1, *size))
-    assert logits.shape == ((2, 5, *size) if name in networks.SEGMENTERS else (2, 5))
-    logits.square().sum().backward()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
+    for size in ((16, 16), (28, 28), (37, 51)):
+        network.zero_grad()
+        logits = network(torch.rand(2, 1, *size))
+        assert logits.shape == ((2, 5, *size) if name in networks.SEGMENTERS else (2, 5))
+        logits.square().sum().backward()
+        gradients = [parameter.grad for parameter in network.parameters()]
+        assert all(g is not None and torch.isfinite(g).all() for g in gradients)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet18s", "resnet20", "small_cnn", "two_conv"])
@@ -93,7 +98,7 @@ def test_volumes(name: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning"
 )
-@pytest.mark.parametrize("name", [n for n in networks.names() if n != "wrn28_10"])
+@pytest.mark.parametrize("name", [n for n in networks.names() if n not in (*DEEPER, "unet16")])
 def test_scripted_network_computes_the_same(name: str) -> None:
     network = networks.build(name, 3, 4).eval()
     images = torch.rand(2, 3, 33, 32)

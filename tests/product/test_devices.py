@@ -17,7 +17,7 @@ from medfl import datasets, federate, load_run
 from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.task import Task
-from medfl.methods import load, names
+from medfl.methods import load
 from medfl.runs import launch
 from medfl.runs.result import Result
 from medfl.runs.teachers.answers import obtain, open_teacher
@@ -252,7 +252,10 @@ def test_prototypes_of_sites_whose_lists_have_no_labels(classes: Toy, device: to
 # What comes with a run
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn", "fedproto", "fedsm", "fedmr"])
+@pytest.mark.parametrize(
+    "method",
+    mostly_slow(["scaffold", "feddyn", "fedproto", "fedsm", "fedmr"], ("scaffold", "fedproto")),
+)
 def test_a_run_that_is_resumed_finds_its_states_on_the_device(method: str, tmp_path: Path) -> None:
     run(tmp_path / "there", method, pretended.NAME, rounds=1)
     assert run(tmp_path / "there", method, pretended.NAME, rounds=3) == run(
@@ -260,8 +263,9 @@ def test_a_run_that_is_resumed_finds_its_states_on_the_device(method: str, tmp_p
     )
 
 
-@pytest.mark.parametrize("form", ["float16", "int8", "topk:0.1"])
-@pytest.mark.parametrize("method", ["scaffold", "fedmd"])
+@pytest.mark.parametrize(
+    ("method", "form"), [("scaffold", "topk:0.1"), ("scaffold", "float16"), ("fedmd", "int8")]
+)
 def test_smaller_messages(method: str, form: str, tmp_path: Path) -> None:
     there, here = (
         run(tmp_path / kind, method, kind, bundle=Wide(), messages=form)
@@ -330,13 +334,13 @@ def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
     return go
 
 
-@pytest.mark.parametrize(
-    "method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedproto",))
-)
-def test_every_method_gives_the_cpus_bits_on_images(
-    method: str, images: Any, tmp_path: Path
-) -> None:
-    """Those that segment had images above; FedHelp has only here sites of different networks."""
+ON_IMAGES = sorted({*OPTIONS, "fedproto", "fedtype"})
+"""Methods that do with images what they do not with the toys' numbers: generators, public images, other networks."""
+
+
+@pytest.mark.parametrize("method", mostly_slow(ON_IMAGES, ("fedproto",)))
+def test_a_method_gives_the_cpus_bits_on_images(method: str, images: Any, tmp_path: Path) -> None:
+    """Every method did on numbers; FedHelp has only here sites of different networks."""
     there = images(method, pretended.NAME, tmp_path / "there")
     assert there == images(method, "cpu", tmp_path / "here")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -129,17 +130,19 @@ def test_options_that_a_methods_page_names_exist(page: str) -> None:
 # Commands: that they are understood (test_docs_commands.py runs them)
 
 
-@pytest.mark.parametrize("page", [README, *PAGES])
-def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for checked in (
-        "bundle_name",
-        "bundle_folder",
-        "existing",
-        "run_folder",
-    ):  # theirs are the reader's
-        for module in ("arguments", "new", "site"):
-            monkeypatch.setattr(f"medfl.cli.{module}.{checked}", str, raising=False)
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser, which takes any names of bundles and folders: they are the reader's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for checked in ("bundle_name", "bundle_folder", "existing", "run_folder"):
+            for module in ("arguments", "new", "site"):
+                patch.setattr(f"medfl.cli.{module}.{checked}", str, raising=False)
 
+        return cli.parser()
+
+
+@pytest.mark.parametrize("page", [README, *PAGES])
+def test_every_command_is_understood(page: str, parser: argparse.ArgumentParser) -> None:
     for command in commands(page):
         words = shlex.split(command)
         assert words[0] in (
@@ -153,7 +156,7 @@ def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch)
             "medfl/bin/pip",
         ), command
         if words[0] == "medfl" and words[1] != "--version":
-            options = cli.parser().parse_args(words[1:])
+            options = parser.parse_args(words[1:])
             assert (
                 getattr(options, "method", None) in (None, *methods.names())
                 or "." in options.method
@@ -167,22 +170,24 @@ def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch)
                 assert options.bundle in shipped()
 
 
-def test_every_flag_that_the_text_names_with_its_verb_exists() -> None:
+def test_every_flag_that_the_text_names_with_its_verb_exists(
+    parser: argparse.ArgumentParser,
+) -> None:
     """Commands in the middle of a sentence may have names for values, and words left out; verbs and flags are real."""
     known = 0
     for page in [README, *PAGES]:
         for words in inline(page, "medfl"):
-            parser = cli.parser()
-            while parser._subparsers is not None:
-                actions = parser._subparsers._group_actions[0].choices
+            verb = parser
+            while verb._subparsers is not None:
+                actions = verb._subparsers._group_actions[0].choices
                 if len(words) < 2 or words[1].startswith("-"):
                     break
                 assert words[1] in actions, (page, words)
-                parser, words = actions[words[1]], words[1:]
+                verb, words = actions[words[1]], words[1:]
             for flag in (
                 word.partition("=")[0] for word in words if word.startswith("--") and word != "--"
             ):
-                assert flag in parser._option_string_actions, (page, words)
+                assert flag in verb._option_string_actions, (page, words)
                 known += 1
     assert known > 20
 

@@ -35,6 +35,7 @@ from tests.support.docs_pages import (
     write_files,
 )
 from tests.support.figures import leave_blank
+from tests.support.planned import is_training, plan
 from tests.zoo.build import ZOO
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
@@ -50,6 +51,21 @@ RESULTS = [
     f"results/{name}.md"
     for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond", "tasks")
 ]
+WHOLE_METHODS = {
+    "fedavg": "weights alone",
+    "fedbm": "a generator at the server, and prompts",
+    "fedhelp": "teachers and public images",
+    "fedlora": "the weights of another run",
+    "fedsm": "masks",
+}
+"""Methods whose pages' commands run, and what they show."""
+WHOLE_BUNDLES = {
+    "ham10000": "pictures of classes",
+    "lung_cxr": "masks",
+    "hippocampus": "volumes with masks",
+    "brain_age": "volumes with numbers",
+}
+"""Bundles whose pages' commands all run, and what they have."""
 OWN = ["guide.md", "papers.md", "performance.md", "troubleshooting.md", *RESULTS]
 """Pages with a test of their own here."""
 
@@ -65,35 +81,51 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_a_methods_command_runs(
     page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a few kinds; the others up to their first round: each method trains in methods/ and in test_devices.py."""
     leave_blank(monkeypatch)
+    name = Path(page).stem
     for command in commands(page):
         assert is_run(command)
-        out = execute(command, capsys)
-        assert out.splitlines()[-1].startswith("PHANTOM data")
+        if name in WHOLE_METHODS:
+            out = execute(command, capsys)
+            assert out.splitlines()[-1].startswith("PHANTOM data")
+        else:
+            planned = plan(command)
+            assert planned.run.data.source == "phantom"
+            assert planned.run.method == name or f",{name}" in command
 
 
 @pytest.mark.parametrize("page", BUNDLE_PAGES)
 def test_a_bundles_commands_run(
     page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On few drawn images; pictures at 32 pixels by a small network, masks by the bundle's own, volumes small."""
+    """On few drawn images; pictures and volumes small and by a small network, masks by the bundle's own.
+
+    The training of most only up to its first round: every shipped bundle trains in test_outside.py.
+    """
     name = Path(page).stem
-    drawn = [] if name == "femnist" else ["--per-class", "12"]
-    short = ["--rounds", "1", "--local-epochs", "1", "--jobs", "1"]
     training = read(find(name) / "configs" / "train.yaml")
+    volumes = "patch_size" in training or isinstance(training["image_size"], list)
+    drawn = [] if name == "femnist" else ["--per-class", "12", "--size", "24" if volumes else "32"]
+    short = ["--rounds", "1", "--local-epochs", "1", "--jobs", "1"]
     if isinstance(training["image_size"], list) and "patch_size" not in training:
-        short += ["--config", "image_size=[16,24,16]"]  # volumes, without masks
+        short += ["--config", "network=small_cnn", "--config", "image_size=[16,24,16]"]
     elif datasets.get(name).task != "segmentation":
         short += ["--config", "network=small_cnn", "--config", "image_size=32"]
     if "patch_size" in training:
         short += ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"]
     if name == "femnist":
         short += ["--cohort", "0.03", "--eval-every", "0"]
-    more = {"make": drawn, "run": short}
     for command in commands(page):
-        words = command.split()
-        execute(command, capsys, *more.get(words[2] if words[1] == "data" else words[1], []))
-    assert Path("runs", name, "report.html").is_file()
+        verb = command.split()[1]
+        if name in WHOLE_BUNDLES or verb == "data":
+            more = drawn if " make " in command else short if verb == "run" else []
+            execute(command, capsys, *more)
+        elif verb == "run":
+            assert plan(command, *short).bundle.name == name
+        else:
+            assert verb in ("report", "bundles"), command
+    assert Path("runs", name, "report.html").is_file() == (name in WHOLE_BUNDLES)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +139,14 @@ def test_a_bundles_commands_run(
 def test_a_pages_commands_and_python_run_in_their_order(
     page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of comparisons only the first page's runs: another one does up to its first round."""
     write_files(page, elsewhere)
     draw_pictures(elsewhere)
     for command in filter(is_run, commands(page)):
-        execute(command, capsys)
+        if command.startswith("medfl compare ") and page != "index.md":
+            plan(command)
+        else:
+            execute(command, capsys)
     run_python(page)
     assert page != "index.md" or Path("grids/mine/tables.md").is_file()
 
@@ -151,9 +187,17 @@ def test_the_readmes_commands_are_the_first_page_s() -> None:
     assert run == list(filter(is_run, commands("index.md")))
 
 
+GUIDED = (
+    "--data phantom --partition centre", "any_bundle", "--resume", "--from", "condistfl", "--out grids/a",
+    "--method central", "--out runs/fedhelp", "--out runs/fedavg", "--out runs/local",
+)  # fmt: skip
+"""Words of the guide's commands that run: one of each kind, and what others read; the rest is only planned."""
+
+
 def test_the_guides_commands_run_in_their_order(
     elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that train in a few rounds, or up to the first one."""
     leave_blank(monkeypatch)
     foreign = ZOO["cls2d_glob_yaml"](elsewhere / "path" / "to")
     (elsewhere / "path" / "to" / "MiniNIST").rename(elsewhere / "path" / "to" / "images")
@@ -162,41 +206,54 @@ def test_the_guides_commands_run_in_their_order(
         "ham10000", elsewhere / "path" / "to" / "ham10000", per_class=20, size=16
     )
     for command in filter(is_run, commands("guide.md")):
-        execute(command, capsys)
+        if is_training(command) and not any(word in command for word in GUIDED):
+            plan(command)
+        else:
+            execute(command, capsys)
     for made in ("page.html", "curves.png", "gains.png", "exported/configs/metadata.json"):
         assert Path(made).is_file(), made
-    assert len(list(Path("runs").glob("*/summary.json"))) > 12
+    assert len(list(Path("runs").glob("*/summary.json"))) == 8
+    assert Path("grids", "a", "tables.md").is_file()
+
+
+def need_flare(page: str) -> list[str]:
+    """Return the commands of one machine; sites, servers and what is submitted to them are in flare/test_faults.py."""
+    return [
+        command
+        for command in commands(page)
+        if any(word in command for word in FLARE)
+        and " serve " not in command
+        and "nvflare " not in command
+    ]
 
 
 @pytest.mark.flare
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # FLARE's own, in its administrator's connection
-@pytest.mark.parametrize("page", [README, *PAGES])
+@pytest.mark.parametrize("page", [page for page in [README, *PAGES] if need_flare(page)])
 def test_commands_that_need_flare_run(
     page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of one machine; a site, a server and what is submitted to them are in flare/test_faults.py."""
+    """Up to their job: flare/test_parity.py has whole runs of both runtimes."""
     pytest.importorskip("nvflare")
-    for command in commands(page):
-        if (
-            any(word in command for word in FLARE)
-            and " serve " not in command
-            and "nvflare " not in command
-        ):
+    for command in need_flare(page):
+        if is_training(command):
+            assert plan(command).run.data.source == "phantom"
+        else:
             execute(command, capsys)
 
 
 def test_the_papers_commands_run(
     elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first; the others, of which compare/test_paper_runs.py has one more, up to their first round."""
     leave_blank(monkeypatch)
-    given = commands("papers.md")
-    for command in given:
-        out = execute(command, capsys)
-        assert "| published" in out
-        assert "PHANTOM data" in out
-    assert len(given) == len(list(Path("grids").glob("*/published.md"))) == 3
+    first, *others = commands("papers.md")
+    out = execute(first, capsys)
+    assert "| published" in out
+    assert "PHANTOM data" in out
+    assert len(list(Path("grids").glob("*/published.md"))) == 1
+    assert len(others) == 2
+    for command in others:
+        assert plan(command).run.data.source == "phantom"
 
 
 def draw_cells(folder: Path) -> None:
@@ -243,10 +300,32 @@ FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 """Partitions with fewer images a site."""
 
 
+WHOLE = {
+    **dict.fromkeys(
+        ("teacher", "lung-teacher", "skin-teacher", "base-brain", "base-ham10000"),
+        "what it leaves is read",
+    ),
+    "tuned/fedmr/fedavg": "a search",
+    "grids/fedmr": "a comparison of searches",
+    "tuned/nih_cxr64": "findings",
+    "grids/hc18": "numbers",
+}
+"""Commands of the results that run, by what they write, and why; the others are only planned."""
+
+
+def is_whole(command: str) -> bool:
+    words = command.split()
+    written = words[words.index("--out") + 1] if "--out" in words else ""
+    return written.removeprefix("runs/") in WHOLE
+
+
 def test_the_results_commands_run_on_phantoms(
     elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a round of one epoch and of one seed each; as phantoms a data set's classes and centres have fewer images."""
+    """One of each kind in a round of one epoch and of one seed, the others up to there.
+
+    As phantoms a data set's classes and centres have fewer images.
+    """
     leave_blank(monkeypatch)
     datasets.write_phantom(
         "mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16
@@ -259,6 +338,7 @@ def test_the_results_commands_run_on_phantoms(
     draw_chests(elsewhere / "data" / "nih_cxr64")
     heads = elsewhere / "data" / "hc18"
     draw_numbered(heads, "hc_mm,mask_hc_mm", lambda index: f"{index + 50.5},{index + 50.7}")
+    ran = set()
     for given in (command for page in RESULTS for command in commands(page)):
         if given.startswith("medfl new "):
             if not Path(given.split()[2]).exists():  # two sections say how one of them is made
@@ -288,8 +368,18 @@ def test_the_results_commands_run_on_phantoms(
             if "brain_tissue" in command and "patch_size" not in command
             else []
         )
-        out = execute(command, capsys, *more)
-        assert out.splitlines()[-1].startswith("real data" if drawn else "PHANTOM data"), command
+        if is_whole(given):
+            # of a comparison of many methods the first one
+            few = ["--methods", "fedavg"] if "--methods" in command else []
+            out = execute(command, capsys, *more, *few)
+            ran.add(command.partition("--out ")[2])
+            assert out.splitlines()[-1].startswith("real data" if drawn else "PHANTOM data"), (
+                command
+            )
+        if not is_whole(given) or "--methods" in command:
+            source = plan(command, *more).run.data.source
+            assert source == ("real" if drawn else "phantom"), command
+    assert {name.removeprefix("runs/") for name in ran} == {*WHOLE}
 
 
 def test_the_results_are_made_again_by_their_command(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from medfl.runs.launch import federate
+from tests.support.phantoms import draw_small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,10 @@ def test_collapsed_classes_by_hand(module: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_comparison(module: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_a_comparison(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_small(monkeypatch, pneumonia=100)
     asked = {"data": "phantom", "rounds": 1, "sites": 2, "partition": "iid", "local_epochs": 1}
     for seed in (0, 1):
         folder = tmp_path / "iid" / "fedavg" / f"seed-{seed}"

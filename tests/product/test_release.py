@@ -372,7 +372,7 @@ def without_checkout(folder: Path) -> Path:
 def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     """The demo's command for a round, the listing, an export and its inspection, with files of the wheel only."""
     program = without_checkout(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(LEAN)}
+    environment = {**os.environ, "PYTHONPATH": str(LEAN), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("MEDFL_DATA", None)
 
     def say(*words: str) -> str:

@@ -48,6 +48,7 @@ LISTED = {
     "SimpleITK",
     "itk",
     "pydicom",
+    "pyseccomp",  # the walls' filter of system calls
     "torchvision",
 }
 """Libraries that a run may import while it goes on; Python's own modules beside them."""

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from medfl.cli import verbs as cli
-from tests.support.phantoms import draw_small
 from tests.support.programs import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +38,7 @@ FLARE = ("--runtime flare", "medfl flare ", "nvflare ", "medfl site serve")
 # Appended to a command, so that it takes seconds: of a flag given twice the last one counts.
 SHORTER = {
     "run": "--rounds 1 --config image_size=32 --jobs 1 --quiet",
-    "compare": "--rounds 1 --config image_size=32 --quiet",
+    "compare": "--rounds 1 --config image_size=32 --seeds 0 --quiet",
     "tune": "--rounds 1 --config image_size=32 --quiet",
     "subgroups": "--by centre",  # of phantoms nothing else is known
     "calibrate": "--by centre",
@@ -74,7 +73,8 @@ BESIDES = {
     "fedavg,fedcb": "--config network=small_cnn",
     "fedavg,feddgga": "--local-epochs 1 --config network=small_cnn",
     "compare mednist": "--local-epochs 1",
-    "compare pneumonia": "--seeds 0,1 --local-epochs 1 --config network=small_cnn",
+    "compare bundles/mine": "--seeds 0",
+    "compare pneumonia": "--local-epochs 1 --config network=small_cnn",
 }
 """And besides, for commands with these words."""
 
@@ -179,7 +179,6 @@ def draw_pictures(folder: Path) -> None:
 
 def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give an empty folder without real data, with small phantoms, where a page's modules can be imported."""
-    draw_small(monkeypatch)
     before = set(sys.modules)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MEDFL_DATA", raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,7 +12,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 WHOLE_RUNS = {
-    "benchmarks", "bundle", "cli", "compare", "export", "flare", "product", "runs", "runtimes", "training", "zoo",
+    "benchmarks", "bundle", "cli", "compare", "export", "flare", "policy", "problem", "product", "runs", "runtimes",
+    "starter", "storage", "tools", "training", "zoo",
 }  # fmt: skip
 """Folders whose tests run federations."""
 
@@ -41,7 +43,12 @@ def leave_blank(patch: pytest.MonkeyPatch, path: Path | None = None) -> None:
     from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
 
-    from medfl.report import charts, partition_plot
+    from medfl.report import overlays, picture, site_chart, templating
+
+    # half a second, which each run of a comparison would take in a process of its own
+    pages = templating._environment()
+    for name in pages.list_templates():
+        pages.get_template(name)
 
     rendered = Figure.savefig
 
@@ -50,19 +57,40 @@ def leave_blank(patch: pytest.MonkeyPatch, path: Path | None = None) -> None:
         if form == "svg" and isinstance(file, io.StringIO):
             file.write(SVG)
         elif form == "png":
-            words = PngInfo()
-            for key, word in (given.get("metadata") or {}).items():
-                if word is not None:
-                    words.add_itxt(key, word)
-            Image.new("L", (1, 1)).save(file, "png", pnginfo=words)
+            save_pixel(file, given.get("metadata") or {})
         else:
             rendered(self, file, **given)
 
     def plot(*given: Any) -> None:
         Figure().savefig(given[-1])
 
+    def render(
+        name: str, title: str, caption: str, *_: Any, mark: str = "", **__: Any
+    ) -> picture.Picture:
+        file = io.BytesIO()
+        save_pixel(file, {"Title": title, "Description": caption, "Mark": mark})
+        return picture.Picture(name, file.getvalue(), title, caption, mark)
+
     patch.setattr(Figure, "savefig", savefig)
     if path is None or _name(path) not in DRAWN:
         patch.setattr(TSNE, "fit_transform", lambda _, points: points[:, :2])
-        patch.setattr(charts, "_svg", lambda draw, label, *_: charts._inline(SVG, label))
-        patch.setattr(partition_plot, "plot", plot)
+        blank_charts(patch)
+        patch.setattr(site_chart, "plot", plot)
+        for module in (picture, overlays):
+            patch.setattr(module, "render", render)
+
+
+def save_pixel(file: str | Path | IO[Any], metadata: Mapping[str, str | None]) -> None:
+    """Save a pixel with the words that a picture has."""
+    words = PngInfo()
+    for key, word in metadata.items():
+        if word:
+            words.add_itxt(key, word)
+    Image.new("L", (1, 1)).save(file, "png", pnginfo=words)
+
+
+def blank_charts(patch: pytest.MonkeyPatch) -> None:
+    """Let the charts of a page have their labels but nothing drawn."""
+    from medfl.report import charts
+
+    patch.setattr(charts, "_svg", lambda draw, label, *_: charts._inline(SVG, label))

@@ -20,11 +20,12 @@ def start(function: Callable[..., int | None], *arguments: Any, output: Path) ->
 
     def program() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with output.open("w", buffering=1) as file:
+        with output.open("w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
-            sys.stdout = sys.stderr = file
-            sys.exit(function(*arguments))
+
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.exit(function(*arguments))
 
     process = multiprocessing.get_context("fork").Process(target=program)
     process.start()

@@ -1,29 +1,37 @@
-"""Small phantom cohorts in the place of the default ones, for commands that say `--data phantom`."""
+"""Small phantom cohorts in the place of the default ones, for commands that say `--data phantom` or have no data."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from medfl import datasets
+from medfl.storage.places import cache_folder
 
 PER_CLASS = {
-    "fmnist": 20, "ham10000": 20, "hippocampus": 10, "isic19": 20, "mednist": 20, "mnist": 20,
-    "oct_c8": 20, "pneumonia": 30,
+    "bone_age": 10, "chest_xray14": 10, "chexpert": 10, "fmnist": 20, "ham10000": 20, "hippocampus": 10, "isic19": 20,
+    "kvasir_v2": 20, "mednist": 20, "mnist": 20, "oct_c8": 20, "pneumonia": 30,
 }  # fmt: skip
-"""Images, or volumes, per class of the cohorts that the docs' commands use; FEMNIST has one of each writer anyway."""
+"""Images, or volumes, per class; FEMNIST has one of each writer anyway."""
 
 
-def draw_small(patch: pytest.MonkeyPatch, **otherwise: int) -> None:
-    """Draw phantoms in these sizes or others, into a cache of their own that the tests of a process share."""
-    sizes = PER_CLASS | otherwise
-    cache = "-".join(["small", *(f"{name}-{count}" for name, count in sorted(otherwise.items()))])
-    patch.setenv("XDG_CACHE_HOME", str(Path(os.environ["XDG_CACHE_HOME"]) / cache))
+def small_by_default(patch: pytest.MonkeyPatch, sizes: Mapping[str, int] = PER_CLASS) -> None:
+    """Draw the phantoms of the cache in these sizes; cohorts that tests write for themselves have their own."""
     write = datasets.write_phantom
 
     def small(name: str, folder: Path, *, per_class: int | None = None, **given: int) -> Path:
-        return write(name, folder, per_class=per_class or sizes.get(name), **given)
+        if Path(folder).parent == cache_folder("phantom"):
+            per_class = per_class or sizes.get(name)
+        return write(name, folder, per_class=per_class, **given)
 
     patch.setattr(datasets, "write_phantom", small)
+
+
+def draw_small(patch: pytest.MonkeyPatch, **otherwise: int) -> None:
+    """Draw phantoms in these sizes into a cache of their own, which the tests of a process share."""
+    cache = "-".join(["small", *(f"{name}-{count}" for name, count in sorted(otherwise.items()))])
+    patch.setenv("XDG_CACHE_HOME", str(Path(os.environ["XDG_CACHE_HOME"]) / cache))
+    small_by_default(patch, PER_CLASS | otherwise)

@@ -265,18 +265,31 @@ def simulate(
     rounds: int = 1,
     cohorts: Sequence[Sequence[str]] | None = None,
     wire: bool = False,
+    after: Outcome | None = None,
 ) -> Outcome:
-    """Run both halves of a method as a runtime does; `cohorts[i]` takes part in round i + 1; `wire` encodes."""
+    """Run both halves of a method as a runtime does, until so many rounds are over.
+
+    Args:
+        method: of which.
+        toy: on which sites.
+        rounds: the last one.
+        cohorts: the sites of round i + 1 are `cohorts[i]`.
+        wire: encode what is sent.
+        after: what an earlier call left, to go on from.
+    """
     names = ["central"] if method.pools_data else toy.names
 
     def sent(message: Message) -> Message:
         return Message.decode(message.encode()) if wire else message
 
-    with toy.networks.scope():
-        introductions = {name: sent(method.introduce(toy.site(name, 0))) for name in names}
-        server = method.init_server(toy.host(0), toy.networks.initial, introductions)
-    outcome = Outcome(server, {}, {}, {}, [server])
-    for round_ in range(1, rounds + 1):
+    if after is None:
+        with toy.networks.scope():
+            introductions = {name: sent(method.introduce(toy.site(name, 0))) for name in names}
+            server = method.init_server(toy.host(0), toy.networks.initial, introductions)
+        outcome = Outcome(server, {}, {}, {}, [server])
+    else:
+        outcome = replace(after, states={**after.states}, history=[*after.history])
+    for round_ in range(len(outcome.history), rounds + 1):
         cohort = names if cohorts is None else cohorts[round_ - 1]
         with toy.networks.scope():
             host = toy.host(round_)
