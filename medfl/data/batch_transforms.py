@@ -33,29 +33,24 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from medfl.core.documents import Document
-from medfl.data.byte_codes import Coded, Column, Rows, plain, stacked
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""
+Rows = Tensor | Sequence[Tensor]
+"""Images or masks of a batch: stacked, or one by one if their sizes differ."""
 
 
 def _uniform(draws: Tensor, low: float, high: float) -> Tensor:
     return low + (high - low) * draws
 
 
-def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -> Column:
+def _changed(rows: Tensor, chosen: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return rows (B, C, ...) with those at the chosen indices changed."""
     if not len(chosen):
         return rows
 
-    def apply(values: Tensor) -> Tensor:
-        positions = chosen.to(values.device)
-        return values.index_copy_(0, positions, change(values.index_select(0, positions)))
-
-    if isinstance(rows, Coded):
-        return rows.rearranged(apply)
-
-    return apply(rows)
+    positions = chosen.to(rows.device)
+    return rows.index_copy_(0, positions, change(rows.index_select(0, positions)))
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,6 @@ class _Random:
 
     keys: tuple[str, ...]
     prob: float
-    keeps_values: ClassVar[bool] = False
 
     def _chosen(self, draws: Tensor) -> Tensor:
         """Return the indices of the items that are changed: an item's first number decides."""
@@ -76,10 +70,9 @@ class Flip(_Random):
     """RandFlipd: with `prob`, mirror along `dims` of (B, C, ...)."""
 
     dims: tuple[int, ...]
-    keeps_values: ClassVar[bool] = True
     num_draws: ClassVar[int] = 1
 
-    def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Tensor:
         """Flip the chosen items."""
         return _changed(rows, self._chosen(draws), lambda part: part.flip(self.dims))
 
@@ -90,10 +83,9 @@ class Rotate90(_Random):
 
     max_k: int
     dims: tuple[int, int]
-    keeps_values: ClassVar[bool] = True
     num_draws: ClassVar[int] = 2
 
-    def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Tensor:
         """Turn the chosen items."""
         chosen = self._chosen(draws)
         times = (draws[chosen, 1] * self.max_k).long() + 1
@@ -113,45 +105,26 @@ class Crop:
     keys: tuple[str, ...]
     size: Shape
     centred: bool = False
-    keeps_values: ClassVar[bool] = True
 
     @property
     def num_draws(self) -> int:
         """One number per axis."""
         return 0 if self.centred else len(self.size)
 
-    def __call__(self, key: str, rows: Rows, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Rows, draws: Tensor) -> Tensor:
         """Cut out the patches."""
-        if isinstance(rows, Tensor):
-            return self._cut(rows, draws)
-        if isinstance(rows, Coded):
-            return rows.rearranged(lambda codes: self._cut(codes, draws))
-
         patches = []
-        for row, drawn in zip(rows, draws, strict=True):
-            # An encoded item is already a batch of one.
-            if isinstance(row, Coded):
-                patches.append(self(key, row, drawn[None]))
-            else:
-                patches.append(self._cut(row[None], drawn[None])[0])
+        for row, drawn in zip(rows, draws.tolist(), strict=True):
+            place = [slice(None)]
+            for axis, size in enumerate(self.size):
+                side = row.shape[1 + axis]
+                if self.centred:
+                    corner = side // 2 - size // 2  # as MONAI rounds
+                else:
+                    corner = int(drawn[axis] * (side - size + 1))
+                place.append(slice(corner, corner + size))
 
-        return stacked(patches, share=False)
-
-    def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
-        sides = list(zip(values.shape[2:], self.size, strict=True))
-        if self.centred:
-            # The middle as MONAI rounds it.
-            corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
-        else:
-            corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
-
-        patches = []
-        for row, corner in zip(values, corners, strict=True):
-            place = []
-            for c, s in zip(corner, self.size, strict=True):
-                place.append(slice(c, c + s))
-
-            patches.append(row[(slice(None), *place)])
+            patches.append(row[tuple(place)])
 
         return torch.stack(patches)
 
@@ -175,7 +148,7 @@ class Intensity(_Random):
         """One number to decide, and one per f."""
         return 1 + self.num_factors
 
-    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Tensor:
         """Change the chosen items."""
         chosen = self._chosen(draws)
         f = _uniform(draws[chosen, 1:], self.low, self.high)
@@ -201,7 +174,7 @@ class Noise(_Random):
     sampled: bool
     num_draws: ClassVar[int] = 3
 
-    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Tensor:
         """Add noise to the chosen items."""
         chosen = self._chosen(draws)
         if self.sampled:
@@ -241,7 +214,7 @@ class _Resampled(_Random, ABC):
         """One number to decide, and one per parameter."""
         return 1 + len(self.ranges)
 
-    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Tensor:
         """Resample the chosen items."""
         chosen = self._chosen(draws)
         shape = tuple(rows.shape[2:])
@@ -332,8 +305,7 @@ class Rotate(_Resampled):
 Step = Flip | Rotate90 | Crop | Intensity | Noise | Affine | Rotate
 """One transform of a batch.
 
-`keys` are the parts (image, label) that it changes, `num_draws` the number of uniform numbers it needs per item,
-`keeps_values` whether it only moves numbers, which it can then do with their codes.
+`keys` are the parts (image, label) that it changes, `num_draws` the number of uniform numbers it needs per item.
 """
 
 
@@ -382,18 +354,14 @@ class BatchRecipe:
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
                 # Only crops accept items of different sizes.
-                column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])
-                rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
+                column = rows[key] if isinstance(step, Crop) else _stacked(rows[key])
+                rows[key] = step(key, column, numbers)
 
-        masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
-        return plain(_as_column(rows["image"])), masks
+        return _stacked(rows["image"]), _stacked(rows["label"]) if self.masks else rows["label"]
 
 
-def _as_column(rows: Rows) -> Column:
-    if isinstance(rows, Tensor | Coded):
-        return rows
-
-    return stacked(rows, share=False)
+def _stacked(rows: Rows) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Prepare a data set: run the transforms before the first random one once, like MONAI's CacheDataset.
-
-Their results are stored with one byte per element if that is lossless (`medfl.data.byte_codes`).
-"""
+"""Prepare a data set: run the transforms before the first random one once, like MONAI's CacheDataset."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ from torch.utils.data import default_collate
 from medfl import datasets
 from medfl.core import terminal
 from medfl.core.errors import InputError, RunError
-from medfl.data.byte_codes import shape_of
 from medfl.data.prepared import (
     Augmented,
     Batch,
@@ -42,7 +38,7 @@ from medfl.data.prepared import (
     extras,
     stack,
 )
-from medfl.data.samples import Collate, Sampled, SampleMaker, Tracked, is_pair
+from medfl.data.samples import Collate, Sampled, SampleMaker, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, content_key
 from medfl.storage.files import writing
@@ -143,8 +139,7 @@ def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
 
     For a picture MONAI's PILReader gives only width and height; its columns come first, unless `rows_first`.
     """
-    pixels: Any = sample.get("image") if isinstance(sample, Mapping) else None
-    image = pixels.tracked if isinstance(pixels, Tracked) else pixels
+    image = sample.get("image") if isinstance(sample, Mapping) else None
     if not isinstance(image, MetaTensor) or "spatial_shape" not in image.meta:
         return None
 
@@ -159,7 +154,7 @@ def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
         original = np.eye(4)[[0, 1, 2, 3] if rows_first else [1, 0, 2, 3]]
 
     affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, original)]
-    return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
+    return Geometry(affines[0], affines[1], shape[: image.ndim - 1], file)
 
 
 def _unpack_batch(prepare_batch: PrepareBatch, batch: Sample) -> Batch:
@@ -189,7 +184,7 @@ def _make(
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
         if jobs <= 1 or count < _PARALLEL_FROM:
             for index in indices:
-                yield samples.compact(index)
+                yield samples.after_deterministic(index)
                 bar.update()
 
             return
@@ -221,7 +216,7 @@ _SAMPLES: SampleMaker
 def _make_chunk(indices: Sequence[int]) -> bytes:
     """Return packed samples, or a description of the error in one of them."""
     try:
-        chunk: Sample = list(map(_SAMPLES.compact, indices))
+        chunk: Sample = list(map(_SAMPLES.after_deterministic, indices))
     except InputError as error:
         chunk = str(error)
     return dump_shared(chunk)
@@ -234,7 +229,7 @@ def _make_chunk(indices: Sequence[int]) -> bytes:
 # short. A file is named by the hash of what determines its content (bundle, overridden configuration, versions, image
 # files), so that later runs find it, and a changed file or transform is prepared again.
 
-_SHARE = 0.5  # of the free memory, for one section's samples
+_SHARE = 1 / 3  # of the free memory, for one section's samples; to stack them takes it twice
 
 
 def free_ram() -> int:
@@ -247,7 +242,7 @@ def free_ram() -> int:
 
 
 def budget() -> int:
-    """Return the bytes available for one section's samples: $MEDFL_MEMORY GiB, else half of the free memory.
+    """Return the bytes available for one section's samples: $MEDFL_MEMORY GiB, else a third of the free memory.
 
     Raises:
         InputError: the variable is not a positive number.

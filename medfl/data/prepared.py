@@ -25,11 +25,10 @@ from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.mappings import without
 from medfl.core.seeding import derive
-from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
 from medfl.data.known_labels import AnnotatedClasses
 
 if TYPE_CHECKING:
-    from medfl.data.batch_transforms import BatchRecipe
+    from medfl.data.batch_transforms import BatchRecipe, Rows
 
 Item = Config
 Transform = Callable[..., Any]
@@ -204,9 +203,9 @@ class Wrapped(Prepared):
 
 
 class Stacked(Prepared):
-    """Items of equal shape without random transforms: two tensors, or byte codes if they have few values."""
+    """Items of equal shape without random transforms: two tensors."""
 
-    def __init__(self, items: Sequence[Item], inputs: Column, targets: Column) -> None:
+    def __init__(self, items: Sequence[Item], inputs: Tensor, targets: Tensor) -> None:
         """Hold inputs (N, C, H, W[, D]) and targets (N, ...)."""
         super().__init__(items)
         self.inputs = inputs
@@ -235,15 +234,13 @@ class Stacked(Prepared):
         # An indexing call costs more than a small batch, so one call gathers several batches.
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
-            inputs, targets = map(plain, self.rows(chunk))
+            inputs, targets = self.rows(chunk)
             yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
-    def rows(self, indices: Tensor) -> tuple[Column, Column]:
+    def rows(self, indices: Tensor) -> Batch:
         """Return inputs and targets at indices (B,) int64, gathered on their device."""
-        inputs, targets = (
-            column[indices.to(column.device)] for column in (self.inputs, self.targets)
-        )
-        return inputs, targets
+        indices = indices.to(self.device)
+        return self.inputs[indices], self.targets[indices]
 
 
 class Augmented(Prepared):
@@ -318,7 +315,7 @@ class Augmented(Prepared):
             [as_plain(sample[key]) for sample in samples] for key in ("image", "label")
         )
         # masks may differ in size and stay a list
-        masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
+        masks = all(getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
 
 
@@ -429,15 +426,15 @@ def _pin(batch: Batch) -> Batch:
     return x, y
 
 
-def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> None:
+def check_channels(items: Sequence[Item], images: Sequence[Tensor]) -> None:
     """Compare the channels of images (C, H, W[, D]).
 
     Raises:
         InputError: two images have different numbers of channels; names both.
     """
     for item, image in zip(items, images, strict=True):
-        count = shape_of(image)[0]
-        first = shape_of(images[0])[0]
+        count = len(image)
+        first = len(images[0])
         if count != first:
             raise InputError(
                 f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {first}",
@@ -447,7 +444,7 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
 
 
 def stack(
-    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Sample]
+    items: Sequence[Item], inputs: Sequence[Tensor], targets: Sequence[Sample]
 ) -> Stacked | None:
     """Stack samples into a `Stacked`, or return None if shapes differ.
 
@@ -455,15 +452,11 @@ def stack(
         InputError: two images have different numbers of channels.
     """
     check_channels(items, inputs)
-    values = [
-        target if isinstance(target, Coded) else torch.as_tensor(target) for target in targets
-    ]
-    if any(len(set(map(shape_of, column))) > 1 for column in (inputs, values)):
-        return None
-    masks = any(isinstance(value, Coded) for value in values)
-    return Stacked(
-        items, stacked(inputs), stacked(values) if masks else default_collate(list(targets))
-    )
+    for column in (inputs, targets):
+        if len({torch.as_tensor(value).shape for value in column}) > 1:
+            return None
+
+    return Stacked(items, torch.stack(list(inputs)), default_collate(list(targets)))
 
 
 # Items with hidden labels: the training data of an unlabelled site

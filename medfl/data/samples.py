@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,6 @@ from medfl.core.errors import InputError, MedflError, missing_package, without_p
 from medfl.core.mappings import without
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
-from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.prepared import (
     Batch,
     Item,
@@ -225,33 +224,6 @@ SUPPORTED_READERS.pop("nvimgcodecpydicomreader", None)
 _OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")
 
 
-@dataclass(frozen=True, eq=False)
-class Tracked(Coded):
-    """A MetaTensor as byte codes; `tracked` is an empty one that holds MONAI's metadata."""
-
-    tracked: MetaTensor
-
-    def restored(self) -> MetaTensor:
-        """Return the MetaTensor with a copy of its metadata."""
-        tracked = deepcopy(self.tracked)
-        return MetaTensor(
-            decoded(self), meta=tracked.meta, applied_operations=tracked.applied_operations
-        )
-
-
-def _encoded(image: Tensor) -> Coded | None:
-    coded = encode(as_plain(image))
-    if coded is None or not isinstance(image, MetaTensor):
-        return coded
-    if image.pending_operations:
-        return None
-
-    tracked = MetaTensor(
-        torch.empty(0), meta=image.meta, applied_operations=image.applied_operations
-    )
-    return Tracked(coded.codes, coded.values, tracked)
-
-
 class SampleMaker:
     """Index -> the sample after all transforms; a failure names the item.
 
@@ -298,26 +270,12 @@ class SampleMaker:
                 dict(entry) if isinstance(entry, Mapping) else entry, end=self._first
             )
 
-    def compact(self, index: int) -> Sample:
-        """Return the sample of `after_deterministic`, with image and mask as byte codes if that is lossless."""
-        sample = self.after_deterministic(index)
-        if not isinstance(sample, Mapping):
-            return sample
-
-        compacted = dict(sample)
-        for key in ("image", "label"):
-            value = sample.get(key)
-            if isinstance(value, Tensor) and (coded := _encoded(value)) is not None:
-                compacted[key] = coded
-
-        return compacted
-
     def __call__(self, index: int) -> Sample:
         """Return one sample after all transforms."""
         if self.cached is None:
             sample = self.after_deterministic(index)
         else:
-            sample = _decoded(self.cached[index])
+            sample = self.cached[index]
 
         if not self.has_steps_left:
             return sample
@@ -383,13 +341,12 @@ class SampleMaker:
 
             image = as_plain(sample["image"])
             label = as_plain(sample["label"])
-            shape = shape_of(image)
-            dtype = image.values.dtype if isinstance(image, Coded) else image.dtype
-            images.add((shape[0], dtype, tuple(shape[1:])))
-            is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
+            shape = image.shape
+            images.add((shape[0], image.dtype, tuple(shape[1:])))
+            is_mask = isinstance(label, Tensor) and label.ndim > 1
             masks.add(is_mask)
 
-            if len(shape) < 3 or (is_mask and shape_of(label)[1:] != shape[1:]):
+            if len(shape) < 3 or (is_mask and label.shape[1:] != shape[1:]):
                 return None
 
         if len(masks) != 1 or len({image[:2] for image in images}) != 1:
@@ -419,7 +376,7 @@ class SampleMaker:
             last = self(0)
 
         last = last[0] if isinstance(last, list) else last
-        shape = shape_of(images[0])
+        shape = images[0].shape
         if _has_image(last) and (last["image"].ndim, len(last["image"])) == (len(shape), shape[0]):
             check_channels(self._items, images)
 
@@ -456,25 +413,12 @@ class SampleMaker:
 
 
 def _has_image(sample: Sample) -> bool:
-    return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor | Coded)
+    return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor)
 
 
 def is_pair(sample: Sample) -> bool:
     """Tell whether a sample has an image and a label."""
     return _has_image(sample) and sample.get("label") is not None
-
-
-def _decoded(sample: Sample) -> Sample:
-    """Return a sample as the transforms returned it."""
-    if not isinstance(sample, Mapping) or not any(
-        isinstance(value, Coded) for value in sample.values()
-    ):
-        return sample
-    restored = {}
-    for key, value in sample.items():
-        restored[key] = value.restored() if isinstance(value, Tracked) else decoded(value)
-
-    return restored
 
 
 def random_parts(transform: object, visited: set[int]) -> list[Any]:

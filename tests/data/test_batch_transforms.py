@@ -12,9 +12,7 @@ import torch
 from monai.transforms import (
     Compose,
     EnsureTyped,
-    Lambdad,
     RandAffined,
-    RandCropByPosNegLabeld,
     RandFlipd,
     RandGaussianNoised,
     RandRotate90d,
@@ -22,11 +20,9 @@ from monai.transforms import (
     RandScaleIntensityd,
     RandShiftIntensityd,
     RandSpatialCropd,
-    ToTensord,
 )
 
-from medfl.data.batch_transforms import Affine, BatchRecipe, Crop, Rotate, recipe
-from medfl.data.byte_codes import encode, stacked
+from medfl.data.batch_transforms import Affine, BatchRecipe, recipe
 
 BOTH = ["image", "label"]
 
@@ -281,96 +277,3 @@ def test_patches_of_items_of_different_sizes() -> None:
     assert torch.equal(x[0], images[0][:, 1:5, 0:4])
     assert torch.equal(x[1], images[1][:, 2:6, 1:5])
     assert torch.equal(y.float(), x)
-
-
-def test_codes_give_the_same_bits_as_numbers() -> None:
-    pixels = torch.randint(256, (6, 3, 24, 24), generator=seeded(), dtype=torch.uint8)
-    images = (pixels.float() / 255 - 0.5) / 0.3
-    coded = [encode(image) for image in images]
-    assert None not in coded
-    found = made(
-        [RandFlipd("image", 0.5), RandRotate90d("image", 0.5), RandSpatialCropd("image", 8, random_size=False),
-         RandScaleIntensityd("image", 0.2, prob=0.5)], (24, 24), 3,
-    )  # fmt: skip
-    draws = torch.rand(6, found.num_draws, generator=seeded(1), dtype=torch.float64)
-    labels = torch.arange(6)
-    expected, _ = found(images.clone(), labels, draws)
-    for rows in (stacked(coded), stacked(coded, share=False), coded, list(images)):
-        x, y = found(rows, labels, draws)
-        assert torch.equal(x, expected)
-        assert y is labels
-
-
-def test_an_item_depends_on_its_own_draws_alone() -> None:
-    found = made(
-        [
-            RandFlipd("image", 0.5),
-            RandGaussianNoised("image", 0.5),
-            RandRotated("image", 0.5, prob=0.5),
-        ],
-        (6, 6),
-    )
-    images = torch.rand(8, 1, 6, 6, generator=seeded())
-    draws = torch.rand(8, found.num_draws, generator=seeded(1), dtype=torch.float64)
-    whole, _ = found(images.clone(), torch.zeros(8), draws)
-    for i in range(8):
-        assert torch.equal(
-            found(images[i : i + 1].clone(), torch.zeros(1), draws[i : i + 1])[0][0], whole[i]
-        )
-
-
-# What has no batched form
-
-
-class OwnFlip(RandFlipd):
-    """May do something else."""
-
-
-@pytest.mark.parametrize(
-    ("transform", "options"),
-    [
-        (OwnFlip("image", 0.5), {}),
-        (RandFlipd("image", 0.5, lazy=True), {}),
-        (RandFlipd(["image", "other"], 0.5, allow_missing_keys=True), {}),
-        (RandFlipd(BOTH, 0.5), {}),  # a class index cannot be flipped
-        (RandRotate90d("image", 0.5), {"shapes": [(4, 5)]}),
-        (RandFlipd("image", 0.5), {"shapes": [(4, 4), (5, 5)]}),
-        (RandSpatialCropd("image", 2, random_size=True), {}),
-        (RandSpatialCropd("image", 2, random_center=False, random_size=False), {}),
-        (RandSpatialCropd("image", 5, random_size=False), {"shapes": [(4, 4), (5, 5)]}),
-        (RandSpatialCropd("image", 2, random_size=False), {"masks": True}),  # the mask would stay larger
-        (RandCropByPosNegLabeld(BOTH, "label", 2), {"masks": True}),
-        (RandScaleIntensityd(BOTH, 0.1), {"masks": True}),
-        (RandScaleIntensityd("image", 0.1, dtype=np.float64), {}),
-        (RandShiftIntensityd("image", 0.1, factor_key="factor"), {}),
-        (RandAffined("image", mode=3, padding_mode="reflect"), {}),
-        (RandAffined("image", spatial_size=(3, 3)), {}),
-        (RandRotated("image", 0.5, keep_size=False), {}),
-        (Lambdad("image", lambda image: image), {}),
-        (EnsureTyped("image", dtype=torch.float16), {}),
-    ],
-)  # fmt: skip
-def test_what_is_done_item_by_item(transform: Any, options: dict[str, Any]) -> None:
-    shapes, masks = options.get("shapes", [(4, 4)]), options.get("masks", False)
-    assert steps([RandFlipd("image", 0.0), transform], *shapes, masks=masks) is None
-    assert steps([transform], *shapes, masks=masks) is None
-
-
-def test_intensities_need_float32() -> None:
-    compose = Compose([RandScaleIntensityd("image", 0.1)]).flatten()
-    assert recipe(compose, 0, frozenset([(4, 4)]), 1, torch.float64, False) is None
-
-
-def test_only_what_follows_the_first_random_transform_is_taken() -> None:
-    compose = Compose(
-        [Lambdad("image", lambda image: image), RandRotated("image", 0.1), ToTensord("image")]
-    ).flatten()
-    found = recipe(compose, 1, frozenset([(4, 4)]), 1, torch.float32, False)
-    assert found is not None
-    assert [type(step) for step in found.steps] == [Rotate]
-
-
-def test_the_bundles_own_crop_is_a_crop() -> None:
-    found = made(RandSpatialCropd(BOTH, [24, 40, 24], random_size=False), (30, 50, 30), masks=True)
-    assert found.steps == (Crop(("image", "label"), (24, 40, 24)),)
-    assert found.num_draws == 3

@@ -23,7 +23,6 @@ from monai.transforms import (
 
 from medfl.core.errors import InputError, RunError
 from medfl.data import prepare as module
-from medfl.data.byte_codes import Coded
 from medfl.data.prepare import DiskCache, OnDisk, budget, prepare, sample_key, size_of
 from medfl.data.prepared import Augmented, Prepared
 from medfl.data.samples import Sampled
@@ -201,11 +200,11 @@ def test_a_file_named_inside_a_mapping_counts(tmp_path: Path) -> None:
 
 
 def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The first sample: 12 * 10 * 11 float32 voxels, a byte for each of the mask, and its table of two float32."""
+    """The first sample: 12 * 10 * 11 float32 voxels of the image, and as many of the mask."""
     folder = tmp_path / "cache"
     data = prepared(entries, None, CROP)
     first = size_of(data.cached[0])
-    assert first == 12 * 10 * 11 * 5 + 8
+    assert first == 12 * 10 * 11 * 8
     assert isinstance(prepared(entries, cache_in(folder, entries, 4 * first), CROP).cached, list)
     assert not folder.exists()
     assert isinstance(
@@ -227,23 +226,6 @@ def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
     assert not torch.equal(drawn(disk, 3)[0], drawn(disk, 4)[0])
 
 
-def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
-    """3 * 32 * 32 pixels: a quarter of their float32, and tables of at most 256 values a channel."""
-    pixels = (
-        torch.randint(256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
-    )
-    items = [{"id": str(i), "image": image, "label": i % 2} for i, image in enumerate(pixels)]
-    source = Source(items, (Compose([RandFlipd("image", 0.5, 0), NOT_BATCHED]),))
-    memory, disk = (
-        prepare(items, source, cache=place) for place in (None, cache_in(tmp_path, items))
-    )
-    kept = disk.samples.cached[2]["image"]
-    assert isinstance(kept, Coded)
-    assert kept.codes.nbytes == 3 * 32 * 32
-    assert torch.equal(kept.decode()[0], pixels[2])
-    assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
-
-
 def test_a_mapped_sample_can_be_changed_without_changing_its_file(tmp_path: Path) -> None:
     place = DiskCache(tmp_path, lambda index: f"s{index}", 0)
     kept = place.keep(
@@ -261,12 +243,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         kept[0]
 
 
-def test_the_budget_is_half_of_the_free_memory_or_what_is_given(
+def test_the_budget_is_a_third_of_the_free_memory_or_what_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MEDFL_MEMORY", raising=False)
     monkeypatch.setattr(module, "free_ram", lambda: 6 * GIB)
-    assert budget() == 3 * GIB
+    assert budget() == 2 * GIB
     monkeypatch.setenv("MEDFL_MEMORY", "0.5")
     assert budget() == GIB // 2
     for wrong in ("much", "0", "-1"):

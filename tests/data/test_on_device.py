@@ -25,7 +25,6 @@ from torch.utils.data import default_collate
 from medfl import datasets
 from medfl.data import on_device
 from medfl.data.batch_transforms import recipe
-from medfl.data.byte_codes import Coded, encode, stacked
 from medfl.data.on_device import hold
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.samples import Sampled
@@ -50,7 +49,7 @@ def items(count: int) -> list[dict[str, Any]]:
     return [{"id": str(index), "label": index % 2} for index in range(count)]
 
 
-def pictures(count: int = 9, *, coded: bool = False, masks: bool = False) -> Stacked:
+def pictures(count: int = 9, *, masks: bool = False) -> Stacked:
     """Images (2, 12, 12) of 8-bit values, with class indices or masks."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(256, (count, 2, SIDE, SIDE), generator=generator).float() / 255
@@ -59,9 +58,6 @@ def pictures(count: int = 9, *, coded: bool = False, masks: bool = False) -> Sta
         if masks
         else torch.arange(count) % 2
     )
-    if coded:
-        found = [encode(torch.cat([one] * 4, 2)) for one in x]  # wide enough that the table pays
-        return Stacked(items(count), stacked([one for one in found if one is not None]), y)
     return Stacked(items(count), x, y)
 
 
@@ -86,10 +82,10 @@ TRANSFORMS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def augmented(name: str, *, coded: bool = False) -> Augmented:
-    kept = pictures(coded=coded, masks=not coded)
+def augmented(name: str) -> Augmented:
+    kept = pictures(masks=True)
     shape = tuple(kept.inputs.shape[2:])
-    made = recipe(Compose(TRANSFORMS[name]), 0, frozenset([shape]), 2, torch.float32, not coded)
+    made = recipe(Compose(TRANSFORMS[name]), 0, frozenset([shape]), 2, torch.float32, True)
     assert made is not None
     return Augmented(kept.items, kept, made)
 
@@ -115,11 +111,8 @@ def assert_same_batches(
         assert torch.equal(y.cpu(), y_cpu)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_batches_are_gathered_on_the_device(coded: bool, device: torch.device) -> None:
-    prepared = pictures(coded=coded)
-    assert isinstance(prepared.inputs, Coded) is coded
-    assert_same_batches(prepared, device)
+def test_batches_are_gathered_on_the_device(device: torch.device) -> None:
+    assert_same_batches(pictures(), device)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -130,21 +123,6 @@ def test_batches_are_transformed_on_the_device(name: str, device: torch.device) 
     """
     carried, tolerance = 3 if name in ("noise", "all") else 0, 1e-6 if name == "rotate" else 0.0
     assert_same_batches(augmented(name), device, carried, tolerance)
-
-
-@pytest.mark.parametrize("form", ["flip", "turn"])
-def test_codes_are_transformed_on_the_device(form: str, device: torch.device) -> None:
-    kept = pictures(coded=True)
-    transforms = (
-        [RandFlipd("image", 0.5, 0)]
-        if form == "flip"
-        else [RandScaleIntensityd("image", 0.3, prob=0.7)]
-    )
-    made = recipe(
-        Compose(transforms), 0, frozenset([tuple(kept.inputs.shape[2:])]), 2, torch.float32, False
-    )
-    assert made is not None
-    assert_same_batches(Augmented(kept.items, kept, made), device)
 
 
 def test_what_fits_in_half_of_the_free_memory_is_held(device: torch.device) -> None:

@@ -45,8 +45,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl.core.errors import InputError
-from medfl.data import prepare as preparing, samples
-from medfl.data.byte_codes import Coded
+from medfl.data import prepare as preparing
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.samples import Sampled, SampleMaker, without_draws
@@ -258,60 +257,16 @@ NORMALISE = [
 ]  # leaves MetaTensors
 
 
-def test_images_of_bytes_are_kept_as_bytes_and_come_with_every_bit() -> None:
+def test_stacked_images_are_those_of_the_transforms() -> None:
     compose = Compose(NORMALISE)
     prepared = made(Dataset(PIXELS, compose))
     assert isinstance(prepared, Stacked)
-    assert isinstance(prepared.inputs, Coded)
-    assert prepared.inputs.codes.nbytes == 6 * 3 * 28 * 28
-    assert prepared.inputs.values.shape[0] == 3
     ((x, y),) = prepared.batches(torch.arange(6), 6, None)
     assert torch.equal(x, torch.stack([compose(dict(entry))["image"] for entry in PIXELS]))
     assert y.tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def test_one_image_of_many_values_keeps_all_as_numbers() -> None:
-    odd = {
-        "image": torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0)) * 255,
-        "label": 0,
-    }
-    prepared = made(Dataset([*PIXELS, odd], Compose(NORMALISE)))
-    assert isinstance(prepared, Stacked)
-    assert isinstance(prepared.inputs, torch.Tensor)
-    assert prepared.inputs.dtype == torch.float32
-
-
-def test_random_transforms_of_kept_bytes_are_those_of_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    random = [
-        RandFlipd("image", 0.5, 1),
-        RandSpatialCropd("image", (24, 24), random_size=False),
-        SCALE,
-    ]
-    prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
-    monkeypatch.setattr(samples, "encode", lambda tensor: None)
-    numbers = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
-    for data, kind in ((prepared, Coded), (numbers, torch.Tensor)):
-        assert isinstance(data, Augmented)
-        assert isinstance(data.cached, Stacked)
-        assert isinstance(data.cached.inputs, kind)
-    order = torch.arange(6)
-    for seed in (1, 2, None):
-        generators = [
-            None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)
-        ]
-        pairs = zip(
-            prepared.batches(order, 4, generators[0]),
-            numbers.batches(order, 4, generators[1]),
-            strict=True,
-        )
-        for (x, y), (again, labels) in pairs:
-            assert torch.equal(x, again)
-            assert torch.equal(y, labels)
-
-
-def test_item_by_item_what_is_kept_as_bytes_is_what_the_transforms_get() -> None:
+def test_item_by_item_what_is_kept_is_what_the_transforms_get() -> None:
     seen: list[torch.Tensor] = []
     look = RandLambdad("image", lambda image: seen.append(image.clone()) or image, prob=1.0)
     compose = Compose(NORMALISE)

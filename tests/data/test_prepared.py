@@ -15,7 +15,6 @@ from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
 from medfl.data import samples as threads
-from medfl.data.byte_codes import Coded, encode, plain
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked, stack
 from medfl.data.samples import Sampled
 
@@ -190,7 +189,7 @@ class Added:
     num_draws: int = 1
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
-        x = plain(inputs) if isinstance(inputs, Tensor | Coded) else torch.stack(list(inputs))
+        x = inputs if isinstance(inputs, Tensor) else torch.stack(list(inputs))
         return x + draws.to(x), targets
 
 
@@ -221,23 +220,7 @@ def test_what_is_evaluated_is_always_drawn_the_same() -> None:
 # On a device
 
 
-def coded() -> Stacked:
-    pixels = torch.randint(256, (4, 1, 30, 30), generator=_seeded(0)).float() / 255
-    made = stack(
-        [{"id": str(i)} for i in range(4)],
-        [encode(image) or image for image in pixels],
-        [0, 1, 0, 1],
-    )
-    assert made is not None
-    assert isinstance(made.inputs, Coded)
-    return made
-
-
-def augmented_codes() -> Augmented:
-    return Augmented([{}] * 4, coded(), Added())
-
-
-@pytest.mark.parametrize("make", [stacked, coded, lambda: augmented()[0], augmented_codes])
+@pytest.mark.parametrize("make", [stacked, lambda: augmented()[0]])
 def test_what_fits_a_budget_is_held_on_the_device(make: Any) -> None:
     """The device `meta` has no numbers: only what it is asked for shows."""
     prepared: Prepared = make()
@@ -248,7 +231,7 @@ def test_what_fits_a_budget_is_held_on_the_device(make: Any) -> None:
     assert held.items is prepared.items
     inside = held.cached if isinstance(held, Augmented) else held
     assert isinstance(inside, Stacked)
-    assert plain(inside.inputs).device == inside.targets.device == device
+    assert inside.inputs.device == inside.targets.device == device
 
 
 @pytest.mark.parametrize("prepared", [sampled(), augmented()[1]])
@@ -259,7 +242,7 @@ def test_items_one_by_one_stay_where_they_are(prepared: Prepared) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [stacked, coded, augmented_codes])
+@pytest.mark.parametrize("make", [stacked, lambda: augmented()[0]])
 def test_batches_come_from_the_gpu(make: Any) -> None:
     prepared: Prepared = make()
     held = prepared.to(torch.device("cuda"), 1 << 30)
@@ -276,14 +259,6 @@ def test_batches_come_from_the_gpu(make: Any) -> None:
             assert labels.is_cuda
             assert torch.equal(on_device.cpu(), x)
             assert torch.equal(labels.cpu(), y)
-
-
-def test_coded_images_come_as_numbers() -> None:
-    prepared = coded()
-    assert prepared.nbytes < 4 * 900 + 4 * 256 + 4 * 8 + 1
-    x = torch.cat([x for x, _ in prepared.batches(torch.tensor([3, 0, 1]), 2, None)])
-    assert x.dtype == torch.float32
-    assert torch.equal(x, plain(prepared.inputs)[[3, 0, 1]])
 
 
 IMAGE = torch.zeros(3, 4, 4)

@@ -109,9 +109,9 @@ class TextGaussians:
 
     def printed(self, h: Tensor, labels: Tensor) -> Tensor:
         """Return eq. 4 as printed in the main text, without tau in the softmax, which is not a bound of eq. 3."""
-        own = self.quadratic(h).gather(1, labels[:, None])[:, 0]
+        spread = self.quadratic(h).gather(1, labels[:, None])[:, 0]
         unscaled = self.logits(h) / self.tau
-        return cross_entropy(unscaled, labels, reduction="none") + 0.5 * self.tau**2 * own
+        return cross_entropy(unscaled, labels, reduction="none") + 0.5 * self.tau**2 * spread
 
     def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Draw z ~ N(mu_y, Sigma_y + 1e-4 I) for each label (eq. 9), on the CPU in the mean's precision.
