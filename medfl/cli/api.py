@@ -62,7 +62,7 @@ def run(
         with_local: first train each site alone, as its reference.
         callbacks: called after each round with a `medfl.RoundEnd`: `medfl.EarlyStopping(patience=5)`,
             `medfl.BestCheckpoint("best.pt")`, your own functions; one that returns True ends the run.
-        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": also log the numbers there.
+        track: "mlflow" or "mlflow:URI": also log the numbers there.
         runtime: runs the sites, with the same results; see `medfl.federate`.
         jobs: worker processes; they do not change the result. None: the cores, at most the cohort.
         trust: run a bundle that inspection refuses; its code then runs with your rights.

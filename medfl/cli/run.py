@@ -96,9 +96,7 @@ def add_flags(run: Any) -> None:
         "run all sites in one process, print where the time went, and write profile.json, a trace for "
         "Perfetto or chrome://tracing",
     )
-    output.add_text(
-        "--track", "mlflow[:URI]|wandb[:PROJECT]", "log metrics to MLflow or Weights & Biases"
-    )
+    output.add_text("--track", "mlflow[:URI]", "log metrics to MLflow")
     output.add_quiet()
 
 

@@ -29,7 +29,7 @@ class Launch:
         save_predictions: write the masks predicted for the test items, on the grid of their image files.
         profile: report where the time went, and write profile.json, a trace for a viewer; in one process, whatever
             `jobs` says.
-        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": also log the numbers there.
+        track: "mlflow" or "mlflow:URI": also log the numbers there.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
             "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator.
         min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.

@@ -376,8 +376,8 @@ def require_plain(folder: Path) -> None:
         InputError: it contains something else, through which a file elsewhere would be read or overwritten.
     """
     for path in not_plain(folder):
-        # W&B keeps links to its own folders there; FLARE's folder is removed before it is created
-        if path.relative_to(folder).parts[:-1][:1] not in (("wandb",), ("flare",)):
+        # FLARE's folder is removed before it is created
+        if path.relative_to(folder).parts[:-1][:1] != ("flare",):
             raise damaged(
                 path.with_name(printable(path.name)), "is neither a plain file nor a folder"
             )

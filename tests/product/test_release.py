@@ -60,7 +60,7 @@ def tracked_texts() -> list[Path]:
         "pip install medfl",
         'pip install "medfl[flare]"',
         "python -m pip install -q medfl==1",
-        "or `'medfl[wandb]'`",
+        "or `'medfl[mlflow]'`",
     ],
 )
 def test_the_old_spelling_is_known(line: str) -> None:

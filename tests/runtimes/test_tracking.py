@@ -141,7 +141,7 @@ def test_a_server_that_is_down_is_said_once_and_the_run_goes_on(tmp_path: Path) 
     assert "\n" not in said[0]
     assert len(run.rounds()) == 3
     place = Tracking(run, None, str)
-    assert (place.place, place.id) == ("http://127.0.0.1:9", "")
+    assert (place.uri, place.id) == ("http://127.0.0.1:9", "")
 
 
 def test_a_password_in_the_uri_is_neither_said_nor_kept(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_password_in_the_uri_is_neither_said_nor_kept(tmp_path: Path) -> None:
     assert said[0].startswith("MLflow at http://127.0.0.1:9/path: ")
     assert "secret" not in said[0] + (run.path / FILE).read_text()
     assert (
-        Tracking(run, "http://me:secret@127.0.0.1:9/path", str).place
+        Tracking(run, "http://me:secret@127.0.0.1:9/path", str).uri
         == "http://me:secret@127.0.0.1:9/path"
     )
 
@@ -180,14 +180,14 @@ def test_what_mlflow_lacks_is_written_when_the_run_is_resumed(
 
 def test_where_it_goes(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = folder(tmp_path / "run")
-    assert Tracking(run, None, str).place == f"sqlite:///{run.path / STORE}"
+    assert Tracking(run, None, str).uri == f"sqlite:///{run.path / STORE}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://example.org")
-    assert Tracking(run, None, str).place == "http://example.org"
-    assert Tracking(run, store, str).place == store
+    assert Tracking(run, None, str).uri == "http://example.org"
+    assert Tracking(run, store, str).uri == store
     play(run, store, range(1, 2))
     again, elsewhere = Tracking(run, None, str), Tracking(run, "http://other", str)
-    assert (again.place, bool(again.id)) == (store, True)
-    assert (elsewhere.place, elsewhere.id) == ("http://other", "")
+    assert (again.uri, bool(again.id)) == (store, True)
+    assert (elsewhere.uri, elsewhere.id) == ("http://other", "")
 
 
 def test_a_run_that_was_tracked_goes_on_at_a_place_that_the_user_has_named(
@@ -201,10 +201,10 @@ def test_a_run_that_was_tracked_goes_on_at_a_place_that_the_user_has_named(
     assert tracked(run, None, said.append) == []
     assert said[0].endswith(f"to go on in MLflow, add --track mlflow:{store}")
     (place,) = tracked(run, "mlflow:http://other:5000", str)
-    assert place.place == "http://other:5000"
+    assert place.uri == "http://other:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     (place,) = tracked(run, None, str)
-    assert (place.place, bool(place.id)) == (store, True)
+    assert (place.uri, bool(place.id)) == (store, True)
 
 
 def test_the_experiment_is_called_as_mlflow_s_variable_says(
@@ -215,7 +215,7 @@ def test_the_experiment_is_called_as_mlflow_s_variable_says(
     assert len(runs(store, "lungs")) == 1
 
 
-@pytest.mark.parametrize("text", ["wandb:", "mlflow:", "MLflow", "", "http://localhost"])
+@pytest.mark.parametrize("text", ["wandb", "mlflow:", "MLflow", "", "http://localhost"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=rf"^--track ?{text}; mlflow or mlflow:URI"):
         parse(text)

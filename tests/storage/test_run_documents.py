@@ -236,16 +236,16 @@ def test_a_link_anywhere_in_what_a_run_writes_is_not_followed(tmp_path: Path, wh
         verified_manifest(RunFolder(folder.path))
 
 
-def test_links_of_others_in_a_run_folder_are_left_alone(tmp_path: Path) -> None:
-    """Weights & Biases keeps some in its own folder there."""
+def test_links_in_a_run_folder_are_refused_but_in_flare_s_own(tmp_path: Path) -> None:
+    """FLARE's folder is removed before it is created."""
     folder = made(tmp_path / "run")
-    (folder.path / "wandb" / "run-1").mkdir(parents=True)
-    (folder.path / "wandb" / "latest-run").symlink_to("run-1")
+    (folder.path / "flare" / "run-1").mkdir(parents=True)
+    (folder.path / "flare" / "latest-run").symlink_to("run-1")
     assert verified_manifest(RunFolder(folder.path)) is not None
-    (folder.path / "wandb" / "/".join("d" * 110)).mkdir(parents=True)
+    (folder.path / "flare" / "/".join("d" * 110)).mkdir(parents=True)
     assert verified_manifest(RunFolder(folder.path)) is not None
-    (folder.path / "wandbs").symlink_to(tmp_path)
-    with pytest.raises(InputError, match="wandbs is neither a plain file nor a folder"):
+    (folder.path / "wandb").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="wandb is neither a plain file nor a folder"):
         verified_manifest(RunFolder(folder.path))
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
-from medfl.runtimes.output.tracking import Tracker, scalars
+from medfl.runtimes.output.tracking import Tracking, scalars
 from medfl.storage.files import writing
 
 
 class Events:
     """TensorBoard event files of a run with `done` completed rounds, continued after a resume."""
 
-    def __init__(self, path: Path, done: int, *trackers: Tracker) -> None:
+    def __init__(self, path: Path, done: int, *trackers: Tracking) -> None:
         self.path = path
         self.done = done
         self.trackers = trackers

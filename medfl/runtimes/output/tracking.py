@@ -1,14 +1,12 @@
-"""A run's numbers in another place besides its folder: `--track mlflow[:URI]` or `--track wandb[:PROJECT]`.
+"""A run's numbers in MLflow, besides its folder: `--track mlflow[:URI]`.
 
-Each run folder is one run of MLflow or of Weights & Biases. The numbers are those of TensorBoard, the settings those of
-`run.json` but for where things lie and which items a site has. A tracker opens, takes each round's numbers and closes;
-a file in the run folder (`mlflow.json`, `wandb.json`) has the place and the id of the run there, with which a resumed
-run goes on (at another place than the default one only if that is named again): rounds that are there are not written
-again, those that are lacking are, from rounds.jsonl. Whatever fails there, the run goes on: it is said once, and
-nothing more is tried until the run is resumed.
+Each run folder is one run of MLflow. The numbers are those of TensorBoard, the settings those of `run.json` but for
+where things lie and which items a site has. `mlflow.json` in the run folder has the store and the id of the run there,
+with which a resumed run goes on (in another store than the default one only if that is named again): rounds that are
+there are not written again, those that are lacking are, from rounds.jsonl. Whatever fails there, the run goes on: it is
+said once, and nothing more is tried until the run is resumed.
 
-MLflow's default place is its own variable MLFLOW_TRACKING_URI, else an SQLite file in the run folder. Account and
-server of Weights & Biases come from its own variables (WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE=offline).
+The default store is that of MLflow's own variable MLFLOW_TRACKING_URI, else an SQLite file in the run folder.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ import logging
 import os
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from medfl.core.documents import Document, Metrics
 from medfl.core.errors import InputError
@@ -38,7 +34,6 @@ STORE = "mlflow.db"
 """In a run folder: the id of the MLflow run, and the SQLite file used if MLflow has no other place."""
 EXPERIMENT = "medfl"
 """Name of MLflow's experiment unless MLFLOW_EXPERIMENT_NAME gives another."""
-PROJECT = "medfl"
 # parts of a record that are not settings: paths, and each site's items
 _APART = (
     "bundle_path",
@@ -57,68 +52,41 @@ _BATCH = 100
 _LONGEST = 500
 
 
-class Tracker(ABC):
-    """One run in another place, to which `Events` also writes; nothing that happens there ends a run.
+class Tracking:
+    """One run of MLflow, to which `Events` also writes; nothing that happens there ends a run.
 
-    The place is given by `--track KIND:PLACE`, else by the file in the run folder, else by the default of its kind.
+    The store is given by `--track mlflow:URI`, else by the file in the run folder, else it is MLflow's default.
 
     Attributes:
-        title: its name in lines for the user.
-        file: in a run folder, which run elsewhere it is.
-        key: under which this file has the place.
-        noun, preposition: before the place in lines for the user.
-        recorded: the place without secrets, as the file has it.
+        recorded: the store's URI without secrets, as the file has it.
         id: of the run there, "" before it is begun.
-        is_users: the user has named the place, in the command or by a variable, or it lies in the folder: who made the
+        is_users: the user has named the store, in the command or by a variable, or it lies in the folder: who made the
             folder may have written any other machine or file in it.
     """
 
-    title = ""
-    file = ""
-    key = ""
-    noun = ""
-    preposition = "at"
-    is_of_account = False
-
-    def __init__(self, folder: RunFolder, place: str | None, say: Print) -> None:
+    def __init__(self, folder: RunFolder, uri: str | None, say: Print) -> None:
         """Store the settings; no connection is made yet."""
         self.folder = folder
         self.say = say
         self._on = False
         document = self._known()
-        default = self._default()
-        self.place = place or document.get(self.key) or default
-        self.is_users = self.is_of_account or bool(place) or self.place == default
-        self.recorded = _without_password(self.place)
-        self.shown = self.noun + self.recorded
+        in_folder = f"sqlite:///{(folder.path / STORE).resolve()}"
+        default = os.environ.get("MLFLOW_TRACKING_URI") or in_folder
+        self.uri = uri or document.get("uri") or default
+        self.is_users = bool(uri) or self.uri == default
+        self.recorded = _without_password(self.uri)
         self.id = ""
-        if document.get(self.key) == self.recorded:
+        if document.get("uri") == self.recorded:
             self.id = document.get("run_id", "")
-
-    @abstractmethod
-    def _default(self) -> str:
-        """Return the place if neither the user nor the folder gives one."""
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Start or continue the run there."""
-
-    @abstractmethod
-    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
-        """Write a round's numbers, unless they are there."""
-
-    @abstractmethod
-    def _close(self, finished: bool) -> None:
-        """Report that the run has finished or was interrupted."""
 
     def open(self, done: int) -> None:
         """Start tracking a run with `done` completed rounds, and write those that are missing there."""
         with self._kept_going():
-            # before anything is there: a resumed run then tries the same place again
+            # before anything is there: a resumed run then tries the same store again
             self._note()
             self._open()
             self._note()
-            self.say(f"{self.title}: run {self.id} {self.preposition} {self.shown}")
+            self.say(f"MLflow: run {self.id} at {self.recorded}")
             for entry in self.folder.rounds():
                 if entry["round"] <= done:
                     self._log(entry["round"], scalars(entry))
@@ -134,16 +102,16 @@ class Tracker(ABC):
         """Report that the run has finished or was interrupted."""
         if self._on:
             with self._kept_going():
-                self._close(finished)
+                self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
     def _note(self) -> None:
-        document = {self.key: self.recorded, "run_id": self.id}
-        write_atomic(self.folder.path / self.file, json.dumps(document).encode())
+        document = {"uri": self.recorded, "run_id": self.id}
+        write_atomic(self.folder.path / FILE, json.dumps(document).encode())
 
     def _known(self) -> dict[str, str]:
         """Return the contents of the file in the run folder, {} if it cannot be read."""
         try:
-            document = json_values(self.folder.path / self.file, 2**16)
+            document = json_values(self.folder.path / FILE, 2**16)
         except Refused:
             return {}
 
@@ -162,68 +130,19 @@ class Tracker(ABC):
 
     @contextmanager
     def _kept_going(self) -> Iterator[None]:
-        """Report any failure here, and stop using this place."""
+        """Report any failure here, and stop using this store."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of their libraries, about each other
+                warnings.simplefilter("ignore")  # of its libraries, about each other
                 yield
         except Exception as error:  # from a library, its database or the network: of any type
             self._on = False
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            text = text.replace(self.place, self.recorded)
+            text = text.replace(self.uri, self.recorded)
             self.say(
-                f"{self.title} at {self.shown}: {text[:200]}; the run goes on without it, and what it lacks is "
+                f"MLflow at {self.recorded}: {text[:200]}; the run goes on without it, and what it lacks is "
                 "written when the run is resumed"
             )
-
-
-class Wandb(Tracker):
-    """One run of Weights & Biases; its place is a project of the user's account, whatever the folder calls it."""
-
-    title = "Weights & Biases"
-    file = "wandb.json"
-    key = "project"
-    noun = "project "
-    preposition = "of"
-
-    is_of_account = True
-
-    def _default(self) -> str:
-        return PROJECT
-
-    def _open(self) -> None:
-        import wandb
-
-        run_hash = self.folder.read_run()[0].run_hash
-        self._run: Any = wandb.init(
-            project=self.place,
-            id=self.id or None,
-            resume="allow",
-            name=self.folder.path.resolve().name,
-            dir=str(self.folder.path),
-            config={**self._settings(), "run_hash": run_hash},
-        )
-        self.id = str(self._run.id)
-        self._there = int(self._run.step or 0)  # it accepts no numbers for rounds before this
-
-    def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
-        if round_ >= self._there:
-            self._run.log(dict(numbers), step=round_)
-
-    def _close(self, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
-
-
-class Tracking(Tracker):
-    """One run of MLflow; its place is the URI of a store."""
-
-    title = "MLflow"
-    file = FILE
-    key = "uri"
-
-    def _default(self) -> str:
-        in_folder = f"sqlite:///{(self.folder.path / STORE).resolve()}"
-        return os.environ.get("MLFLOW_TRACKING_URI") or in_folder
 
     def _open(self) -> None:
         from mlflow.entities import Param
@@ -234,7 +153,7 @@ class Tracking(Tracker):
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
 
-        self._client = client = MlflowClient(self.place)
+        self._client = client = MlflowClient(self.uri)
         self._there: set[int] = set()
         if self.id:
             history = client.get_metric_history(self.id, _MARK)
@@ -276,64 +195,46 @@ class Tracking(Tracker):
         self._client.log_batch(self.id, metrics=metrics)
         self._there.add(round_)
 
-    def _close(self, finished: bool) -> None:
-        self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
-
-# values of `--track`: its class, and the module that it needs
-_KINDS: Mapping[str, tuple[type[Tracker], str]] = {
-    "mlflow": (Tracking, "mlflow.tracking"),
-    "wandb": (Wandb, "wandb"),
-}
-
-
-def parse(text: str) -> tuple[type[Tracker], str | None]:
-    """Return the tracker that `--track` names, and its place, None for the default.
+def parse(text: str) -> str | None:
+    """Return the store that `--track` names, None for MLflow's default.
 
     Raises:
-        InputError: there is no such tracker, or what it needs is not installed.
+        InputError: it is not MLflow, or that is not installed.
     """
-    kind, colon, target = text.partition(":")
-    if kind not in _KINDS or (colon and not target):
+    kind, colon, uri = text.partition(":")
+    if kind != "mlflow" or (colon and not uri):
         raise InputError(
-            f"--track {text}",
-            "mlflow or mlflow:URI, wandb or wandb:PROJECT",
-            "for example mlflow:http://localhost:5000",
+            f"--track {text}", "mlflow or mlflow:URI", "for example mlflow:http://localhost:5000"
         )
 
-    tracker, module = _KINDS[kind]
     try:
-        importlib.import_module(module)
+        importlib.import_module("mlflow.tracking")
     except ImportError as error:
-        raise InputError(
-            f"--track {text}", f"it needs {tracker.title}", pip_install(kind)
-        ) from error
+        raise InputError(f"--track {text}", "it needs MLflow", pip_install(kind)) from error
 
-    return tracker, target or None
+    return uri or None
 
 
-def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
-    """Return where a run's numbers are written besides its folder.
+def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracking]:
+    """Return where a run's numbers are written besides its folder: nowhere or in one store.
 
-    `track` None goes on with what the folder says, if it was tracked before at a place of the user's (`is_users`).
+    `track` None goes on with what the folder says, if it was tracked before in a store of the user's (`is_users`).
 
     Raises:
         InputError: as for `parse`.
     """
     if track is not None:
-        tracker, target = parse(track)
-        return [tracker(folder, target, say)]
+        return [Tracking(folder, parse(track), say)]
+    if not (folder.path / FILE).is_file():
+        return []
 
-    trackers = []
-    for kind, (tracker, _) in _KINDS.items():
-        if (folder.path / tracker.file).is_file():
-            before = tracker(folder, None, say)
-            if before.is_users:
-                trackers.append(before)
-            else:
-                say(f"note: to go on in {before.title}, add --track {kind}:{before.recorded}")
+    before = Tracking(folder, None, say)
+    if before.is_users:
+        return [before]
 
-    return trackers
+    say(f"note: to go on in MLflow, add --track mlflow:{before.recorded}")
+    return []
 
 
 def settings_of(document: Mapping[str, object], above: str = "") -> Document:
@@ -365,11 +266,11 @@ def scalars(entry: Document) -> Metrics:
     return numbers
 
 
-def _without_password(place: str) -> str:
+def _without_password(uri: str) -> str:
     """Return a URI without user and password: they belong in MLFLOW_TRACKING_USERNAME and _PASSWORD."""
-    scheme, colon, rest = place.partition("://")
+    scheme, colon, rest = uri.partition("://")
     if not colon:
-        return place
+        return uri
 
     host, slash, path = rest.partition("/")
     return f"{scheme}{colon}{host.rpartition('@')[2]}{slash}{path}"
