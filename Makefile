@@ -39,7 +39,7 @@ demo: $(DEMO)/.installed
 	$(DEMO)/bin/medfl run ham10000 --data runs/demo-images --method fedbm --preset demo --with-local --cross-site --out runs/demo
 
 test: $(TEST)/.installed
-	$(TEST)/bin/python -m pytest $(WORKERS)
+	$(TEST)/bin/python -m pytest $(WORKERS) $(RERUNS)
 
 # The wheel in an environment of its own, away from the checkout.
 test-wheel: $(TEST)/.installed
