@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from medfl.core.arrays import Array
 from medfl.core.errors import InputError
-from medfl.core.task import OF_VECTORS
+from medfl.core.task import OF_TARGETS
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.samples import allow_missing_labels
@@ -75,7 +75,7 @@ def of_files(
         entries.append({"image": uri})
         if ident in labels:
             # findings and numbers; a class has to pass the bundle's own transforms
-            key = "reference" if task in OF_VECTORS[1:] else "label"
+            key = "reference" if task in OF_TARGETS else "label"
             entries[-1][key] = labels[ident]
 
     items = [{"id": ident} for ident in files]
@@ -125,7 +125,7 @@ class _Labelled(Transform):
 
     def __call__(self, data: Item) -> Document:
         image = data["image"]
-        if self.task in OF_VECTORS[1:]:  # transforms of a target do not apply to an output
+        if self.task in OF_TARGETS:  # transforms of a target do not apply to an output
             reference = data.get("reference", [math.nan] * self.outputs)
             return {**data, "label": torch.tensor(reference, dtype=torch.float32)}
 

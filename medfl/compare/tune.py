@@ -48,8 +48,7 @@ def tune(grid: Grid, launch: Launch) -> tuple[Document, Comparison | None, dict[
 
     The grid has the trials as its entries; everything else is as for `compare`. With several seeds the score is the
     mean of the validation metric's best round over the seeds that have one; of equal trials the first is chosen. If it
-    is
-    undefined in all trials, none is chosen: best.json is not written, and nothing is tested.
+    is undefined in all trials, none is chosen: best.json is not written, and nothing is tested.
 
     Returns:
         The content of best.json; the comparison of the chosen settings' runs; title -> error of runs that failed.

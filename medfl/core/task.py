@@ -15,6 +15,8 @@ TASKS = ("classification", "multilabel", "regression", "segmentation", "other")
 """The kinds of `medfl.problem.tasks`."""
 OF_VECTORS = TASKS[:3]
 """Kinds whose network outputs a vector per image."""
+OF_TARGETS = TASKS[1:3]
+"""Of these, the kinds whose target is a vector too."""
 SECTIONS = ("train", "validate", "test")
 """The parts into which a data set is divided."""
 

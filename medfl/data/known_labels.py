@@ -41,9 +41,8 @@ class AnnotatedClasses:
         """Return logits of the annotated structures: (B, R, ...), from (B, K, ...), or from each of a list of such.
 
         Exclusive: channel 0 is the log-sum-exp of background and unannotated structures, whose softmax is the
-            probability
-        that a pixel is any of these (marginal); the annotated structures follow. Otherwise the unannotated channels are
-        dropped.
+        probability that a pixel is any of these (marginal); the annotated structures follow. Otherwise the unannotated
+        channels are dropped.
 
         Raises:
             InputError: the output has a different number of channels.

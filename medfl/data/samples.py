@@ -288,8 +288,7 @@ class SampleMaker:
         """Set the state of all random transforms, including those that a data set applies itself.
 
         Parts of a transform get seeds of their own: MONAI gives them the transform's, and then their first random
-            numbers
-        depend on whether it is applied at all.
+        numbers depend on whether it is applied at all.
         """
         if self._parts is None:
             self._parts = []

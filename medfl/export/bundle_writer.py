@@ -747,8 +747,7 @@ def compare_predictions(
 
     Returns:
         The number of compared items and the largest difference; None if the file belongs to another model or other
-        images,
-            or if validation is random by an item's index among all.
+            images, or if validation is random by an item's index among all.
     """
     file = trained.path / "predictions.csv"
     draws = images.prepared.deterministic() is not images.prepared

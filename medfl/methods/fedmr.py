@@ -9,9 +9,8 @@ Server:  FedAvg of the weights; g_c = sum_k N_k^c g_k^c / sum_k N_k^c. There is 
 `mu1` does not depend on the network: mu1~ = mu1 / (d (d - 1)), about mu1 times the mean squared correlation; with
 another `intra_scale` it multiplies that loss itself. `mu1=auto` is the released code's default, `intra_scale=released`
 with its mu of 0.01: mu1 = 0.01 (n - 1)^2 / n for a batch with n images of each class, 0.58 at 60 and 0.06 at 8. Other
-values of
-mu1 and mu2 are ours: the paper gives none. A class counts from 2 samples per batch, as in the released code; with 2 it
-has no gradient.
+values of mu1 and mu2 are ours: the paper gives none. A class counts from 2 samples per batch, as in the released code;
+with 2 it has no gradient.
 Departures. Eq. 4 as printed never uses the prototypes of missing classes, for which the text sends them:
 `inter_scope=present` is that version. The standard deviation is unbiased as in the released code, otherwise lemma 1
 does not hold. Class means are computed in evaluation mode.

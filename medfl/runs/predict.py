@@ -91,8 +91,8 @@ def predict(
     finding whether it is called present, by the run's thresholds, and its probability. Numbers: id and each number, in
     its unit. Segmentation: a mask per image on the grid of its file, NIfTI for volumes and DICOM series, PNG for
     pictures, and predictions.csv with id, mask and each structure's millilitres, or share of a picture. With a
-    reference: scores.csv and scores_by_case.csv, by the
-    evaluators of a run. predictions.csv is written last: a folder without it is unfinished.
+    reference: scores.csv and scores_by_case.csv, by the evaluators of a run. predictions.csv is written last: a folder
+    without it is unfinished.
 
     Args:
         model: folder of a run, or of a MONAI bundle with weights.

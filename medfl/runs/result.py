@@ -266,8 +266,8 @@ class Result(ResultTables):
 
         New images go through the bundle's validation transforms. For classification a record has id, predicted and
         `p_<class>`; for findings and numbers as in `predictions`, without ground truth; for segmentation id and mask,
-        class indices on the grid of the image file if known,
-        else on the network's. The run's own items have site, and label or metrics.
+        class indices on the grid of the image file if known, else on the network's. The run's own items have site, and
+        label or metrics.
 
         Args:
             images: a folder, a file, or a list of files or of arrays: pictures (H, W) or (H, W, 3) uint8, volumes

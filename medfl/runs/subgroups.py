@@ -3,8 +3,7 @@
 A group of fewer than `min_count` cases is suppressed, and others with it, so that its size and metrics cannot be
 computed from those of all cases (`policy.suppression`). The area of a class is reported only if it has at least this
 many cases in the group, and so do all others together; balanced accuracy and AUROC only if this holds for every class
-in
-the group: a number based on three patients says little, and may identify them.
+in the group: a number based on three patients says little, and may identify them.
 
 Balanced accuracy is the mean recall and AUROC the mean one-versus-rest area over the classes in the group; with two
 classes the second's area. Intervals are 95 %: Wilson's for accuracy, DeLong's for the area of a single class

@@ -71,8 +71,7 @@ def config_file(root: Path, stem: str, *, medfl: bool = True) -> Path | None:
     """Return a bundle's configuration file of this name, JSON or YAML, None if there is none.
 
     An export has some of them twice: in configs/ for MONAI alone, and in configs/medfl/ for medfl, which then reads
-        only
-    the latter; `medfl=False` returns the former.
+    only the latter; `medfl=False` returns the former.
     """
     for place in ("configs/medfl",) * medfl + ("configs",):
         for suffix in (".json", ".yaml", ".yml"):

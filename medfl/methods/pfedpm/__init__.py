@@ -16,13 +16,12 @@ Departures. (7) as printed is divided once more by the number of owners, which w
 `agg=literal`. C_i of (6) is computed after training in evaluation mode, not while the network moves
 (`features=running`). The distance of (9) is per class; public code of its lineage has the mean squared difference of
 each sample (`reg=sample_mse`). Not being squared, it pulls as hard near its target as far from it, with the paper's
-lambda of 1 as
-hard as the labels: validation images chose 0.1 (the paper's on CIFAR-10) at each of three rates. `mix=live` is (8) with
-the C_i of the loss itself, so that a only scales lambda by 1 - a. Sites start from common weights, as in Local
-(`same_init`). The paper gives no sizes for the relation head: here it is one convolution over the pair and two linear
-layers, without BatchNorm, and Adam, since SGD at 0.01 hardly moves it (`relation_optimizer=sgd`). In round 1 there is
-no C~: no second loss, no relation step. With `bodies` the sites' networks differ (pFedPM-mh); `feature_size` gives all
-of them features of the same length.
+lambda of 1 as hard as the labels: validation images chose 0.1 (the paper's on CIFAR-10) at each of three rates.
+`mix=live` is (8) with the C_i of the loss itself, so that a only scales lambda by 1 - a. Sites start from common
+weights, as in Local (`same_init`). The paper gives no sizes for the relation head: here it is one convolution over the
+pair and two linear layers, without BatchNorm, and Adam, since SGD at 0.01 hardly moves it (`relation_optimizer=sgd`).
+In round 1 there is no C~: no second loss, no relation step. With `bodies` the sites' networks differ (pFedPM-mh);
+`feature_size` gives all of them features of the same length.
 """
 
 from __future__ import annotations
