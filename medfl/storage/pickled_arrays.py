@@ -49,8 +49,6 @@ class PickledArray(np.ndarray[Any, Any]):
         shape, kind, by_columns, data = state[-4:] if isinstance(state, tuple) else (None,) * 4
         if isinstance(data, str):
             data = data.encode("latin1")
-        else:
-            data = data
 
         sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
         if not (sides and isinstance(kind, PickledType) and isinstance(data, bytes)):
