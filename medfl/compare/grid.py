@@ -4,7 +4,7 @@ Each run is a process with its own log, several at a time; they share the prepar
 start. A run that fails is reported and does not stop the others.
 
 This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and queries NVML for
-    GPUs.
+GPUs.
 """
 
 from __future__ import annotations
