@@ -357,16 +357,38 @@ def stored() -> list[dict[str, Any]]:
 
 
 def packed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run as its line has it: the sites as columns, `last` and `best` where they repeat nothing."""
+    """Return a run as its line has it: sites and rounds as columns, `last` and `best` where they repeat nothing."""
     summary = dict(record["summary"])
     judged = summary.get(summary["judged"]) or {}
     for which in ("last", "best"):
         if which in summary and summary[which] == judged.get(which):
             del summary[which]
 
-    names = dict.fromkeys(name for row in record["sites"] for name in row)
-    columns = {name: [row.get(name) for row in record["sites"]] for name in names}
-    return {**record, "summary": summary, "sites": columns}
+    rounds = [{**row, "val": None} for row in record["rounds"]]
+    scores = _columns([row.get("val") or {} for row in record["rounds"]])
+    return {
+        **record,
+        "summary": summary,
+        "sites": _columns(record["sites"]),
+        "rounds": {**_columns(rounds), "val": scores},
+    }
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return name -> the values of all rows, None where a row lacks it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    """Invert `_columns`."""
+    rows: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, cells in columns.items():
+        for row, cell in zip(rows, cells, strict=True):
+            if cell is not None:
+                row[name] = cell
+
+    return rows
 
 
 def unpacked(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,13 +399,14 @@ def unpacked(line: Mapping[str, Any]) -> dict[str, Any]:
         if which in judged:
             summary.setdefault(which, judged[which])
 
-    names = list(line["sites"])
-    rows = []
-    for cells in zip(*line["sites"].values(), strict=True):
-        row = dict(zip(names, cells, strict=True))
-        rows.append({name: cell for name, cell in row.items() if cell is not None})
+    sites = _rows(line["sites"], max(map(len, line["sites"].values()), default=0))
+    columns = dict(line["rounds"])
+    scores = columns.pop("val")
+    rounds = _rows(columns, len(columns["round"]))
+    for row, score in zip(rounds, _rows(scores, len(rounds)), strict=True):
+        row["val"] = score
 
-    return {**line, "summary": summary, "sites": rows}
+    return {**line, "summary": summary, "sites": sites, "rounds": rounds}
 
 
 def filled(template: str, rows: Mapping[str, Row]) -> str:
