@@ -209,10 +209,17 @@ class Problem:
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
         data = self.sections[section]
-        return prepare(
-            self.records(section), data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
+        records = self.records(section)
+        prepared = prepare(
+            records, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
             jobs=jobs, progress=progress, cache=self.disk_cache(section),
         )  # fmt: skip
+        if self.kind.record_key == "target" and records and "target" not in records[0]:
+            first = torch.arange(min(len(records), self.batch_size))
+            for _, targets in prepared.batches(first, self.batch_size, None):
+                self.kind.check(prepared.ids(first.tolist()), targets)
+
+        return prepared
 
     def data_checksum(self) -> str:
         """Hash the items of the data lists and the sizes of the files that they name."""

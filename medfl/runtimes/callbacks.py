@@ -73,13 +73,18 @@ class RoundEnd:
                 scored.append((number, values[name]))
 
         if not scored:
-            # only these may be missing from a round that has other metrics
-            if name in (self.key_metric, "auroc") or name.startswith("dice_"):
-                return None
-
             metrics: set[str] = set()
             for _, values in self.history:
                 metrics.update(values)
+
+            # only these may be missing from a round that has other metrics
+            undefined = {self.key_metric, "auroc"}
+            if "mae" in metrics:
+                undefined = {self.key_metric, "r2", "pearson"}
+            elif "dice" in metrics:
+                undefined = {self.key_metric}
+            if name in undefined or name.startswith("dice_"):
+                return None
 
             listed = ", ".join(sorted(metrics)) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {listed}", "name one of these")

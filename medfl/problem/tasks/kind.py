@@ -103,6 +103,9 @@ class Kind:
         """Return the records of a data list, whose "label" is a class index alone, and "target" numbers."""
         return [without(item, ["target"]) if "target" in item else item for item in items]
 
+    def check(self, ids: Sequence[str], targets: Tensor) -> None:
+        """Raise InputError if the targets of a batch (B, ...) cannot be of this kind; `ids` begin with its items."""
+
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items of a shard have each class or finding, {} if unknown."""
         return {}
@@ -305,6 +308,13 @@ def check_most(item: Item, most: float, allowed: str) -> None:
     for value in item.get("target") or ():
         if value is not None and abs(value) > most:
             raise InputError(f"item {item.get('id')!r}: target {value:g}", allowed, "correct it")
+
+
+def check_batch(ids: Sequence[str], targets: Tensor, most: float, allowed: str) -> None:
+    """Raise InputError where a target of a batch (B, ...) is farther from 0 than `most`; `ids` begin with its items."""
+    rows = targets.double().reshape(len(targets), -1)
+    for index in (rows.abs() > most).any(1).nonzero()[:1, 0].tolist():
+        check_most({"id": ids[index], "target": rows[index].tolist()}, most, allowed)
 
 
 def misfit(shard: Shard, position: int, target: Tensor, output: Tensor) -> InputError:

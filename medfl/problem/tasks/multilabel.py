@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.losses import FocalLoss
 from torch import Tensor, nn
 
 from medfl.core.arrays import Array
@@ -27,6 +26,7 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
+    check_batch,
     check_most,
     column_names,
     exact,
@@ -39,8 +39,9 @@ from medfl.problem.tasks.kind import (
     starting,
 )
 from medfl.storage.run_reader import Table
+from medfl.training.site import LOSSES_OF_FINDINGS
 
-_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
+_TARGETS = "1 (present), 0 (absent), NaN or less than 0 (unknown)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Multilabel(Kind):
         """Tell whether targets are 1 or 0 (or unknown) for each output."""
         has_each = prediction.ndim == 2 and prediction.shape == target.shape
         return has_each and (
-            isinstance(loss, _LOSSES) or (prediction.shape[1] > 1 and are_flags(target))
+            isinstance(loss, LOSSES_OF_FINDINGS) or (prediction.shape[1] > 1 and are_flags(target))
         )
 
     def items(self, items: Sequence[Item]) -> list[Item]:
@@ -75,11 +76,15 @@ class Multilabel(Kind):
                     value if value is not None and value >= 0 else None
                     for value in record["target"]
                 )
-                check_most(record, 1, "1 (present), 0 (absent), NaN or less than 0 (unknown)")
+                check_most(record, 1, _TARGETS)
 
             records.append(record)
 
         return records
+
+    def check(self, ids: Sequence[str], targets: Tensor) -> None:
+        """Raise InputError if a finding is more than 1."""
+        check_batch(ids, targets.double().clamp(min=0), 1, _TARGETS)
 
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items are known to have each finding."""
@@ -233,7 +238,9 @@ class FindingEvaluator(LogitEvaluator):
         if target.shape != logits.shape:
             raise misfit(shard, position, target, logits)
 
-        return logits.cpu(), target.cpu()
+        target = target.cpu()
+        Multilabel().check(shard.ids[position:], target)
+        return logits.cpu(), target
 
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return probabilities, findings and losses."""

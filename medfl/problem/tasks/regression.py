@@ -29,6 +29,7 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
+    check_batch,
     check_most,
     column_names,
     exact,
@@ -41,6 +42,7 @@ from medfl.problem.tasks.kind import (
 from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_NUMBERS = (sys.float_info.max, "a finite number, NaN where it is unknown")
 _LONGEST_UNIT = 20
 
 
@@ -72,10 +74,14 @@ class Regression(Kind):
             if "label" in record:
                 record["target"] = (float(record.pop("label")),)
 
-            check_most(record, sys.float_info.max, "a finite number, NaN where it is unknown")
+            check_most(record, *_NUMBERS)
             records.append(record)
 
         return records
+
+    def check(self, ids: Sequence[str], targets: Tensor) -> None:
+        """Raise InputError if a number is infinite."""
+        check_batch(ids, targets, *_NUMBERS)
 
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""
@@ -228,6 +234,7 @@ class NumberEvaluator(VectorEvaluator):
         if target.numel() != output.numel():
             raise misfit(shard, position, target, output)
 
+        Regression().check(shard.ids[position:], target)
         # case by case: a loss is the mean over its batch
         losses = []
         for i in range(len(target)):
