@@ -272,8 +272,9 @@ def check_palettes(
                 # a palette may have a colour twice
                 is_moved = is_same and index != other and palette[other : other + 1] != [colour]
                 if is_moved or (index == other and not is_same):
+                    first = f"index {other} is the colour {other_colour} in {first_uri}"
                     raise InputError(
-                        f"index {other} is the colour {other_colour} in {first_uri}, index {index} is {colour} in {uri}",
+                        f"{first}, index {index} is {colour} in {uri}",
                         "an index, which is the class, has one colour in all masks",
                         "save the masks as grey pictures of class indices",
                     )

@@ -466,7 +466,7 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
 
 
 def _pages(image: Image.Image) -> int:
-    """Return the number of pictures in a file; in a TIFF without smaller copies and masks, of which a camera adds some."""
+    """Return the number of pictures in a file, without the smaller copies and masks of a TIFF and of a camera."""
     if not isinstance(image, TiffImageFile):
         return 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
 
