@@ -675,9 +675,10 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
     column = column or next(by_number, None)
     if column is None:
+        shown = listed(columns, 20) or "no rows below a header"
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
-            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {listed(columns, 20)}",
+            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
             "name the column with --file-column, or check the folder",
         )
 
