@@ -89,7 +89,7 @@ def of_tests(
         where = ", ".join(f"{listed(names)} ({why})" for why, names in by_reason.items())
         count = list(sites.values()).count("")
         lines.append(
-            f"{name} is undefined on the test images of {where}; mean and worst are of {count} of {len(sites)} sites"
+            f"{name} is undefined on the test images of {where}; the mean is over {count} of {len(sites)} sites"
         )
 
     return lines
