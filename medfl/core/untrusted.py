@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import errno
 import io
@@ -170,6 +169,10 @@ def read_json_bytes(data: bytes) -> Plain:
     )
 
 
+_CODECS = dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "utf-16")
+"""By a text's mark of its order of bytes."""
+
+
 def read_table(
     path: Path, is_composed: bool = False
 ) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
@@ -187,8 +190,7 @@ def read_table(
     rows = []
     try:
         data = read_bytes(path, TABLE_BYTES)
-        is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = data.decode("utf-16" if is_wide else "utf-8-sig")
+        text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
             raise Refused("it has bytes of 0, as of UTF-16 without its mark")
         if is_composed:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from monai.losses import FocalLoss
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError, RunError
@@ -51,7 +50,8 @@ Penalty = Callable[[Tensor, Collated], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""
 
 LOSSES_OF_FINDINGS = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
-"""Losses of targets from 0 to 1."""
+_CROSS_ENTROPY = "binary_cross_entropy"
+"""Losses of targets from 0 to 1: classes, and what the names of PyTorch's functions begin with."""
 
 # for the scale of a step's float16 gradients: from 2^16 to below the smallest float16
 _HALVINGS = 40
@@ -474,16 +474,17 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     if getattr(function, _OF_KNOWN, False):
         return function
 
-    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or function in (
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-    )
+    name = getattr(function, "__name__", "")
+    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or name.startswith(_CROSS_ENTROPY)
 
     def loss(prediction: Collated, target: Collated) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)
-            is_known = target >= 0 if of_findings else ~target.isnan()
+            is_known = ~target.isnan()
+            if of_findings:
+                is_known &= target >= 0
+
             if not is_known.all():
                 return _mean_of_known(function, prediction, target, is_known)
 

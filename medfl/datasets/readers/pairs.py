@@ -262,26 +262,25 @@ def check_palettes(
     Raises:
         InputError: an index stands for two colours, or a colour has two, in these masks and in `colours`.
     """
-    found = {index: ("the bundle", tuple(colour)) for index, *colour in colours}
+    colour_of = {index: ("the bundle", tuple(colour)) for index, *colour in colours}
     for uri in (part for mask in masks for part in mask.split(JOINED)):
         indices, palette = palette_of(uri)
         for index in indices:
-            colour = palette[index]
-            for other, (first_uri, other_colour) in found.items():
-                is_same = other_colour == colour
-                # a palette may have a colour twice
-                is_moved = is_same and index != other and palette[other : other + 1] != [colour]
-                if is_moved or (index == other and not is_same):
-                    first = f"index {other} is the colour {other_colour} in {first_uri}"
+            for first_index, (first_uri, colour) in colour_of.items():
+                # the second half: a palette may have a colour twice
+                if (index == first_index) != (palette[index] == colour) and palette[
+                    first_index : first_index + 1
+                ] != [colour]:
                     raise InputError(
-                        f"{first}, index {index} is {colour} in {uri}",
+                        f"index {first_index} is the colour {colour} in {first_uri}, index {index} is "
+                        f"{palette[index]} in {uri}",
                         "an index, which is the class, has one colour in all masks",
                         "save the masks as grey pictures of class indices",
                     )
 
-            found.setdefault(index, (f"mask {uri}", colour))
+            colour_of.setdefault(index, (f"mask {uri}", palette[index]))
 
-    return tuple((index, *colour) for index, (_, colour) in sorted(found.items()))
+    return tuple((index, *colour) for index, (_, colour) in sorted(colour_of.items()))
 
 
 def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:

@@ -194,27 +194,6 @@ def array(path: str | Path, name: str) -> Pixels:
             ) from error
 
 
-def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
-    """Return the shape of array `name`; of an .npz file from its header only."""
-    if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
-        return array(path, name).shape  # or raises, naming the arrays that are there
-    with (
-        refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"),
-        _member(path, f"{name}.npy") as file,
-    ):
-        if np.lib.format.read_magic(file) == (1, 0):
-            shape, _, kind = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, _, kind = np.lib.format.read_array_header_2_0(file)
-
-        # A header may lie: whoever trusts it would count rows that are not there.
-        stated = math.prod(shape) * kind.itemsize
-        if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
-            raise ValueError(f"its shape {shape} is more than it holds")
-
-        return tuple(shape)
-
-
 def _member(path: str | Path, name: str) -> IO[bytes]:
     """Open a file of an archive, unless it would fill the memory."""
     info = archive(path).getinfo(name)
@@ -277,14 +256,7 @@ def content_key(uri: str) -> str:
             )
             return f"{info.file_size}:{info.CRC:08x}"
 
-        crc = 0
-        size = 0
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-                size += len(block)
-
-        return f"{size}:{crc:08x}"
+        return _checksum(Path(path).read_bytes())
     except (OSError, KeyError) as error:
         raise InputError(
             f"image {uri} cannot be read ({error})",
@@ -412,10 +384,7 @@ def _opened(source: IO[bytes]) -> ImageFile:
     except UnidentifiedImageError as error:
         reason = f"no picture that is known; {beginning(source)}"
         with suppress(Exception):  # of another kind, or damaged
-            source.seek(0)
-            is_large = source.read(4) == b"MM\0+"  # Pillow reads none of its tags
-            kind = "a BigTIFF in big-endian order: save it as TIFF"
-            reason = kind if is_large else f"a TIFF with {tags_of(source)}"
+            reason = f"a TIFF with {tags_of(source) or 'no tag, or a BigTIFF in big-endian order'}"
 
         raise ValueError(reason) from error
 

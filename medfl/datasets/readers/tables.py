@@ -15,7 +15,6 @@ from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,
     array,
-    array_shape,
     files_below,
     split_uri,
 )
@@ -246,7 +245,7 @@ def stacked(
             path, name = split_uri(label_uri)
             # MedMNIST's labels have a second axis of length 1.
             labels = array(path, name).reshape(-1)
-            rows = array_shape(*split_uri(images))[0]
+            rows = len(array(*split_uri(images)))
             if len(labels) != rows:
                 raise InputError(
                     f"{path}: {rows} {part} images but {len(labels)} labels",

@@ -16,7 +16,7 @@ from medfl.datasets.readers.reading import (
     JOINED,
     Files,
     archive,
-    array_shape,
+    array,
     by_name,
     files_below,
     shown_files,
@@ -173,7 +173,7 @@ def _rows(file: Path) -> Files:
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     counts = {}
     for name in arrays:
-        shape = array_shape(file, name)
+        shape = array(file, name).shape
         if len(shape) in (3, 4):
             counts[name] = shape[0]
 

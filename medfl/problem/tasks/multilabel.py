@@ -26,8 +26,6 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
-    check_batch,
-    check_most,
     column_names,
     exact,
     finite,
@@ -40,8 +38,6 @@ from medfl.problem.tasks.kind import (
 )
 from medfl.storage.run_reader import Table
 from medfl.training.site import LOSSES_OF_FINDINGS
-
-_TARGETS = "1 (present), 0 (absent), NaN or less than 0 (unknown)"
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,8 @@ class Multilabel(Kind):
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("risk",)
     promise: str = "an image's findings that are in its set, of images with any"
+    most: float = 1
+    allowed: str = "1 (present), 0 (absent), NaN or less than 0 (unknown)"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are 1 or 0 (or unknown) for each output."""
@@ -76,15 +74,11 @@ class Multilabel(Kind):
                     value if value is not None and value >= 0 else None
                     for value in record["target"]
                 )
-                check_most(record, 1, _TARGETS)
+                self.check_item(str(item.get("id")), record["target"])
 
             records.append(record)
 
         return records
-
-    def check(self, ids: Sequence[str], targets: Tensor) -> None:
-        """Raise InputError if a finding is more than 1."""
-        check_batch(ids, targets.double().clamp(min=0), 1, _TARGETS)
 
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items are known to have each finding."""
@@ -238,13 +232,12 @@ class FindingEvaluator(LogitEvaluator):
         if target.shape != logits.shape:
             raise misfit(shard, position, target, logits)
 
-        target = target.cpu()
-        Multilabel().check(shard.ids[position:], target)
-        return logits.cpu(), target
+        return logits.cpu(), target.cpu()
 
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return probabilities, findings and losses."""
         logits, target = columns
+        Multilabel().check(shard.ids, target)
         for row, index in enumerate(shard.indices.tolist()):
             if index in shard.shown:  # findings that its site does not annotate are not scored
                 target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,6 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
-    check_batch,
-    check_most,
     column_names,
     exact,
     finite,
@@ -42,7 +39,6 @@ from medfl.problem.tasks.kind import (
 from medfl.storage.run_reader import Table
 
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_NUMBERS = (sys.float_info.max, "a finite number, NaN where it is unknown")
 _LONGEST_UNIT = 20
 
 
@@ -57,6 +53,7 @@ class Regression(Kind):
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("residual",)
     promise: str = "an image's known numbers that are in their interval"
+    allowed: str = "a finite number, NaN where it is unknown"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether there is a number for each output, and a loss on numbers or targets beyond 0 and 1."""
@@ -74,14 +71,10 @@ class Regression(Kind):
             if "label" in record:
                 record["target"] = (float(record.pop("label")),)
 
-            check_most(record, *_NUMBERS)
+            self.check_item(str(item.get("id")), record.get("target") or ())
             records.append(record)
 
         return records
-
-    def check(self, ids: Sequence[str], targets: Tensor) -> None:
-        """Raise InputError if a number is infinite."""
-        check_batch(ids, targets, *_NUMBERS)
 
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a known number, with e / (e + sd) of the absolute error e of each."""
@@ -234,7 +227,6 @@ class NumberEvaluator(VectorEvaluator):
         if target.numel() != output.numel():
             raise misfit(shard, position, target, output)
 
-        Regression().check(shard.ids[position:], target)
         # case by case: a loss is the mean over its batch
         losses = []
         for i in range(len(target)):
@@ -246,6 +238,7 @@ class NumberEvaluator(VectorEvaluator):
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return predictions and targets in their unit, and losses."""
         prediction, target, losses = columns
+        Regression().check(shard.ids, target)
         mean, sd = scale_of(self.metadata, prediction.shape[1])
         return {
             "prediction": mean + sd * prediction,
