@@ -18,7 +18,7 @@ from medfl.core.errors import InputError, MedflError, as_text, root_cause
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
 from medfl.data.prepare import DiskCache, prepare
-from medfl.data.prepared import Item, Prepared, moved
+from medfl.data.prepared import Item, Prepared, Shard, moved
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
@@ -211,13 +211,19 @@ class Problem:
         data = self.sections[section]
         records = self.records(section)
         prepared = prepare(
-            records, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
-            jobs=jobs, progress=progress, cache=self.disk_cache(section),
-        )  # fmt: skip
+            records,
+            data.source,
+            data.collate,
+            data.prepare_batch,
+            label=f"preparing {section} images",
+            jobs=jobs,
+            progress=progress,
+            cache=self.disk_cache(section),
+        )
         if self.kind.record_key == "target" and records and "target" not in records[0]:
-            first = torch.arange(min(len(records), self.batch_size))
-            for _, targets in prepared.batches(first, self.batch_size, None):
-                self.kind.check(prepared.ids(first.tolist()), targets)
+            first = Shard.of(prepared, range(min(len(records), self.batch_size)))
+            for _, targets in first.batches(len(first)):
+                self.kind.check(first.ids, targets.reshape(len(first), -1).tolist())
 
         return prepared
 

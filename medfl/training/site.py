@@ -50,8 +50,7 @@ Penalty = Callable[[Tensor, Collated], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""
 
 LOSSES_OF_FINDINGS = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
-_CROSS_ENTROPY = "binary_cross_entropy"
-"""Losses of targets from 0 to 1: classes, and what the names of PyTorch's functions begin with."""
+"""Losses of targets from 0 to 1."""
 
 # for the scale of a step's float16 gradients: from 2^16 to below the smallest float16
 _HALVINGS = 40
@@ -475,7 +474,9 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function
 
     name = getattr(function, "__name__", "")
-    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or name.startswith(_CROSS_ENTROPY)
+    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or name.startswith(
+        "binary_cross_entropy"
+    )
 
     def loss(prediction: Collated, target: Collated) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()

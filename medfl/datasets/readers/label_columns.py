@@ -755,8 +755,15 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     by = [f"images by column {heads[column]!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
     return Labels(
-        meaning.task, classes, targets, meaning.names, meaning.column, cases_of, ", ".join(by), tuple(notes)
-    )  # fmt: skip
+        meaning.task,
+        classes,
+        targets,
+        meaning.names,
+        meaning.column,
+        cases_of,
+        ", ".join(by),
+        tuple(notes),
+    )
 
 
 def _matched(

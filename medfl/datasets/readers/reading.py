@@ -437,11 +437,12 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
 def _pages(image: Image.Image) -> int:
     """Return the number of pictures in a file, without the smaller copies and masks of a TIFF and of a camera."""
     if not isinstance(image, TiffImageFile):
-        return 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        if image.format == "MPO":
+            return 1
+        return getattr(image, "n_frames", 1)
 
     # large stacks have one page, after which the slices lie
-    stack = _OF_IMAGEJ.match(str(image.tag_v2.get(_DESCRIPTION, "")))
-    if stack:
+    if stack := _OF_IMAGEJ.match(str(image.tag_v2.get(_DESCRIPTION, ""))):
         return int(stack[1])
 
     pages = 0

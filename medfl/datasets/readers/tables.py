@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
@@ -56,11 +57,7 @@ class Layout:
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
     """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
-    line = " | ".join(entries[:most])
-    if len(entries) > most:
-        line += f" and {len(entries) - most} more {what}"
-
-    return line
+    return listed(entries, most, " | ") + f" {what}" * (len(entries) > most)
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:

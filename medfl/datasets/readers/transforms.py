@@ -15,6 +15,7 @@ from monai.config.type_definitions import KeysCollection
 from monai.data import MetaTensor
 from monai.transforms import SpatialResample
 from monai.transforms.transform import MapTransform
+from monai.utils import ensure_tuple_rep
 from PIL import Image
 
 from medfl.core.arrays import Floats
@@ -125,7 +126,7 @@ class ReadPixelsd(FileReader):
 
         sides = None
         if size is not None:
-            height, width = (size, size) if isinstance(size, int) else size
+            height, width = ensure_tuple_rep(size, 2)
             sides = (int(height), int(width))
             if min(sides) < 1:
                 raise InputError(

@@ -173,9 +173,9 @@ def _rows(file: Path) -> Files:
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     counts = {}
     for name in arrays:
-        shape = array(file, name).shape
-        if len(shape) in (3, 4):
-            counts[name] = shape[0]
+        values = array(file, name)
+        if values.ndim in (3, 4):
+            counts[name] = len(values)
 
     if sum(counts.values()) > _MOST_ROWS:
         raise InputError(

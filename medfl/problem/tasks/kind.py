@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -108,17 +108,14 @@ class Kind:
         """Return the records of a data list, whose "label" is a class index alone, and "target" numbers."""
         return [without(item, ["target"]) if "target" in item else item for item in items]
 
-    def check(self, ids: Sequence[str], targets: Tensor) -> None:
-        """Raise InputError if a target of these items, (B, ...), is none of this kind."""
-        rows = targets.double().reshape(len(targets), -1)
-        for index in (rows.isneginf() | (rows > self.most)).any(1).nonzero()[:1, 0].tolist():
-            self.check_item(ids[index], rows[index].tolist())
-
-    def check_item(self, ident: str, target: Sequence[float | None]) -> None:
-        """Raise InputError if a target of an item is none of this kind."""
-        for value in target:
-            if value is not None and (value > self.most or value == -math.inf):
-                raise InputError(f"item {ident!r}: target {value:g}", self.allowed, "correct it")
+    def check(self, ids: Iterable[str], targets: Iterable[Sequence[float | None]]) -> None:
+        """Raise InputError if a target of these items is none of this kind."""
+        for ident, target in zip(ids, targets, strict=True):
+            for value in target:
+                if value is not None and (value > self.most or value == -math.inf):
+                    raise InputError(
+                        f"item {ident!r}: target {value:g}", self.allowed, "correct it"
+                    )
 
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items of a shard have each class or finding, {} if unknown."""

@@ -74,7 +74,7 @@ class Multilabel(Kind):
                     value if value is not None and value >= 0 else None
                     for value in record["target"]
                 )
-                self.check_item(str(item.get("id")), record["target"])
+                self.check([str(item.get("id"))], [record["target"]])
 
             records.append(record)
 
@@ -237,7 +237,7 @@ class FindingEvaluator(LogitEvaluator):
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return probabilities, findings and losses."""
         logits, target = columns
-        Multilabel().check(shard.ids, target)
+        Multilabel().check(shard.ids, target.tolist())
         for row, index in enumerate(shard.indices.tolist()):
             if index in shard.shown:  # findings that its site does not annotate are not scored
                 target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]

@@ -71,7 +71,7 @@ class Regression(Kind):
             if "label" in record:
                 record["target"] = (float(record.pop("label")),)
 
-            self.check_item(str(item.get("id")), record.get("target") or ())
+            self.check([str(item.get("id"))], [record.get("target") or ()])
             records.append(record)
 
         return records
@@ -238,7 +238,7 @@ class NumberEvaluator(VectorEvaluator):
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return predictions and targets in their unit, and losses."""
         prediction, target, losses = columns
-        Regression().check(shard.ids, target)
+        Regression().check(shard.ids, target.tolist())
         mean, sd = scale_of(self.metadata, prediction.shape[1])
         return {
             "prediction": mean + sd * prediction,
