@@ -451,7 +451,7 @@ def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record
 
 _IDS = (
     "dataset_dir images masks labels labels_are label_column uncertain blank columns classes "
-    "mask_values group_by split in_channels"
+    "mask_values mask_colours group_by split in_channels"
 )
 
 
@@ -506,7 +506,8 @@ def check_folder(
 
     if ids.get("masks") and not own.is_volumes(own.path_below(root, str(ids["images"]))):
         try:
-            pairs.check_palettes(record.mask for record in dataset.records)
+            masks = (record.mask for record in dataset.records)
+            pairs.check_palettes(masks, ids.get("mask_colours") or ())
         except InputError as error:
             problems.append(str(error))
 

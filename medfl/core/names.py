@@ -97,9 +97,9 @@ def as_number(text: str) -> str:
     return match[1] if match else ""
 
 
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Join names, at most `limit` of them."""
-    text = ", ".join(names[:limit])
+def listed(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
+    """Join names, at most `limit` of them, and say how many more there are."""
+    text = between.join(names[:limit])
     if len(names) > limit:
         text += f" and {len(names) - limit} more"
     return text

@@ -169,6 +169,10 @@ def read_json_bytes(data: bytes) -> Plain:
     )
 
 
+_CODECS = dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "utf-16")
+"""By a text's mark of its order of bytes."""
+
+
 def read_table(
     path: Path, is_composed: bool = False
 ) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
@@ -176,16 +180,19 @@ def read_table(
 
     The header decides whether cells are separated by tabs, semicolons (as in many countries' spreadsheets) or commas.
 
-    A missing cell of a row is None; cells beyond the header are a list under None. `is_composed`: in composed
+    A missing cell of a row is None; empty cells beyond the header are a list under None. `is_composed`: in composed
     characters, like file names.
 
     Raises:
-        Refused: it is not such a file, has more than `TABLE_BYTES`, or rows so short that they would take far more
-            memory.
+        Refused: it is not such a file in UTF-8, or in UTF-16 with its mark; it has cells beyond the header, more than
+            `TABLE_BYTES`, or rows so short that they would take far more memory.
     """
     rows = []
     try:
-        text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
+        data = read_bytes(path, TABLE_BYTES)
+        text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
+        if "\0" in text:
+            raise Refused("it has bytes of 0, as of UTF-16 without its mark")
         if is_composed:
             text = unicodedata.normalize("NFC", text)
 
@@ -196,6 +203,11 @@ def read_table(
         reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
         names = list(reader.fieldnames or ())
         for row in reader:
+            # of a decimal comma, or of names of rows, which move all columns
+            if more := "".join(row.get(None, ())):
+                raise Refused(
+                    f"line {reader.line_num} has more cells than the header: {printable(more, 40)!r}"
+                )
             rows.append((reader.line_num, row))
             if len(rows) > TABLE_ROWS:
                 raise Refused(f"more than {TABLE_ROWS} rows")

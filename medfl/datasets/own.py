@@ -264,9 +264,16 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         path: row for path, row in labelling.rows.items() if row
     }
     return OwnImages(
-        records, used, rows, labelling.notes, labelling.columns, tuple(names), unlabelled_records,
-        labelling.task, labelling.column,
-    )  # fmt: skip
+        records,
+        used,
+        rows,
+        labelling.notes,
+        labelling.columns,
+        tuple(names),
+        unlabelled_records,
+        labelling.task,
+        labelling.column,
+    )
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:

@@ -6,7 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +34,8 @@ Foreign = Any
 """What a bundle's code takes and returns: mostly tensors, but without any declaration."""
 OwnValues = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """(output, target) of a batch -> values by name, (B, ...)."""
+OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
+"""Name -> metric of (output, target) of one case, a batch of one, in addition to medfl's."""
 
 
 class Masks(NamedTuple):
@@ -67,10 +70,12 @@ class VectorEvaluator(ABC):
     Attributes:
         batch_size: items of a forward pass; fixed, so that no setting changes the last bits of a score.
         metric_inputs: (output, target) of a batch -> further values that the bundle's own metric takes, or None.
+        metrics: further ones, of what `values` has first: probabilities or numbers, and their truth.
     """
 
     batch_size: int = 256
     metric_inputs: OwnValues | None = None
+    metrics: OwnMetrics = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(
@@ -101,9 +106,13 @@ class VectorEvaluator(ABC):
             return Cases((), {})
 
         values = self.values(shard, *map(torch.cat, zip(*columns, strict=True)))
-        names = own_values[0] if own_values else ()
-        for name in names:
+        for name in chain.from_iterable(own_values[:1]):
             values[name] = torch.cat([batch[name] for batch in own_values])
+
+        if self.metrics:
+            outputs, targets = (torch.split(column, 1) for column in [*values.values()][:2])
+            rows = list(map(partial(_own_metrics, self.metrics), shard.ids, outputs, targets))
+            values |= _cases(shard, rows).values
 
         return Cases(tuple(shard.ids), values)
 
@@ -173,6 +182,7 @@ class MaskEvaluator:
         inferer: (inputs, network) -> logits of whole images, e.g. a sliding window.
         tolerance: of the surface Dice, in the unit of the images' spacing.
         background_limit: a pixel is background if its background probability exceeds this; None: if it is the largest.
+        metrics: further ones, of logits and target.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -180,6 +190,7 @@ class MaskEvaluator:
     inferer: Callable[..., Tensor]
     tolerance: float = 1.0
     background_limit: float | None = None
+    metrics: OwnMetrics = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(
@@ -209,6 +220,7 @@ class MaskEvaluator:
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
+            own_row = _own_metrics(self.metrics, ident, logits, y)
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
                 prediction = annotated.renumbered(prediction)
@@ -227,7 +239,7 @@ class MaskEvaluator:
             )
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
-                rows.append({**row, "loss": float(self.loss(logits, y))})
+                rows.append({**row, "loss": float(self.loss(logits, y)), **own_row})
 
         return _cases(shard, rows)
 
@@ -368,6 +380,7 @@ class CaseEvaluator:
         postprocessing: dictionary transform over the batch's keys and "pred", or None.
         tolerance: of the surface Dice, in the unit of the images' spacing; None unless the task is segmentation.
         structures: names of the channels, () if they have none.
+        metrics: further ones, of prediction and target.
     """
 
     def __init__(
@@ -378,7 +391,9 @@ class CaseEvaluator:
         postprocessing: Callable[[Foreign], Foreign] | None = None,
         tolerance: float | None = None,
         structures: Sequence[str] = (),
+        metrics: OwnMetrics | None = None,
     ) -> None:
+        self.metrics = metrics or {}
         self.name = name
         self.inferer = inferer
         self.postprocessing = postprocessing
@@ -404,7 +419,9 @@ class CaseEvaluator:
         rows = []
         outputs = self._outputs(network, shard, device)
         for index, (x, y, prediction, fields) in zip(shard.indices.tolist(), outputs, strict=True):
-            with _naming_item(*shard.prepared.ids([index])):
+            (ident,) = shard.prepared.ids([index])
+            row = _own_metrics(self.metrics, ident, prediction, y)
+            with _naming_item(ident):
                 cases = self._processed(x, y, prediction, fields)
                 annotated = shard.shown.get(index)
                 names = self.structures
@@ -414,9 +431,8 @@ class CaseEvaluator:
                     y = annotated.renumbered(y)
                     prediction = annotated.marginal_logits(prediction)
 
-                row = {}
                 if self.tolerance is not None:
-                    row = self._mask_row(x, cases, shard.prepared, index, surface_metrics, names)
+                    row |= self._mask_row(x, cases, shard.prepared, index, surface_metrics, names)
 
                 # the bundle's own metric where medfl's is undefined
                 if math.isnan(row.get(self.name, math.nan)):
@@ -502,6 +518,26 @@ def _naming_item(ident: str) -> Iterator[None]:
         raise RunError(
             f"the bundle's validation fails on item {ident!r}: {as_text(root_cause(error))}"
         ) from error
+
+
+def _own_metrics(metrics: OwnMetrics, ident: str, output: Any, target: Any) -> dict[str, float]:
+    """Return a case's metrics, each the mean of its values that are not NaN, NaN if there are none.
+
+    Raises:
+        RunError: one fails; names it and the item.
+    """
+    row = {}
+    for name, metric in metrics.items():
+        try:
+            mean = torch.as_tensor(metric(output, target), dtype=torch.float64).nanmean()
+        except Exception as error:  # a user's function may raise anything
+            raise RunError(
+                f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}"
+            ) from error
+
+        row[name] = float(torch.where(mean.isfinite(), mean, math.nan))
+
+    return row
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:

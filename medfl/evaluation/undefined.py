@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
+from medfl.core.names import listed
 from medfl.evaluation.findings import LEAST
 from medfl.evaluation.metrics import Cases
 
-_NAMED = 6  # maximum of rounds, sites, seeds or folds in a line
+NAMED = 6  # maximum of rounds, sites, seeds or folds in a line
 
 
 def reason(name: str, metrics: Mapping[str, object] | None, cases: Cases | None) -> str:
@@ -54,7 +55,7 @@ def of_rounds(name: str, reasons: Mapping[int, str]) -> list[str]:
     where = f"{len(lacking)} of {len(reasons)} rounds"
     best = "there is no best round"
     if len(lacking) < len(reasons):
-        where += f" ({listed(lacking)})"
+        where += f" ({listed(lacking, NAMED)})"
         best = "the best round is one of the others"
 
     why = "; ".join(dict.fromkeys(filter(None, reasons.values())))
@@ -86,10 +87,10 @@ def of_tests(
             by_reason.setdefault(why, []).append(site)
 
     if by_reason:
-        where = ", ".join(f"{listed(names)} ({why})" for why, names in by_reason.items())
+        where = ", ".join(f"{listed(names, NAMED)} ({why})" for why, names in by_reason.items())
         count = list(sites.values()).count("")
         lines.append(
-            f"{name} is undefined on the test images of {where}; mean and worst are of {count} of {len(sites)} sites"
+            f"{name} is undefined on the test images of {where}; the mean is over {count} of {len(sites)} sites"
         )
 
     return lines
@@ -102,13 +103,4 @@ def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
         for line in lines:
             names.setdefault(line, []).append(name)
 
-    return [f"{line} ({listed(sayers, '; ')})" for line, sayers in names.items()]
-
-
-def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Return the first of many names, and how many more there are."""
-    more = len(names) - _NAMED
-    if more > 0:
-        return f"{between.join(names[:_NAMED])} and {more} more"
-
-    return between.join(names)
+    return [f"{line} ({listed(sayers, NAMED, '; ')})" for line, sayers in names.items()]

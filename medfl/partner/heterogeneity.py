@@ -246,10 +246,7 @@ def _finite(value: float) -> float | None:
 
 
 def _number(value: float) -> str:
-    if math.isfinite(value):
-        return f"{value:.3f}"
-
-    return "-"
+    return f"{value:.3f}".replace("nan", "-")
 
 
 # The picture

@@ -373,11 +373,10 @@ def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | No
 def _moments(shares: Floats, bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, with each bin at its centre."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
-    total = float(shares.sum())
-    if total <= 0:
+    if shares.sum() <= 0:
         return math.nan, math.nan
-    mean = float((shares * middles).sum() / total)
-    return mean, float(np.sqrt((shares * (middles - mean) ** 2).sum() / total))
+    mean = np.average(middles, weights=shares)
+    return float(mean), float(np.sqrt(np.average((middles - mean) ** 2, weights=shares)))
 
 
 def _rounded(value: float | np.floating[Any]) -> float | None:

@@ -26,12 +26,11 @@ from medfl.core.mappings import map_values
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
 from medfl.core.task import OF_VECTORS
-from medfl.evaluation.evaluators import ClassEvaluator, Evaluator
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import METRICS, OF_CASES
 from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.parts_data import PartSections
-from medfl.problem.parts_scores import OwnCases, OwnMasks, OwnVectors
 from medfl.problem.problem import LossFunction, Problem
 from medfl.problem.sections import check_labels
 from medfl.problem.tasks import KINDS, check_task
@@ -381,26 +380,16 @@ class PartsProblem(Problem):
     def evaluator(self) -> Evaluator:
         """Scores the networks by medfl's metrics for the task, and by the given ones."""
         parts = self.parts
-        sigmoid = isinstance(self.loss_function, nn.BCELoss)
-        if parts.task == "classification":
-            return OwnVectors(
-                ClassEvaluator(ends_in_sigmoid=sigmoid), ("probabilities", "label"), parts.metrics
-            )
-        if parts.task == "multilabel":
-            return OwnVectors(
-                FindingEvaluator(ends_in_sigmoid=sigmoid),
-                ("probabilities", "findings"),
-                parts.metrics,
-            )
         if parts.task == "regression":
-            return OwnVectors(
-                NumberEvaluator(self.loss, {}), ("prediction", "target"), parts.metrics
-            )
-
+            return NumberEvaluator(self.loss, {}, metrics=parts.metrics)
         if parts.task == "segmentation":
-            return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
+            return MaskEvaluator(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
+        if parts.task not in OF_VECTORS:
+            return CaseEvaluator("loss", self.loss, parts.inferer, metrics=parts.metrics)
 
-        return OwnCases(self.loss, parts.inferer, parts.metrics)
+        evaluator = FindingEvaluator if parts.task == "multilabel" else ClassEvaluator
+        sigmoid = isinstance(self.loss_function, nn.BCELoss)
+        return evaluator(ends_in_sigmoid=sigmoid, metrics=parts.metrics)
 
 
 def protocol_of_parts(name: str) -> Config:

@@ -18,7 +18,7 @@ from medfl.core.errors import InputError, MedflError, as_text, root_cause
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
 from medfl.data.prepare import DiskCache, prepare
-from medfl.data.prepared import Item, Prepared, moved
+from medfl.data.prepared import Item, Prepared, Shard, moved
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
@@ -209,10 +209,23 @@ class Problem:
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
         """Run the section's deterministic transforms once and return its items ready to be batched."""
         data = self.sections[section]
-        return prepare(
-            self.records(section), data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
-            jobs=jobs, progress=progress, cache=self.disk_cache(section),
-        )  # fmt: skip
+        records = self.records(section)
+        prepared = prepare(
+            records,
+            data.source,
+            data.collate,
+            data.prepare_batch,
+            label=f"preparing {section} images",
+            jobs=jobs,
+            progress=progress,
+            cache=self.disk_cache(section),
+        )
+        if self.kind.record_key == "target" and records and "target" not in records[0]:
+            first = Shard.of(prepared, range(min(len(records), self.batch_size)))
+            for _, targets in first.batches(len(first)):
+                self.kind.check(first.ids, targets.reshape(len(first), -1).tolist())
+
+        return prepared
 
     def data_checksum(self) -> str:
         """Hash the items of the data lists and the sizes of the files that they name."""

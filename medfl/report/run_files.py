@@ -12,12 +12,12 @@ import numpy as np
 
 from medfl.core.arrays import Integers
 from medfl.core.mappings import within
-from medfl.core.names import slug
+from medfl.core.names import listed, slug
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.metrics import METRICS, OVER_CLASSES, Cases, direction, higher_is_better
-from medfl.evaluation.undefined import listed
+from medfl.evaluation.undefined import NAMED
 from medfl.storage.run_reader import RunReader, Table
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class RunFiles(RunReader):
         left_out = (self.summary.get("sites") or {}).get("left_out") or ()
         if left_out:
             why = "which too few of their test images have or lack"
-            remarks.append(f"{name} of single sites is not over {listed(left_out)}, {why}")
+            remarks.append(f"{name} of single sites is not over {listed(left_out, NAMED)}, {why}")
 
         fewer = []
         for site in self.site_names:
@@ -138,7 +138,9 @@ class RunFiles(RunReader):
             if count in classes.values():
                 worst = "the worst site is one of the others"
 
-            remarks.append(f"{name} is a mean over fewer at some sites ({listed(fewer)}): {worst}")
+            remarks.append(
+                f"{name} is a mean over fewer at some sites ({listed(fewer, NAMED)}): {worst}"
+            )
 
         return "; ".join(remarks)
 

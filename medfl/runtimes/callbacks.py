@@ -21,6 +21,9 @@ from medfl.core.message import Tensors, Weights, byte_count
 from medfl.evaluation.metrics import direction
 from medfl.storage.files import atomic_replace, save_weights
 
+_UNDEFINED = {"mae": ("r2", "pearson"), "dice": ()}
+"""Metric that tells a task -> metrics that one of its rounds may lack."""
+
 
 @dataclass(frozen=True, eq=False)
 class RoundEnd:
@@ -73,13 +76,12 @@ class RoundEnd:
                 scored.append((number, values[name]))
 
         if not scored:
+            metrics = set[str]().union(*(values for _, values in self.history))
             # only these may be missing from a round that has other metrics
-            if name in (self.key_metric, "auroc") or name.startswith("dice_"):
+            tasks = (names for metric, names in _UNDEFINED.items() if metric in metrics)
+            undefined = next(tasks, ("auroc",))
+            if name in (self.key_metric, *undefined) or name.startswith("dice_"):
                 return None
-
-            metrics: set[str] = set()
-            for _, values in self.history:
-                metrics.update(values)
 
             listed = ", ".join(sorted(metrics)) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {listed}", "name one of these")

@@ -556,9 +556,8 @@ def _segmented(
         # volumes are never JPEG: many values are many structures
         most_shades = ANY if solid else max(name_count, 1 if is_lossy else _MOST_SHADES)
         _check_values(masks, values, most_shades, is_lossy)
-        if not solid:
-            pairs.check_palettes(record.mask for record in records)
-
+        # a volume has no palette
+        colours = pairs.check_palettes(record.mask for record in records if not solid)
         _refuse_ignored(layout, present)
     except InputError as error:
         if images != masks and _swapped(records[0], solid):
@@ -606,6 +605,7 @@ def _segmented(
         "said": (layout.note,) if layout.note else (),
         "phantom": str(own.cohort_of(paths) or ""),
         "mask_values": mask_values,
+        "mask_colours": colours,
         "channel_titles": layout.channels,
         "normalised": way,
         **_patients(dataset, divided, group_by),

@@ -48,6 +48,7 @@ class Survey:
         tested: images in the test section.
         sites: default number of sites of a run: three, or fewer with few patients.
         mask_values: values of the classes in masks, if they are not 0, 1, 2, ...
+        mask_colours: (index, red, green, blue) of classes in masks with a palette of colours.
         channel_titles: names of the channels if a file gives them.
         normalised: normalisation of volumes by these names; other than nonorm and rescale_to_0_1 by mean and sd.
         task: classification, multilabel or regression of labelled pictures.
@@ -81,6 +82,7 @@ class Survey:
     sites: int = 3
     folds: int = 0
     mask_values: tuple[int, ...] = ()
+    mask_colours: tuple[tuple[int, ...], ...] = ()
     channel_titles: tuple[str, ...] = ()
     normalised: str = "zscore"
     task: str = "classification"

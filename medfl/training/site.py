@@ -14,6 +14,7 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
+from monai.losses import FocalLoss
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,6 +48,9 @@ the device. All of it is passed to the objective."""
 
 Penalty = Callable[[Tensor, Collated], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""
+
+LOSSES_OF_FINDINGS = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
+"""Losses of targets from 0 to 1."""
 
 # for the scale of a step's float16 gradients: from 2^16 to below the smallest float16
 _HALVINGS = 40
@@ -462,17 +466,26 @@ _OF_KNOWN = "is_mean_of_known"
 def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer does.
 
-    NaN in numerical targets, (B,) or (B, K), means unknown, and the mean is over the others. A loss that is already
+    NaN in numerical targets, (B,) or (B, K), means unknown, and the mean is over the others; so does less than 0 where
+    a loss is of findings. A loss that is already
     reduced, as in a bundle whose trainer reduces it for MONAI's own run, is unchanged.
     """
     if getattr(function, _OF_KNOWN, False):
         return function
+
+    name = getattr(function, "__name__", "")
+    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or name.startswith(
+        "binary_cross_entropy"
+    )
 
     def loss(prediction: Collated, target: Collated) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)
             is_known = ~target.isnan()
+            if of_findings:
+                is_known &= target >= 0
+
             if not is_known.all():
                 return _mean_of_known(function, prediction, target, is_known)
 
@@ -493,7 +506,7 @@ def _mean_of_known(
         InputError: the loss does not return a value per target.
     """
     values = None
-    filled = target.nan_to_num(0.0)
+    filled = target.masked_fill(~is_known, 0.0)
     # a copy, because the bundle's own module may be in use elsewhere
     if isinstance(function, nn.Module) and hasattr(function, "reduction"):
         elementwise = copy.copy(function)
@@ -504,7 +517,7 @@ def _mean_of_known(
 
     if values is None or values.shape != target.shape:
         raise InputError(
-            "targets of which some are unknown (NaN)",
+            "targets of which some are unknown (NaN, or findings below 0)",
             "a loss with reduction='none', which gives a value for each of them",
             "take such a loss, as BCEWithLogitsLoss or L1Loss, or leave these images out",
         )

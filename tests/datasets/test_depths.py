@@ -180,6 +180,44 @@ def test_a_tiff_of_a_volume_is_no_picture(tmp_path: Path) -> None:
         read_pixels(f"{tmp_path}/x.tif")
 
 
+def test_pictures_of_which_only_the_first_was_taken_are_refused(tmp_path: Path) -> None:
+    """An animation; a stack of ImageJ, which above 4 GiB has one directory for all slices; two stains in one file."""
+    first = Image.fromarray(MASK * np.uint8(100))
+    second = Image.fromarray(MASK[::-1] * np.uint8(100))
+    for kind in ("PNG", "GIF", "WEBP"):
+        first.save(tmp_path / "x.png", kind, save_all=True, append_images=[second])
+        with pytest.raises(InputError, match="has 2 pages"):
+            read_pixels(f"{tmp_path}/x.png")
+
+    # cameras add a small copy, for their screens
+    first.save(tmp_path / "x.jpg", "MPO", save_all=True, append_images=[second])
+    assert read_pixels(f"{tmp_path}/x.jpg").shape == (6, 8, 1)
+
+    text = "ImageJ=1.54f\nimages=3\nslices=3\n"
+    tifffile.imwrite(tmp_path / "x.tif", drawn("uint16"), description=text, metadata=None)
+    with (tmp_path / "x.tif").open("ab") as file:
+        file.write(drawn("uint16").tobytes() * 2)
+    with pytest.raises(InputError, match="has 3 pages"):
+        read_pixels(f"{tmp_path}/x.tif")
+
+    stains = np.stack([drawn("uint8")] * 2, -1)
+    tifffile.imwrite(tmp_path / "x.tif", stains, photometric="minisblack", planarconfig="contig")
+    with pytest.raises(InputError, match="a second channel, of which ExtraSamples says nothing"):
+        read_pixels(f"{tmp_path}/x.tif")
+
+
+def test_a_tiff_that_is_not_known_says_why(tmp_path: Path, recwarn: Any) -> None:
+    """Colours of 16 bits in tiles had "16 bits a channel: save it with 8 or 16"; the other had no tags."""
+    colours = np.zeros((32, 32, 3), np.uint16) + np.arange(32, dtype=np.uint16)[:, None]
+    tifffile.imwrite(tmp_path / "x.tif", colours, photometric="rgb", tile=(16, 16))
+    with pytest.raises(InputError, match="it has 16 bits a channel, or lies in tiles: save it"):
+        read_pixels(f"{tmp_path}/x.tif")
+
+    tifffile.imwrite(tmp_path / "x.tif", colours[..., 0], bigtiff=True, byteorder=">")
+    with pytest.raises(InputError, match="no tag, or a BigTIFF in big-endian order"):
+        read_pixels(f"{tmp_path}/x.tif")
+
+
 def test_a_palette_of_black_and_white_is_its_shades(tmp_path: Path) -> None:
     picture = Image.fromarray(MASK % 2)
     picture.putpalette([255, 255, 255, 0, 0, 0])

@@ -409,6 +409,53 @@ def test_a_mask_of_bits_is_read_as_zero_and_one(tmp_path: Path) -> None:
     assert np.array_equal(labels[0].numpy(), mask.transpose(2, 1, 0))
 
 
+@pytest.mark.parametrize("syntax", [EXPLICIT, BIG_ENDIAN])
+def test_bits_that_fill_no_byte_and_numbers_of_32_bits_are_as_pydicom_reads_them(
+    tmp_path: Path, syntax: str
+) -> None:
+    """GDCM lost the bits in the last byte, and changed the order of bytes in the numbers of a big-endian dose."""
+    bits = np.random.default_rng(2).integers(0, 2, (3, 5, 3)).astype(np.uint8)
+    bits[-1, -1] = 1
+    numbers = np.arange(12, dtype=np.uint32).reshape(3, 4) * 70000
+    groups = [
+        {(0x0020, 0x9113): ("SQ", [{POSITION: ("DS", f"0\\0\\{place}")}])} for place in range(3)
+    ]
+    frames = {
+        (0x0028, 0x0008): ("IS", "3"), POSITION: None, (0x5200, 0x9230): ("SQ", groups),
+        (0x0028, 0x0100): ("US", [1]), (0x0028, 0x0101): ("US", [1]), (0x0028, 0x0102): ("US", [0]),
+        (0x7FE0, 0x0010): ("OB", np.packbits(bits.ravel(), bitorder="little").tobytes()),
+    }  # fmt: skip
+    # a label map, whose class GDCM does not know
+    labels = {(0x0008, 0x0016): ("UI", "1.2.840.10008.5.1.4.1.1.66.7")}
+    for name, stored, more in (("bits", bits, {**frames, **labels}), ("dose", numbers, {})):
+        file = write(tmp_path / name / "x.dcm", slice_of(stored, 0, more), syntax)
+        expected = pydicom.dcmread(file).pixel_array.reshape(-1, *stored.shape[-2:])
+        assert np.array_equal(expected.squeeze(), stored)
+        read = read_volume(str(tmp_path / name))
+        assert np.array_equal(read[0].numpy(), expected.transpose(2, 1, 0))
+
+
+def test_a_label_map_of_a_class_that_gdcm_does_not_know_is_read(tmp_path: Path) -> None:
+    """It said "Cannot read requested file"."""
+    file = write(tmp_path / "s" / "x.dcm", slice_of(PIXELS))
+    data = pydicom.dcmread(file)
+    data.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.66.7"
+    data.save_as(file)
+    assert np.array_equal(read_volume(str(tmp_path / "s"))[0, ..., 0].numpy(), PIXELS.T)
+
+
+def test_colours_of_16_bits_in_rle_are_as_pydicom_reads_them(tmp_path: Path) -> None:
+    """GDCM took bytes of the channels for each other."""
+    colours = np.random.default_rng(1).integers(0, 2**16, (8, 9, 3)).astype(np.uint16)
+    more = {KIND: ("CS", "RGB"), (0x0028, 0x0002): ("US", [3]), (0x0028, 0x0006): ("US", [0])}
+    sides = {(0x0028, 0x0010): ("US", [8]), (0x0028, 0x0011): ("US", [9])}
+    file = write(tmp_path / "x.dcm", slice_of(colours, 0, {**more, **sides}))
+    data = pydicom.dcmread(file)
+    data.compress(pydicom.uid.RLELossless)
+    data.save_as(file)
+    assert np.array_equal(read_picture(file), np.rint(colours / 65535 * 255).astype(np.uint8))
+
+
 def test_colours_and_packed_headers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"colours by \(0028,0004\) PhotometricInterpretation"):
         read_volume(series(tmp_path / "s", (PIXELS, {KIND: ("CS", "PALETTE COLOR")})))

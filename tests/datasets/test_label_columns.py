@@ -231,6 +231,34 @@ def test_wrong_tables_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"file,ef\n0,12,5\n1,13,5\n", "line 2 has more cells than the header: '5'"),
+        (b"label\n0,a\n1,b\n", "line 2 has more cells than the header: 'a'"),
+        ("file,label\n0,a\n".encode("utf-16-le"), "bytes of 0, as of UTF-16"),
+        (b"file,label\n", "it has no rows below a header"),
+    ],
+)
+def test_tables_that_would_be_read_wrongly_are_refused(
+    content: bytes, told: str, tmp_path: Path
+) -> None:
+    """A decimal comma made 12 of 12,5; R writes names of rows without a head, and each column had the next one's."""
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=told):
+        label_columns.read(path, ["0.png", "1.png"])
+
+
+def test_utf_16_is_read_by_its_mark_and_empty_cells_at_the_end_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes("file;label;\n0;maligné;;\n1;bénin\n".encode("utf-16"))
+    assert label_columns.read(path, ["0.png", "1.png"]).classes == {
+        "0.png": "maligné",
+        "1.png": "bénin",
+    }
+
+
 def test_findings_with_one_outcome_are_told(tmp_path: Path) -> None:
     found = read(tmp_path, "file,a,b,c\n0,0,1,1\n1,0,1,0\n2,0,1,\n", task="multilabel")
     assert "no image has 'a'" in found.notes

@@ -12,6 +12,7 @@ import torch
 from monai.data import MetaTensor
 from PIL import Image
 
+from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import check_folder
 from medfl.core.errors import InputError
 from medfl.data.prepared import Geometry
@@ -127,7 +128,7 @@ def test_palettes_in_several_orders_are_refused(tmp_path: Path) -> None:
         mask.putpalette(palette)
         mask.save(f"{tmp_path}/masks/{number}.png")
 
-    told = r"index 1 is the colour \(255, 0, 0\) in mask \S*/0\.png, \(0, 255, 0\) in \S*/3\.png; an index"
+    told = r"index 1 is the colour \(255, 0, 0\) in mask \S*/0\.png, index 1 is \(0, 255, 0\) in \S*/3\.png; an"
     with pytest.raises(InputError, match=told):
         starter.survey(tmp_path / "images", tmp_path / "masks")
     mask.putpalette(black_red_green)
@@ -138,6 +139,44 @@ def test_palettes_in_several_orders_are_refused(tmp_path: Path) -> None:
     mask.putpalette(palette)
     mask.save(f"{tmp_path}/masks/3.png")
     assert "index 1 is the colour" in check_folder(str(tmp_path / "mine"), tmp_path).problems[0]
+
+
+def test_a_colour_under_another_index_is_refused_in_a_folder_and_at_another_hospital(
+    tmp_path: Path,
+) -> None:
+    """Palettes of the colours that occur in a file: red is 1 in one mask, 2 in the next, where green comes first."""
+    red, green = (255, 0, 0), (0, 255, 0)
+
+    def folder(place: str, *palettes: tuple[tuple[int, int, int], ...]) -> Path:
+        for number, palette in enumerate(palettes):
+            for name, values in (("images", PICTURE + np.uint8(number)), ("masks", PICTURE % 3)):
+                path = tmp_path / place / name / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                picture = Image.fromarray(np.where(values == 1, values, values // 2 * 2))
+                if name == "masks":
+                    used = [0, *(index for index, colour in enumerate(palette, 1) if any(colour))]
+                    picture = Image.fromarray(np.array(used, np.uint8)[PICTURE % len(used)])
+                    picture.putpalette([0, 0, 0, *sum(palette, ())])
+                picture.save(path)
+
+        return tmp_path / place
+
+    nothing = (0, 0, 0)
+    mixed = folder("mixed", *[(red, green)] * 3, (nothing, red))
+    with pytest.raises(
+        InputError, match=r"index 1 is the colour \(255, 0, 0\) in mask .*index 2 is"
+    ):
+        starter.survey(mixed / "images", mixed / "masks")
+
+    here = folder("here", *[(red, green)] * 4, (red,))
+    starter.write(tmp_path / "mine", starter.survey(here / "images", here / "masks"))
+    other = folder("other", *[(green, red)] * 5)
+    assert check_folder(str(tmp_path / "mine"), here).problems == ()
+    problems = check_folder(str(tmp_path / "mine"), other).problems
+    assert "index 1 is the colour (255, 0, 0) in the bundle, index 1 is (0, 255, 0)" in problems[0]
+    bundle = Bundle(str(tmp_path / "mine"), {"dataset_dir": str(other)})
+    with pytest.raises(InputError, match="in the bundle, index 1 is"):
+        bundle.prepared("train")
 
 
 def test_a_jpeg_of_several_shades_is_no_mask(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_test_images_and_sites() -> None:
     lines = of_tests("iou", summarise(cases), cases, {"a": "", "b": "there are none", "c": ""})
     assert lines == [
         "iou is the mean over 2 of 3 test images: the others have none",
-        "iou is undefined on the test images of b (there are none); mean and worst are of 2 of 3 sites",
+        "iou is undefined on the test images of b (there are none); the mean is over 2 of 3 sites",
     ]
     none = measured(iou=[nan])
     assert of_tests("iou", summarise(none), none, {"a": "none of them has it"}) == [

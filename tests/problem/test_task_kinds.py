@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from monai.losses import FocalLoss
 from scipy.stats import pearsonr
 from sklearn.metrics import (
     average_precision_score,
@@ -28,6 +29,7 @@ from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation import findings, numbers
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.problem.tasks import KINDS, check_task, told_by
+from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.training.site import mean_loss
 
@@ -205,6 +207,43 @@ def test_an_unknown_target_has_no_part_in_the_loss(loss: Any) -> None:
     assert nothing.item() == 0
     nothing.backward()
     assert prediction.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.BCEWithLogitsLoss(),
+        nn.functional.binary_cross_entropy_with_logits,
+        FocalLoss(use_softmax=False),
+    ],
+)
+def test_a_finding_below_0_is_as_unknown_in_training_as_in_scores(loss: Any) -> None:
+    prediction = torch.tensor([[0.3, -1.0], [2.0, 0.5]])
+    target = torch.tensor([[1.0, -1.0], [0.0, 1.0]])
+    value = mean_loss(loss)(prediction, target)
+    assert value == mean_loss(loss)(prediction, target.masked_fill(target < 0, NAN))
+
+
+def test_a_number_below_0_is_a_number() -> None:
+    prediction, target = torch.zeros(1, 2), torch.tensor([[-1.0, 2.0]])
+    assert mean_loss(nn.L1Loss())(prediction, target) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "wrong", "allowed"),
+    [
+        (FindingEvaluator(), 2.0, r"1 \(present\), 0 \(absent\)"),
+        (NumberEvaluator(mean_loss(nn.L1Loss()), {}), float("inf"), "a finite number"),
+    ],
+)
+def test_a_target_that_is_read_with_its_image_is_checked_when_it_is_scored(
+    evaluator: Any, wrong: float, allowed: str
+) -> None:
+    x, y = torch.zeros(300, 1), torch.zeros(300, 1)
+    y[280] = wrong
+    shard = Shard.of(Stacked([{"id": f"i{k}"} for k in range(300)], x, y), range(300))
+    with pytest.raises(InputError, match=f"item 'i280': target {wrong:g}; {allowed}"):
+        evaluator(nn.Identity(), shard, torch.device("cpu"))
 
 
 def test_a_loss_of_all_targets_at_once_cannot_leave_one_out() -> None:

@@ -543,7 +543,7 @@ def spoil_rounds(folder: Path) -> None:
         ),
         (
             lambda folder: (folder / "sites.csv").write_text("site,train\nx,1,2\n"),
-            "sites.csv line 2 does not fit",
+            "sites.csv line 2 has more cells than the header",
         ),
         (
             lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,9\n"),

@@ -133,6 +133,13 @@ def test_early_stopping_counts_from_the_best_round() -> None:
     )
     with pytest.raises(medfl.InputError, match="the rounds have dice, loss"):
         medfl.EarlyStopping(1, "dise")(ended(rows))
+    # of equal predictions there is no correlation, and of numbers and masks no area
+    rows = [(1, {"mae": 3.0}), (2, {"mae": 2.0, "pearson": 0.5})]
+    assert medfl.EarlyStopping(1, "pearson")(ended(rows[:1])) is None
+    assert medfl.EarlyStopping(1, "pearson")(ended(rows)) is None
+    for values in rows[0][1], {"dice": 0.5, "loss": 1.0}:
+        with pytest.raises(medfl.InputError, match="metric 'auroc'; the rounds have"):
+            medfl.EarlyStopping(1, "auroc")(ended([(1, values)]))
     with pytest.raises(medfl.InputError, match="patience from 1"):
         medfl.EarlyStopping(0)
     with pytest.raises(medfl.InputError, match="safetensors or .pt"):

@@ -394,6 +394,28 @@ def bundle(root: Path, task: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("task", "wrong"), [("multilabel", "[99.0, 0.0]"), ("regression", "[float('inf')]")]
+)
+def test_targets_that_only_transforms_know_are_checked_at_the_first_batch(
+    task: str, wrong: str, tmp_path: Path
+) -> None:
+    folder = bundle(tmp_path, task)
+    path = folder / "configs" / "train.json"
+    config = json.loads(path.read_text())
+    for section in ("train", "validate"):
+        for item in config[section]["dataset"]["data"]:
+            item["answer"] = item.pop("label")
+
+    config["train"]["dataset"]["data"][3]["answer"] = f"${wrong}"
+    transforms = config["train"]["preprocessing"]["transforms"]
+    transforms.insert(0, {"_target_": "CopyItemsd", "keys": "answer", "names": "label"})
+    path.write_text(json.dumps(config))
+    requested = {"method": "fedavg", "sites": 2, "rounds": 1, "partition": "iid"}
+    with pytest.raises(InputError, match=r"item '.*i03.png': target (99|inf); .*; correct it"):
+        federate(str(folder), requested=requested, out=tmp_path / "run", jobs=1)
+
+
 @pytest.fixture(scope="module", params=["multilabel", "regression"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("bundle")

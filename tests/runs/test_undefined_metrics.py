@@ -79,7 +79,7 @@ def test_a_run_without_a_best_round_ends_and_says_why(told: Any) -> None:
         == run.summary["undefined"]
         == [
             f"auroc is undefined on the validation images in 3 of 3 rounds: {ONE_CLASS}; there is no best round",
-            f"auroc is undefined on the test images of b ({ONE_CLASS}); mean and worst are of 1 of 2 sites",
+            f"auroc is undefined on the test images of b ({ONE_CLASS}); the mean is over 1 of 2 sites",
         ]
     )
     assert sum("auroc –" in line for line in said) == 3

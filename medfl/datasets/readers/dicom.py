@@ -36,6 +36,8 @@ _MAGIC = b"DICM"
 _LENGTHS = ("PixelSpacing", "SliceThickness")
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51")
+_RLE = "1.2.840.10008.1.2.5"
+_SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
 _PER_FRAME = "PerFrameFunctionalGroupsSequence"
 _LARGE = 2**16  # bytes of a value that stays in its file until it is asked for
 _MOST_FRAMES = 2**16  # a header may claim any number, and each frame takes a record
@@ -447,17 +449,22 @@ def _stored(file: str, header: Header) -> Array:
             raise ValueError(f"its {_named('PixelData')} is cut off")
 
         plain.PhotometricInterpretation = "MONOCHROME2"
-        with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
-            copy = os.path.join(folder, "slice")
-            plain.save_as(copy)
-            pixels = _pixels(copy)
+        syntax = plain.file_meta.get("TransferSyntaxUID")
+        # GDCM loses the last bits where frames fill no bytes, and swaps 32-bit numbers in big-endian order wrongly
+        if header.whole("BitsAllocated") in (1, 32) and syntax and not syntax.is_compressed:
+            pixels = plain.pixel_array
+        else:
+            # of a class that is new to it GDCM reads nothing
+            plain.file_meta.MediaStorageSOPClassUID = _SECONDARY_CAPTURE
+            with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
+                copy = os.path.join(folder, "slice")
+                plain.save_as(copy)
+                pixels = _pixels(copy)
     except Exception as error:  # whatever pydicom and SimpleITK stumble over
         raise _damaged(file, error) from error
 
-    if header.whole("BitsAllocated") == 1:  # SimpleITK makes 255 of 1
-        pixels = pixels // 255
-
-    return pixels.reshape(-1, header.whole("Rows"), header.whole("Columns"))
+    frames: Array = pixels.reshape(-1, header.whole("Rows"), header.whole("Columns"))
+    return frames
 
 
 @own_locale()
@@ -561,8 +568,10 @@ def _coloured(file: str, header: Header) -> tuple[Array, int]:
         return colours, np.iinfo(colours.dtype).max
 
     plain = _dataset(file)
-    if plain.file_meta.get("TransferSyntaxUID") in _JPEG:
-        colours = plain.pixel_array  # by what the JPEG says of its colours; GDCM trusts the tag
+    syntax = plain.file_meta.get("TransferSyntaxUID")
+    # by what a JPEG says of its colours: GDCM trusts the tag, and in RLE of 16 bits it mixes up bytes
+    if syntax in _JPEG or (syntax == _RLE and header.text("PhotometricInterpretation") == "RGB"):
+        colours = plain.pixel_array
     else:
         colours = _pixels(file)[0]
 

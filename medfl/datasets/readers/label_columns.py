@@ -675,9 +675,10 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
     column = column or next(by_number, None)
     if column is None:
+        shown = listed(columns, 20) or "no rows below a header"
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
-            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {listed(columns, 20)}",
+            f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
             "name the column with --file-column, or check the folder",
         )
 
@@ -754,8 +755,15 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     by = [f"images by column {heads[column]!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
     return Labels(
-        meaning.task, classes, targets, meaning.names, meaning.column, cases_of, ", ".join(by), tuple(notes)
-    )  # fmt: skip
+        meaning.task,
+        classes,
+        targets,
+        meaning.names,
+        meaning.column,
+        cases_of,
+        ", ".join(by),
+        tuple(notes),
+    )
 
 
 def _matched(

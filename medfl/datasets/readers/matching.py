@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
@@ -69,9 +70,8 @@ def match(images: Named, masks: Named) -> Matched:
         fits = fitting(path)
         uris = [image for fit in fits for image in uris_at[fit]]
         if len(uris) > 1:
-            more = f" and {len(uris) - 2} more" if len(uris) > 2 else ""
             raise InputError(
-                f"mask {uri} fits the images {uris[0]} and {uris[1]}{more}",
+                f"mask {uri} fits the images {listed(uris, 2, ' and ')}",
                 "a mask has the path of its image below their folders, or a name that one image has",
                 "give the mask its image's name, or move it beside that image",
             )

@@ -7,7 +7,7 @@ lung) is their URIs joined by ` | `: a pixel has the highest class that a file g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +166,7 @@ def read_pair(
     classes: Classes = 2,
     size: Shape | None = None,
     convert: bool = False,
+    colours: Sequence[Sequence[int]] = (),
 ) -> tuple[Pixels, Mask, Shape]:
     """Read an image (H, W, C) of its own type, its mask (H, W) of class indices, and the file's (height, width).
 
@@ -177,12 +178,16 @@ def read_pair(
         size: (H, W) to which both are resized, the image antialiased bilinear; the mask's classes likewise, a
             pixel has the one with the largest share.
         convert: convert the image between grey and RGB instead of refusing another number of channels.
+        colours: of the classes in masks with a palette, as `check_palettes` returns them.
 
     Raises:
         InputError: unreadable file, an image of one value or with NaN, a mask of another shape than its image, or with
             other values or channels; names both files.
     """
     pixels, shape = read_image(image_uri, channels, size, convert)
+    if colours:
+        check_palettes([mask_uri], colours)
+
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
     mask = np.maximum.reduce(parts)
     return pixels, mask if size in (None, shape) else _resized(mask, size or shape), shape
@@ -249,18 +254,33 @@ def mask_plane(uri: str, image: str) -> Pixels:
     return plane
 
 
-def check_palettes(masks: Iterable[str]) -> None:
-    """Raise an InputError if an index stands for two colours in masks with palettes: indices are the classes."""
-    first_with: dict[int, tuple[str, tuple[int, ...]]] = {}
+def check_palettes(
+    masks: Iterable[str], colours: Sequence[Sequence[int]] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return (index, red, green, blue) of the indices, which are the classes, in masks with palettes of colours.
+
+    Raises:
+        InputError: an index stands for two colours, or a colour has two, in these masks and in `colours`.
+    """
+    colour_of = {index: ("the bundle", tuple(colour)) for index, *colour in colours}
     for uri in (part for mask in masks for part in mask.split(JOINED)):
-        for index, colour in palette_of(uri).items():
-            first_uri, first_colour = first_with.setdefault(index, (uri, colour))
-            if colour != first_colour:
-                raise InputError(
-                    f"index {index} is the colour {first_colour} in mask {first_uri}, {colour} in {uri}",
-                    "an index, which is the class, has one colour in all masks",
-                    "save the masks as grey pictures of class indices",
-                )
+        indices, palette = palette_of(uri)
+        for index in indices:
+            for first_index, (first_uri, colour) in colour_of.items():
+                # the second half: a palette may have a colour twice
+                if (index == first_index) != (palette[index] == colour) and palette[
+                    first_index : first_index + 1
+                ] != [colour]:
+                    raise InputError(
+                        f"index {first_index} is the colour {colour} in {first_uri}, index {index} is "
+                        f"{palette[index]} in {uri}",
+                        "an index, which is the class, has one colour in all masks",
+                        "save the masks as grey pictures of class indices",
+                    )
+
+            colour_of.setdefault(index, (f"mask {uri}", palette[index]))
+
+    return tuple((index, *colour) for index, (_, colour) in sorted(colour_of.items()))
 
 
 def _read_mask(uri: str, image: str, shape: Shape, classes: Classes) -> Mask:

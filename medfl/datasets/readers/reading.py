@@ -54,7 +54,8 @@ READABLE = (
 )
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
-_SUBFILE_TYPE, _DEPTH = 254, 32997  # tags of TIFF
+_SUBFILE_TYPE, _DESCRIPTION, _DEPTH = 254, 270, 32997  # tags of TIFF
+_OF_IMAGEJ = re.compile(r"ImageJ=.*?^images=([0-9]{1,9})$", re.DOTALL | re.MULTILINE)
 _NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
 _FEW_BITS = re.compile(r"'L;([24])")  # a grey picture whose shades Pillow spreads over 0 to 255
 _HDF5 = b"\x89HDF"
@@ -193,27 +194,6 @@ def array(path: str | Path, name: str) -> Pixels:
             ) from error
 
 
-def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
-    """Return the shape of array `name`; of an .npz file from its header only."""
-    if not str(path).endswith(".npz") or f"{name}.npy" not in archive(path).NameToInfo:
-        return array(path, name).shape  # or raises, naming the arrays that are there
-    with (
-        refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"),
-        _member(path, f"{name}.npy") as file,
-    ):
-        if np.lib.format.read_magic(file) == (1, 0):
-            shape, _, kind = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, _, kind = np.lib.format.read_array_header_2_0(file)
-
-        # A header may lie: whoever trusts it would count rows that are not there.
-        stated = math.prod(shape) * kind.itemsize
-        if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
-            raise ValueError(f"its shape {shape} is more than it holds")
-
-        return tuple(shape)
-
-
 def _member(path: str | Path, name: str) -> IO[bytes]:
     """Open a file of an archive, unless it would fill the memory."""
     info = archive(path).getinfo(name)
@@ -276,14 +256,7 @@ def content_key(uri: str) -> str:
             )
             return f"{info.file_size}:{info.CRC:08x}"
 
-        crc = 0
-        size = 0
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-                size += len(block)
-
-        return f"{size}:{crc:08x}"
+        return _checksum(Path(path).read_bytes())
     except (OSError, KeyError) as error:
         raise InputError(
             f"image {uri} cannot be read ({error})",
@@ -389,21 +362,20 @@ def read_pixels(
     return resize(pixels, size)
 
 
-def palette_of(uri: str) -> dict[int, tuple[int, ...]]:
-    """Return index -> colour (3,) of the pixels of a picture file with a palette of colours, {} of any other."""
+def palette_of(uri: str) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return the indices of a picture with a palette of colours, and the colours (3,); nothing of any other picture."""
     path, part = split_uri(uri)
     if part and not path.endswith(".zip"):
-        return {}
+        return [], []
     with (
         refusing(f"image {uri} cannot be read", READABLE, "copy the file again"),
         io.BytesIO(read_member(path, part)) if part else open(path, "rb") as source,
         _opened(source) as image,
     ):
         if image.mode != "P" or _is_grey(image.convert("RGB")):
-            return {}
-        palette = image.getpalette("RGB") or []
-        indices = np.unique(np.asarray(image)).tolist()
-        return {index: tuple(palette[3 * index : 3 * index + 3]) for index in indices}
+            return [], []
+        palette = np.reshape(image.getpalette("RGB") or [], (-1, 3)).tolist()
+        return np.unique(np.asarray(image)).tolist(), list(map(tuple, palette))
 
 
 def _opened(source: IO[bytes]) -> ImageFile:
@@ -412,7 +384,7 @@ def _opened(source: IO[bytes]) -> ImageFile:
     except UnidentifiedImageError as error:
         reason = f"no picture that is known; {beginning(source)}"
         with suppress(Exception):  # of another kind, or damaged
-            reason = f"a TIFF with {tags_of(source)}"
+            reason = f"a TIFF with {tags_of(source) or 'no tag, or a BigTIFF in big-endian order'}"
 
         raise ValueError(reason) from error
 
@@ -463,9 +435,15 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
 
 
 def _pages(image: Image.Image) -> int:
-    """Return the number of pictures in a file; in a TIFF without smaller copies and masks. Other formats have one."""
+    """Return the number of pictures in a file, without the smaller copies and masks of a TIFF and of a camera."""
     if not isinstance(image, TiffImageFile):
-        return 1
+        if image.format == "MPO":
+            return 1
+        return getattr(image, "n_frames", 1)
+
+    # large stacks have one page, after which the slices lie
+    if stack := _OF_IMAGEJ.match(str(image.tag_v2.get(_DESCRIPTION, ""))):
+        return int(stack[1])
 
     pages = 0
     with suppress(EOFError):  # after the last one
@@ -581,8 +559,10 @@ def loses(image: ImageFile) -> bool:
         return False
 
     bits, kind = _stored(image)
-    return (kind == _SIGNED and bits == 8) or (
-        kind == _UNSIGNED and bits > 8 and (bits > 16 or len(image.getbands()) > 1)
+    return (
+        (kind == _SIGNED and bits == 8)
+        or "LX" in str(image.tile[0].args)
+        or (kind == _UNSIGNED and bits > 8 and (bits > 16 or len(image.getbands()) > 1))
     )
 
 
@@ -593,6 +573,8 @@ def read_many_bits(image: ImageFile, content: bytes) -> Array:
         ValueError: it cannot be read; it is grey with transparency, of inks, in packed planes or on its side.
     """
     layout = str(image.tile[0].args)
+    if "LX" in layout:
+        raise ValueError("it has a second channel, of which ExtraSamples says nothing: save one")
     if "LA;" in layout or "CMYK" in layout:
         raise ValueError("it is grey with transparency, or of inks, in 16 bits: save it without")
 
@@ -614,7 +596,9 @@ def read_many_bits(image: ImageFile, content: bytes) -> Array:
             )
 
     if 8 * pixels.itemsize != bits:
-        raise ValueError(f"it has {bits} bits a channel: save it with 8 or 16")
+        raise ValueError(
+            f"it has {bits} bits a channel, or lies in tiles: save it as PNG of 8 or 16"
+        )
 
     return pixels
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,
     array,
-    array_shape,
     files_below,
     split_uri,
 )
@@ -57,11 +57,7 @@ class Layout:
 
 def several(entries: Sequence[str], what: str, most: int = 5) -> str:
     """Join up to `most` entries in one line, and say how many more of them (`what`) there are."""
-    line = " | ".join(entries[:most])
-    if len(entries) > most:
-        line += f" and {len(entries) - most} more {what}"
-
-    return line
+    return listed(entries, most, " | ") + f" {what}" * (len(entries) > most)
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -246,7 +242,7 @@ def stacked(
             path, name = split_uri(label_uri)
             # MedMNIST's labels have a second axis of length 1.
             labels = array(path, name).reshape(-1)
-            rows = array_shape(*split_uri(images))[0]
+            rows = len(array(*split_uri(images)))
             if len(labels) != rows:
                 raise InputError(
                     f"{path}: {rows} {part} images but {len(labels)} labels",

@@ -15,6 +15,7 @@ from monai.config.type_definitions import KeysCollection
 from monai.data import MetaTensor
 from monai.transforms import SpatialResample
 from monai.transforms.transform import MapTransform
+from monai.utils import ensure_tuple_rep
 from PIL import Image
 
 from medfl.core.arrays import Floats
@@ -125,7 +126,7 @@ class ReadPixelsd(FileReader):
 
         sides = None
         if size is not None:
-            height, width = (size, size) if isinstance(size, int) else size
+            height, width = ensure_tuple_rep(size, 2)
             sides = (int(height), int(width))
             if min(sides) < 1:
                 raise InputError(
@@ -175,6 +176,7 @@ class ReadPaird(ReadPixelsd):
         convert: convert images between grey and RGB (and drop alpha) instead of refusing another number of channels.
         size: (H, W), or one number for both, to which both are resized; None keeps the file's.
         own_depth: as of ReadPixelsd.
+        colours: [index, red, green, blue] of classes; masks with a palette that has others are refused.
 
     Raises:
         InputError: what `read_pair` finds wrong.
@@ -188,6 +190,7 @@ class ReadPaird(ReadPixelsd):
         convert: bool = False,
         size: int | Shape | None = None,
         own_depth: bool | int = False,
+        colours: Sequence[Sequence[int]] = (),
     ) -> None:
         super().__init__(keys, channels, convert, size, own_depth)
         check_classes(classes, 255)
@@ -197,6 +200,7 @@ class ReadPaird(ReadPixelsd):
             )
 
         self.classes = classes
+        self.colours = colours
 
     def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with a tensor at each key."""
@@ -212,6 +216,7 @@ class ReadPaird(ReadPixelsd):
                 classes=self.classes,
                 size=self.size,
                 convert=self.convert,
+                colours=self.colours,
             )
             item[mask] = torch.from_numpy(indices[None])
         else:

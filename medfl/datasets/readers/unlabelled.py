@@ -16,7 +16,7 @@ from medfl.datasets.readers.reading import (
     JOINED,
     Files,
     archive,
-    array_shape,
+    array,
     by_name,
     files_below,
     shown_files,
@@ -173,9 +173,9 @@ def _rows(file: Path) -> Files:
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     counts = {}
     for name in arrays:
-        shape = array_shape(file, name)
-        if len(shape) in (3, 4):
-            counts[name] = shape[0]
+        values = array(file, name)
+        if values.ndim in (3, 4):
+            counts[name] = len(values)
 
     if sum(counts.values()) > _MOST_ROWS:
         raise InputError(

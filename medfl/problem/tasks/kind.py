@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,6 +84,7 @@ class Kind:
         chunk: items scored in one task of a worker: a multiple of the evaluation's batch.
         set_scores: scores available for prediction sets (`medfl.evaluation.conformal`), default first; () for no sets.
         promise: what a coverage is a share of, in words.
+        most: largest target; `allowed`: which there are, in words.
     """
 
     name: str
@@ -94,6 +97,8 @@ class Kind:
     chunk: int = 16
     set_scores: tuple[str, ...] = ()
     promise: str = ""
+    most: float = sys.float_info.max
+    allowed: str = ""
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether a training step is of this kind; same arguments as `medfl.problem.tasks.told_by`."""
@@ -102,6 +107,15 @@ class Kind:
     def items(self, items: Sequence[Item]) -> list[Item]:
         """Return the records of a data list, whose "label" is a class index alone, and "target" numbers."""
         return [without(item, ["target"]) if "target" in item else item for item in items]
+
+    def check(self, ids: Iterable[str], targets: Iterable[Sequence[float | None]]) -> None:
+        """Raise InputError if a target of these items is none of this kind."""
+        for ident, target in zip(ids, targets, strict=True):
+            for value in target:
+                if value is not None and (value > self.most or value == -math.inf):
+                    raise InputError(
+                        f"item {ident!r}: target {value:g}", self.allowed, "correct it"
+                    )
 
     def counts(self, shard: Shard, names: Sequence[str]) -> dict[str, int]:
         """Return how many items of a shard have each class or finding, {} if unknown."""
@@ -298,13 +312,6 @@ def are_flags(target: Tensor) -> bool:
     values = target.detach().float().cpu()
     flags = torch.isin(values, torch.tensor([-1.0, 0.0, 1.0])) | values.isnan()
     return bool(flags.all())
-
-
-def check_most(item: Item, most: float, allowed: str) -> None:
-    """Raise InputError where a known target of an item is farther from 0 than `most`."""
-    for value in item.get("target") or ():
-        if value is not None and abs(value) > most:
-            raise InputError(f"item {item.get('id')!r}: target {value:g}", allowed, "correct it")
 
 
 def misfit(shard: Shard, position: int, target: Tensor, output: Tensor) -> InputError:

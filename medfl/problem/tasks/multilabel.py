@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.losses import FocalLoss
 from torch import Tensor, nn
 
 from medfl.core.arrays import Array
@@ -27,7 +26,6 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
-    check_most,
     column_names,
     exact,
     finite,
@@ -39,8 +37,7 @@ from medfl.problem.tasks.kind import (
     starting,
 )
 from medfl.storage.run_reader import Table
-
-_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss, FocalLoss)
+from medfl.training.site import LOSSES_OF_FINDINGS
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,14 @@ class Multilabel(Kind):
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("risk",)
     promise: str = "an image's findings that are in its set, of images with any"
+    most: float = 1
+    allowed: str = "1 (present), 0 (absent), NaN or less than 0 (unknown)"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether targets are 1 or 0 (or unknown) for each output."""
         has_each = prediction.ndim == 2 and prediction.shape == target.shape
         return has_each and (
-            isinstance(loss, _LOSSES) or (prediction.shape[1] > 1 and are_flags(target))
+            isinstance(loss, LOSSES_OF_FINDINGS) or (prediction.shape[1] > 1 and are_flags(target))
         )
 
     def items(self, items: Sequence[Item]) -> list[Item]:
@@ -75,7 +74,7 @@ class Multilabel(Kind):
                     value if value is not None and value >= 0 else None
                     for value in record["target"]
                 )
-                check_most(record, 1, "1 (present), 0 (absent), NaN or less than 0 (unknown)")
+                self.check([str(item.get("id"))], [record["target"]])
 
             records.append(record)
 
@@ -238,6 +237,7 @@ class FindingEvaluator(LogitEvaluator):
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return probabilities, findings and losses."""
         logits, target = columns
+        Multilabel().check(shard.ids, target.tolist())
         for row, index in enumerate(shard.indices.tolist()):
             if index in shard.shown:  # findings that its site does not annotate are not scored
                 target[row] = shard.shown[index].others_unknown(target[row : row + 1])[0]

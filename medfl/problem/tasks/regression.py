@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,6 @@ from medfl.problem.tasks.kind import (
     Wanted,
     are_flags,
     cases_of,
-    check_most,
     column_names,
     exact,
     finite,
@@ -55,6 +53,7 @@ class Regression(Kind):
     chunk: int = 1024
     set_scores: tuple[str, ...] = ("residual",)
     promise: str = "an image's known numbers that are in their interval"
+    allowed: str = "a finite number, NaN where it is unknown"
 
     def fits(self, prediction: Tensor, target: Tensor, loss: Any, has_class: bool) -> bool:
         """Tell whether there is a number for each output, and a loss on numbers or targets beyond 0 and 1."""
@@ -72,7 +71,7 @@ class Regression(Kind):
             if "label" in record:
                 record["target"] = (float(record.pop("label")),)
 
-            check_most(record, sys.float_info.max, "a finite number, NaN where it is unknown")
+            self.check([str(item.get("id"))], [record.get("target") or ()])
             records.append(record)
 
         return records
@@ -239,6 +238,7 @@ class NumberEvaluator(VectorEvaluator):
     def values(self, shard: Shard, *columns: Tensor) -> Tensors:
         """Return predictions and targets in their unit, and losses."""
         prediction, target, losses = columns
+        Regression().check(shard.ids, target.tolist())
         mean, sd = scale_of(self.metadata, prediction.shape[1])
         return {
             "prediction": mean + sd * prediction,
