@@ -62,12 +62,12 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=28, width=screen_width() - 2)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = []
+        lines: list[str] = []
         for margin, block in groupby(text.splitlines(), _MARGIN.findall):
             if margin in ([], ["  "], ["    "]):
                 lines += block
             else:
-                lines += wrap(" ".join(map(str.strip, block)), *margin, *margin, width)
+                lines += wrap(" ".join(map(str.strip, block)), margin[0], margin[0], width)
 
         return "\n".join(lines)
 

@@ -63,7 +63,7 @@ def _report(args: Namespace) -> int:
     if grids:
         args.folders = [run.path for run in side_by_side.runs_of(grids[0]) if run.summary]
 
-    if args.curves is not None:
+    if args.curves:
         from medfl.compare.cost_curves import write_cost_curves
 
         curves = write_cost_curves(args.folders, args.curves)

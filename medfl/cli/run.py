@@ -118,7 +118,7 @@ def run(args: Namespace) -> int:
 
     launch = launch_of(args)
 
-    if args.resume and args.out is not None and (args.out / FOLDS).is_file():
+    if args.resume and args.out and (args.out / FOLDS).is_file():
         begun = [*args.out.glob("fold-*")]
         hold(args, Use(bundles=[_bundle_of_folds(args.out)], runs=begun, folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
@@ -184,10 +184,10 @@ def _hold(args: Namespace) -> None:
 
 
 def _run_folder(args: Namespace) -> Path:
-    if args.out is not None:
+    if args.out:
         return Path(args.out)
 
-    if args.source is not None:
+    if args.source:
         with suppress(InputError, OSError):  # reported later
             run = read_run(record_of(args.source))[0]
             return default_run_folder(run.bundle, run.method, run.seed)

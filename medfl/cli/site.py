@@ -229,9 +229,9 @@ def _inspect(args: Namespace) -> int:
     from medfl.policy.policy import Policy
     from medfl.storage.run_documents import read_run
 
-    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    policy = Policy.read(args.policy) if args.policy else Policy()
 
-    if args.job is not None:
+    if args.job:
         policy = policy.restricted_to(read_run(_run_file(args.job))[0])
 
     target = args.write_policy
@@ -433,7 +433,7 @@ def _rules(args: Namespace) -> tuple[Policy, int]:
     from medfl.policy.policy import Policy
     from medfl.policy.suppression import LEAST
 
-    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    policy = Policy.read(args.policy) if args.policy else Policy()
     min_count = LEAST if args.min_count is None else args.min_count
     if min_count < 0:
         raise InputError(
@@ -473,7 +473,7 @@ def _fingerprint(args: Namespace) -> int:
     policy, least = _rules(args)
     epsilon = args.epsilon or policy.outbound.fingerprint_epsilon or 0.0
     # By the keeper, beforehand: the folder has the accounts of everything that a site releases
-    account = _charged(args, policy, epsilon) if args.folder is not None and epsilon else []
+    account = _charged(args, policy, epsilon) if args.folder and epsilon else []
     bundles = [args.bundle] if args.bundle else []
     hold(args, Use(bundles=bundles, file="out"))
     from medfl.problem import fingerprint

@@ -69,7 +69,7 @@ def on_screen(text: str) -> str:
 
     A table that does not fit, as one of few methods and many metrics, is turned on its side.
     """
-    lines = []
+    lines: list[str] = []
     for is_table, block in groupby(text.splitlines(), lambda line: line[:1] == "|"):
         if not is_table:
             lines += block
@@ -78,7 +78,7 @@ def on_screen(text: str) -> str:
         head, _, *rows = ([*map(str.strip, re.split(r"(?<!\\)\|", line)[1:-1])] for line in block)
         table = text_table(head, rows)
         if max(map(len, table)) > screen_width():
-            head, *rows = zip(head, *rows, strict=True)
+            head, *rows = map(list, zip(head, *rows, strict=True))
             table = text_table(head, rows)
 
         lines += table

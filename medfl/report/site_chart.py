@@ -136,7 +136,7 @@ _PARTS = 5  # of the range of numbers
 
 
 def plot(
-    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path
+    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: Path
 ) -> None:
     """Draw the training images of each class at each site, and the sizes of its sections.
 
