@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -69,7 +70,9 @@ def _method(name: str) -> method_pages.Document:
 
 def _facts(name: str) -> str:
     entry = _method(name)
-    page = method_pages.methods_text(entry, 10_000).split("\n\n")[1]
+    with mock.patch.object(tables, "screen_width", return_value=10_000):
+        page = method_pages.methods_text(entry).split("\n\n")[1]
+
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
     return f"{_escaped(entry['summary'])}\n\n" + tables.markdown_table(

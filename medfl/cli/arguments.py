@@ -13,7 +13,15 @@ from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.mappings import present
 from medfl.core.names import split_commas
-from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
+from medfl.core.settings import (
+    COMPUTING,
+    OF_PROTOCOL,
+    ROBUSTNESS,
+    SETTINGS,
+    SITES,
+    TRAINING,
+    check_limits,
+)
 from medfl.storage.places import weights_file
 
 
@@ -123,13 +131,13 @@ class Flags(argparse._ActionsContainer):
             self.add_text(
                 f"--{role}-column",
                 "NAME",
-                f"column of the table that has {content}; default: found by its name",
+                f"column of the table with {content}; default: recognised by its name",
             )
 
     def add_sites(self) -> Any:
         """Add the flags about the sites, except their partition; return their group."""
         group = self.add_argument_group("sites")
-        group.add_number("--sites", "N", "number of sites")
+        group.add_number("--sites", "N", f"number of sites{OF_PROTOCOL}")
         group.add_settings(*names_of_group(SITES))
         return group
 
@@ -192,8 +200,8 @@ class Flags(argparse._ActionsContainer):
         """Add the flag that allows bundles and run folders to run what inspection does not accept."""
         self.add_switch(
             "--trust",
-            "run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
-            " or runtime that a file names; it runs with your rights",
+            "run code that inspection refuses (medfl site inspect), in the bundle or in a custom method or runtime "
+            "that a file names; it runs with your rights",
         )
         self.add_walls()
 
@@ -201,17 +209,17 @@ class Flags(argparse._ActionsContainer):
         """Add the flags that sandbox shipped bundles too, or none."""
         self.add_switch(
             "--sandbox",
-            "run a shipped bundle, too, in a process that writes only the output folder, without network "
-            "and programs; other bundles always are, on Linux with Landlock",
+            "sandbox shipped bundles too: no network, no programs, writes to the output folder only; other bundles "
+            "always are, on Linux with Landlock",
         )
         self.add_switch(
             "--no-sandbox",
-            "run a bundle that is not shipped in a process that may do all that you may",
+            "do not sandbox a bundle that is not shipped: it runs with your rights",
         )
 
     def add_jobs(self, text: str) -> None:
         """Add the flag for a number of processes, None for as many as fit."""
-        self.add_text("--jobs", "auto|N", f"{text}; default auto", type=_jobs, default="auto")
+        self.add_text("--jobs", "auto|N", f"{text}; default: auto", type=_jobs, default="auto")
 
     def add_machine_and_output(self, content: str) -> Any:
         """Add the machine flags of a verb with many runs, and --out; return the group of outputs."""

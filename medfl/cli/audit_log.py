@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
-from medfl.core.tables import screen_width
 from medfl.core.untrusted import printable
 from medfl.policy.audit import VerifiedLog
 
@@ -26,7 +25,7 @@ def text(log: VerifiedLog) -> list[str]:
     ]
 
     if rows:
-        lines = tables.text_table(head, rows, max(screen_width(), 150), spare=["site"])
+        lines = tables.text_table(head, rows, spare=["site"])
     else:
         lines = ["no line"]
 

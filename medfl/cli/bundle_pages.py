@@ -6,7 +6,6 @@ Everything is read from their data sets and configurations.
 from __future__ import annotations
 
 import re
-import textwrap
 
 from medfl import datasets
 from medfl.bundle.files import find, read, read_protocol, shipped
@@ -111,10 +110,10 @@ def _sides(entry: Document) -> str:
     return str(size)
 
 
-def bundles_text(document: Document, width: int = tables.WIDTH) -> str:
-    """Return the table of bundles, or the page of one, at most `width` columns wide."""
+def bundles_text(document: Document) -> str:
+    """Return the table of bundles, or the page of one, as wide as the screen at most."""
     if "bundles" not in document:
-        return _bundle_page(document, width)
+        return _bundle_page(document)
 
     head = [
         "bundle",
@@ -136,12 +135,12 @@ def bundles_text(document: Document, width: int = tables.WIDTH) -> str:
         "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
         "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
     )
-    lines = [*tables.text_table(head, rows, width, ("licence", "pixels", "network")), ""]
+    lines = [*tables.text_table(head, rows, ("licence", "pixels", "network")), ""]
 
-    return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
+    return "\n".join([*lines, *(line for text in legend for line in tables.wrap(text))])
 
 
-def _bundle_page(entry: Document, width: int) -> str:
+def _bundle_page(entry: Document) -> str:
     name = entry["name"]
     status = {
         "real": f"real images in {entry['data']['folder']}",
@@ -176,13 +175,12 @@ def _bundle_page(entry: Document, width: int) -> str:
         "source": entry["source"],
         "cite": entry["citation"],
     }
-    notes = [
-        line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)
-    ]
+    notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note)]
     lines = [
-        *textwrap.wrap(f"{name}: {entry['title']}", width),
+        *tables.wrap(f"{name}: {entry['title']}"),
         "",
-        *terminal.definitions(facts, width),
+        *terminal.definitions(facts),
+        *notes,
     ]
 
-    return "\n".join([*lines, *notes])
+    return "\n".join(lines)

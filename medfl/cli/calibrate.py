@@ -17,69 +17,70 @@ from medfl.core.setting_values import WAYS, check_coverage
 from medfl.storage.places import check_which
 
 _EXAMPLES = """\
-Nothing is trained. Each site tells one histogram of the scores of its validation
-images; medfl predict and medfl export take up what is written.
+Nothing is trained. Each site shares one histogram of scores of its validation images;
+medfl predict and medfl export use the result.
 
 examples
   medfl calibrate runs/ham10000-fedavg-0 --coverage 0.95 --scores aps
-      sets of classes that have the true one in 95 % of new images
+      sets of classes that contain the true one for 95 % of new images
   medfl calibrate SERVER/ham10000-evaluate-... --coverage 0.9
-      by what the sites of a FLARE job told (medfl flare export --evaluate --calibrate lac)
+      from what the sites of a FLARE job shared (medfl flare export --evaluate --calibrate lac)
   medfl calibrate runs/lungs --share shrunken --by sex
-      a threshold for each site, drawn towards that of all; reached by sex too"""
+      a threshold for each site, shrunken towards the pooled one; coverage also by sex"""
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "give a finished model's predictions a promised coverage: sets of classes or findings, masks, intervals"
+    text = "calibrate a finished model to a promised coverage: sets of classes or findings, masks, intervals"
     verb = add_verb(verbs, "calibrate", text, _calibrate, _EXAMPLES)
     verb.set_defaults(coverage=0.9, strength=100.0, min_count=0)
     verb.add_path(
         "run",
         "RUN",
-        "a run folder; its images must be available, unless its sites told their sums",
+        "a run folder; its images must be available, unless its sites shared their histograms",
         arguments.run_folder,
     )
     verb.add_number(
         "--coverage",
         "C",
-        "share of the truth that is promised to be covered, above 0 and below 1; default: 0.9",
+        "promised coverage of the truth, above 0 and below 1; default: 0.9",
         float,
     )
     verb.add_text(
         "--scores",
         "lac|aps",
-        "of a classification: lac (default; the smallest sets) or aps (the most probable classes, never none)",
+        "for classification: lac (default; smallest sets) or aps (most probable classes, never empty)",
         default="",
     )
-    verb.add_argument(
+    verb.add_text(
         "--share",
+        "|".join(WAYS),
+        "thresholds used for predictions: pooled (default; one for all sites), alone (one per site) or shrunken "
+        "(in between); all three are examined",
         default="pooled",
         choices=WAYS,
-        help="whose thresholds predict: pooled (default; one of all sites), alone (of each site) or shrunken "
-        "(between both); all three are examined",
     )
     verb.add_number(
         "--strength",
         "M",
-        "shrunken: number of images that those of all other sites count as, together; default: 100",
+        "shrunken: total weight of all other sites' images, in images; default: 100",
         float,
     )
     verb.add_text(
         "--by",
         "COLUMN",
-        "examine groups of test images too: centre, site, sex, age (bands of 20 years) or localisation",
+        "also report groups of test images: centre, site, sex, age (bands of 20 years) or localisation",
         default="",
     )
     verb.add_number(
         "--min-count",
         "K",
-        "tell no sums of a site, and no counts, of fewer images; default: 0, of groups 10",
+        "suppress counts and histograms of fewer images; default: 0, for groups 10",
     )
     verb.add_path(
         "--policy",
         "FILE",
-        "policy of the sites: what each may tell, by outbound and jobs (evaluate)",
+        "the sites' policy: what each may share, by outbound and jobs (evaluate)",
         arguments.existing,
     )
     verb.add_text(

@@ -6,7 +6,6 @@ from argparse import Namespace
 from typing import Any
 
 from medfl.cli.parser import add_verb, show
-from medfl.core.tables import screen_width
 
 
 def add(verbs: Any) -> None:
@@ -23,11 +22,11 @@ def _methods(args: Namespace) -> int:
     from medfl.cli import method_pages
 
     document = method_pages.methods(args.name)
-    return show(args, document, [method_pages.methods_text(document, screen_width())])
+    return show(args, document, [method_pages.methods_text(document)])
 
 
 def _bundles(args: Namespace) -> int:
     from medfl.cli import bundle_pages
 
     document = bundle_pages.bundles(args.name)
-    return show(args, document, [bundle_pages.bundles_text(document, screen_width())])
+    return show(args, document, [bundle_pages.bundles_text(document)])

@@ -19,10 +19,10 @@ from medfl.runtimes.launch import Launch
 _EXAMPLES = """\
 examples
   medfl compare pneumonia --data phantom --methods fedavg,fedprox --rounds 3 --out grids/first
-      two methods, three seeds, on drawn images
+      two methods, three seeds, synthetic images
   medfl compare ham10000 --methods fedavg,fedbm --method 'fedcb classifier=random_frozen' \\
     --partition dirichlet:0.05 --partition dirichlet:0.1 --seeds 0,1,2 --out grids/ham
-      a variant besides, on two partitions; called again it runs only what is missing"""
+      with a variant of FedCB, on two partitions; repeat the command to run only what is missing"""
 
 
 def add(verbs: Any) -> None:
@@ -171,8 +171,9 @@ def _compare(args: Namespace) -> int:
     if tuned:
         document["trials"] = {entry.label: entry.trials or 0 for entry in entries}
 
+    failures = [f"FAILED: {title}: {text}" for title, text in failed.items()]
     if comparison is None:
-        show(args, document, ["no run finished"])
+        show(args, document, [*failures, "no run finished"])
         return 1
 
     written = write_tables(comparison, args.out, **tests)
@@ -193,11 +194,10 @@ def _compare(args: Namespace) -> int:
         document["published"] = published(comparison)
         lines += ["", "## Beside the papers' figures", *document["published"]]
 
-    counts = (f"{label}: {count}" for label, count in document.get("trials", {}).items())
-    if tuned:
-        lines += [f"trials of the settings: {', '.join(counts)}"]
-    lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
-    show(args, document, [*lines, comparison.describe()])
+    for label, count in document.get("trials", {}).items():
+        lines.append(f"{label}: settings chosen in {count} trials")
+
+    show(args, document, [*lines, *failures, comparison.describe()])
 
     return 1 if failed else 0
 

@@ -12,13 +12,14 @@ from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 
 EXAMPLES = """\
 examples
   medfl data make ham10000 --out pictures --per-class 10 --size 32
-      small pictures of a shipped bundle's classes
+      a few small synthetic images per class
   medfl data check bundles/mine --data pictures
-      is a folder as a bundle of medfl new wants it? counts, patients, unreadable images"""
+      check a folder for a bundle of your own: layout, counts, patients, unreadable images"""
 
 
 def add(verbs: Any) -> None:
@@ -38,8 +39,14 @@ def add(verbs: Any) -> None:
     make.add_text("bundle", "BUNDLE", shipped)
     make.add_path("--out", "DIR", "new folder", required=True)
     check.add_walls()
-    make.add_number("--per-class", "N", "images per class")
-    make.add_number("--size", "PIXELS", "side length of the images, in pixels or voxels")
+    make.add_number(
+        "--per-class", "N", "images per class, at least 10; default: depends on the bundle"
+    )
+    make.add_number(
+        "--size",
+        "PIXELS",
+        "side length of the images, in pixels or voxels; default: depends on the bundle",
+    )
     make.add_number("--seed", "S", "random seed; default: 0")
     fetch.add_path(
         "--out", "DIR", "folder to download to; an interrupted download is continued", required=True
@@ -50,11 +57,6 @@ def add(verbs: Any) -> None:
 def _make(args: Namespace) -> int:
     from medfl import datasets
 
-    sizes = {
-        name: value
-        for name in ("per_class", "size", "seed")
-        if (value := getattr(args, name)) is not None
-    }
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
         raise InputError(
             f"bundle {args.bundle}",
@@ -62,7 +64,9 @@ def _make(args: Namespace) -> int:
             "draw some in a checkout of medfl: python -m tools.synthetic_data BUNDLE --out DIR",
         )
 
-    folder = datasets.write_phantom(args.bundle, args.out, **sizes)
+    folder = datasets.write_phantom(
+        args.bundle, args.out, per_class=args.per_class, size=args.size, seed=args.seed or 0
+    )
     document = {"name": args.bundle, "folder": str(folder), "source": "phantom"}
     return show(args, document, [f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}"])
 
@@ -88,12 +92,8 @@ def _check(args: Namespace) -> int:
 
     show(args, report.as_dict(), _check_lines(report.as_dict()))
     if not report.ok:
-        more = ""
-        if len(report.problems) > 1:
-            more = f" (and {len(report.problems) - 1} more)"
-
         raise InputError(
-            f"{report.problems[0]}{more}",
+            listed(report.problems, 1),
             "a folder without problems can be used",
             "repair or remove it",
         )

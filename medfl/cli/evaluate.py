@@ -20,16 +20,16 @@ from medfl.storage.places import is_run, require_unused
 from medfl.storage.run_documents import read_run
 
 EXAMPLES = """\
-Nothing is trained. The folder that is written is a run's of 0 rounds, with the
-same tables, intervals and report; medfl subgroups and compare take it too.
+Nothing is trained. The result is a run folder of 0 rounds, with the same tables, intervals
+and report; medfl subgroups and medfl report take it too.
 
 examples
   medfl evaluate runs/ham10000-fedavg-0 --data DIR --partition centre
-      a run's model, as it was configured, on the test images of each centre of another folder
+      a run's model, configured as in the run, on the test images of each centre in another folder
   medfl evaluate bundles/exported ham10000 --data DIR
-      the weights of an exported bundle, or of anybody's, on a shipped data set
+      the weights of an exported or other bundle, on a shipped data set
   medfl evaluate model.safetensors bundles/lungs --data lungs --sites 1
-      a file of weights for that bundle's network"""
+      weights for that bundle's network, from a file"""
 
 
 def add(verbs: Any) -> None:
@@ -39,19 +39,19 @@ def add(verbs: Any) -> None:
         "model",
         "MODEL",
         "folder of a run or of a bundle with weights, or a file of weights "
-        "(.safetensors, .pt, .pth, TorchScript, of which no code is run)",
+        "(.safetensors, .pt, .pth, or TorchScript, whose code is not run)",
         arguments.existing,
     )
     verb.add_text(
         "bundle",
         "BUNDLE",
-        "name of a shipped bundle, or the folder of any: its network, data and scores; "
+        "name of a shipped bundle, or the folder of any bundle, which defines network, data and metrics; "
         "default: the model's own",
         nargs="?",
     )
     group = verb.add_argument_group("what")
     group.add_config("override a value of the bundle's configuration; may be repeated")
-    group.add_number("--seed", "N", "seed of the partition; default 0")
+    group.add_number("--seed", "N", "seed of the partition; default: 0")
     group.add_preset()
     group.add_text("--data", "DIR|phantom", "folder of the images, or phantom for synthetic ones")
     sites = verb.add_argument_group("sites")

@@ -17,11 +17,11 @@ examples
   medfl export runs/ham10000-fedbm-0 --out ham10000_fedbm
       the global model after the last round, with TorchScript and ONNX
   medfl export runs/ham10000-fedavg-0 --which best --formats onnx --out best
-      that of the best round by validation
+      the model of the best round by the validation metric
   medfl export runs/mednist-fedrep-0 --site site-2 --out site_2
-      the model of one site, of a method that makes one for each; --site all: everybody's
+      one site's model, of a method with a model per site; --site all: every site's
 
-In the bundle's folder MONAI alone, without medfl, predicts any images:
+The bundle predicts new images with MONAI alone, without medfl; in its folder:
   python -m monai.bundle run --config_file configs/inference.yaml --dataset_dir DIR"""
 
 
@@ -41,12 +41,12 @@ def add(verbs: Any) -> None:
     export.add_text(
         "--site",
         "NAME",
-        "export the personal model of this site, or of all, if the method has one for each",
+        "the personal model of this site, or of all sites, if the method has one per site",
     )
     export.add_text(
         "--formats",
         "A,B",
-        "formats beside model.pt and model.safetensors: torchscript, onnx or none; default: what can be written",
+        "formats besides model.pt and model.safetensors: torchscript, onnx or none; default: all that can be written",
     )
     export.add_trust()
     export.add_text("--data", "DIR", "the run's images, if they have moved")

@@ -15,37 +15,36 @@ from medfl.core.settings import COMPUTING, SITES
 from medfl.storage.places import require_unused
 
 _SIMULATE = """\
-The same as medfl run --runtime flare: a process for the server and one for each
-site, with the simulator's results bit for bit.
+The same as medfl run --runtime flare: one process for the server and one per site, with the simulator's results
+bit for bit.
 
 examples
   medfl flare simulate pneumonia --data phantom --sites 2 --rounds 2"""
 
 _POC = """\
-The run as a job of nvflare poc: FLARE makes certificates and starts a server and
-its sites on this machine, on the ports 8002 and 8003, and the job is submitted to
-them. The flags, and the results bit for bit, are those of medfl run.
+Runs as a job of nvflare poc: FLARE creates certificates, starts a server and the sites on this machine,
+on ports 8002 and 8003, and the job is submitted to them. Flags and results, bit for bit, are those of medfl run.
 
 examples
   medfl flare poc pneumonia --data phantom --sites 2 --rounds 2"""
 
 _EXPORT = """\
-For sites with images of their own. Each has the same bundle, and has joined with
-medfl site serve; the job carries numbers and names, no code and no path.
+For sites with their own images. Each has the same bundle and has joined with medfl site serve; the job
+contains numbers and names, no code and no paths.
 
 examples
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 50 --out jobs
       then nvflare job submit -j jobs/medfl-... --startup-kit ADMIN-KIT, the kit of a
       person who may submit jobs (type admin in project.yml)
   medfl flare export hippocampus --sites north,south --evaluate --init run:runs/hippocampus-fedavg-0 --out jobs
-      nothing trains: each site examines the model, and tells counts; with --calibrate lac
-      medfl calibrate then takes the folder that the server writes
+      no training: each site examines the model and shares counts; with --calibrate lac,
+      medfl calibrate takes the folder that the server writes
   medfl flare export path/to/bundle --data DIR --sites north,south --plan --out jobs
-      nothing trains: each site whose policy says jobs: [plan] tells its fingerprint, for medfl plan
+      no training: each site whose policy says jobs: [plan] shares its fingerprint, for medfl plan
   medfl flare export hippocampus --sites north,south --rehearsal --rounds 2 --out rehearsal
-      every site takes drawn images: medfl data make hippocampus --out DIR
+      all sites use synthetic images: medfl data make hippocampus --out DIR
   medfl flare export hippocampus --sites north,south --method scaffold --rounds 80 --resume --out more
-      go on with what the server and the sites have kept"""
+      continue from what the server and the sites have kept"""
 
 
 def add(verbs: Any) -> None:
@@ -63,25 +62,23 @@ def add(verbs: Any) -> None:
     export = add_verb(actions, "export", text, _export, _EXPORT)
     export.add_bundle()
     group = export.add_argument_group("what", "each site permits which ids --config may set")
-    group.add_text("--method", "NAME", "a shipped method (medfl methods); default fedavg")
+    group.add_text("--method", "NAME", "a shipped method (medfl methods); default: fedavg")
     group.add_what("set an option of the method (medfl methods NAME); may be repeated", data=False)
     group.add_text(
         "--data",
         "DIR",
-        "images to plan a bundle on that is not shipped; none of them, nor their place, is in the job",
+        "for a bundle that is not shipped: images to check the run with; neither they nor their place are in the job",
     )
-    group.add_switch(
-        "--evaluate", "only examine the weights of --init at the sites; nothing trains"
-    )
+    group.add_switch("--evaluate", "no training: only examine the weights of --init at the sites")
     group.add_text(
         "--calibrate",
         "SCORES",
-        "with --evaluate: sites also tell histograms of these scores (lac or aps of classes, residual of numbers, "
-        "risk of findings and masks), for medfl calibrate",
+        "with --evaluate: sites also share histograms of these scores (lac or aps for classes, residual for numbers, "
+        "risk for findings and masks), for medfl calibrate",
         default="",
     )
     group.add_switch(
-        "--plan", "only ask the sites for their fingerprints, for medfl plan; nothing trains"
+        "--plan", "no training: only ask the sites for their fingerprints, for medfl plan"
     )
     group.add_switch("--rehearsal", "use synthetic images at all sites")
     sites = export.add_argument_group("sites")
@@ -98,7 +95,7 @@ def add(verbs: Any) -> None:
     machine.add_settings(*names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
     output.add_path("--out", "DIR", "new folder for the job", required=True)
-    output.add_switch("--resume", "continue the run that the server and the sites hold")
+    output.add_switch("--resume", "continue the run that the server and the sites have kept")
 
 
 def _export(args: Namespace) -> int:

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import medfl
@@ -132,10 +131,10 @@ def _authors(paper: str) -> str:
     return authors[1] if authors else paper
 
 
-def methods_text(document: Document, width: int = tables.WIDTH) -> str:
-    """Return the table of methods, or the page of one, at most `width` columns wide."""
+def methods_text(document: Document) -> str:
+    """Return the table of methods, or the page of one, as wide as the screen at most."""
     if "methods" not in document:
-        return _method_page(document, width)
+        return _method_page(document)
 
     head = [
         "method",
@@ -156,12 +155,12 @@ def methods_text(document: Document, width: int = tables.WIDTH) -> str:
         "plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do",
         "one method with its options and equations: medfl methods NAME",
     )
-    lines = [*tables.text_table(head, rows, width, ("tasks", "plain host", "paper")), ""]
+    lines = [*tables.text_table(head, rows, ("tasks", "plain host", "paper")), ""]
 
-    return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
+    return "\n".join([*lines, *(line for text in legend for line in tables.wrap(text))])
 
 
-def _method_page(entry: Document, width: int) -> str:
+def _method_page(entry: Document) -> str:
     host = "yes" if entry["plain_host"] else "no, the server has work of its own"
     messages = {}
     if travels := entry.get("travels"):  # not of a method of one's own
@@ -182,24 +181,20 @@ def _method_page(entry: Document, width: int) -> str:
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
     lines = [
-        *textwrap.wrap(f"{entry['name']}: {entry['summary']}", width),
+        *tables.wrap(f"{entry['name']}: {entry['summary']}"),
         "",
-        *terminal.definitions(page_facts, width),
+        *terminal.definitions(page_facts),
         "",
     ]
-    lines += _options("options, each given as --set NAME=VALUE", entry["options"], width) or [
-        "no options"
-    ]
-    shared = _options(
-        "options of prototype sharing, as in FedMR", entry["prototype_options"], width
-    )
+    lines += _options("options, each given as --set NAME=VALUE", entry["options"]) or ["no options"]
+    shared = _options("options of prototype sharing, as in FedMR", entry["prototype_options"])
     if shared:
         lines += ["", *shared]
 
-    return "\n".join([*lines, "", *terminal.wrap_docstring(entry["docs"], width)])
+    return "\n".join([*lines, "", *terminal.wrap_docstring(entry["docs"])])
 
 
-def _options(title: str, options: list[Document], width: int) -> list[str]:
+def _options(title: str, options: list[Document]) -> list[str]:
     rows = []
     for o in options:
         rows.append([o["name"], _type(o), as_flag_text(o["default"]), o["help"]])
@@ -207,7 +202,7 @@ def _options(title: str, options: list[Document], width: int) -> list[str]:
     if rows:
         return [
             title,
-            *tables.text_table(["name", "value", "default", "what it does"], rows, width),
+            *tables.text_table(["name", "value", "default", "what it does"], rows),
         ]
 
     return []

@@ -21,15 +21,15 @@ examples
   medfl new bundles/lesions --images path/to/pictures
       a folder of pictures for each class: path/to/pictures/<class>/<picture>
   medfl new bundles/lungs --images path/to/images --masks path/to/masks --classes left,right
-      pictures or volumes, and masks of the same names
+      pictures or volumes, with masks of the same names
   medfl new bundles/brains --images Dataset001_Brains
-      a folder in the layout of nnU-Net or BIDS, or of images and masks x_mask.png beside each other
+      a folder in nnU-Net's or BIDS's layout, or with images and masks side by side (x.png, x_mask.png)
   medfl new bundles/moles --images pictures --labels moles.csv --group-by '^([^_]+)_'
-      a table of the classes; the patient of p01_3.png is p01
+      classes from a table; patients from file names (p01_3.png is of patient p01)
   medfl new bundles/chest --images xrays --labels findings.csv --blank zeros --uncertain ones
-      a column of 0, 1, -1 or nothing for each finding, as of CheXpert, or one with | between findings, as of NIH
+      findings: a column each with 0, 1, -1 or nothing (CheXpert), or one column with | between them (NIH)
   medfl new bundles/heads --images ultrasound --labels sizes.csv --label-column hc_mm
-      a number for each picture"""
+      one number per picture"""
 
 
 def add(verbs: Any) -> None:
@@ -56,13 +56,13 @@ def add(verbs: Any) -> None:
     new.add_text(
         "--task",
         "classification|multilabel|regression",
-        "what the table has: one class, several findings, or a number per picture; default: as its columns tell",
+        "what the table holds: one class, several findings, or a number per picture; default: inferred from columns",
         choices=("classification", "multilabel", "regression"),
     )
     new.add_text(
         "--label-column",
         "A,B,...",
-        "columns of the classes, findings or numbers; default: found by their names and values; may be repeated",
+        "columns of the classes, findings or numbers; default: recognised by their names and values; may be repeated",
         action="append",
         default=[],
     )
@@ -70,23 +70,23 @@ def add(verbs: Any) -> None:
     new.add_text(
         "--uncertain",
         "ignore|zeros|ones",
-        "what a finding written as -1, ?, u or uncertain is: unknown (ignore: no part of loss and scores), absent "
-        "or present; default: ignore",
+        "how to read a finding written as -1, ?, u or uncertain: unknown (ignore; excluded from loss and metrics), "
+        "absent (zeros) or present (ones); default: ignore",
         choices=("ignore", "zeros", "ones"),
         default="ignore",
     )
     new.add_text(
         "--blank",
         "ignore|zeros",
-        "what a finding is whose cell is empty: unknown (ignore), or absent (zeros), as CheXpert's papers take "
-        "what a report does not mention; default: ignore",
+        "how to read an empty cell of a finding: unknown (ignore) or absent (zeros, as CheXpert's papers do); "
+        "default: ignore",
         choices=("ignore", "zeros"),
         default="ignore",
     )
     new.add_text(
         "--group-by",
         "REGEX",
-        "regular expression whose group in a file's name is the patient; default: read cases.csv",
+        "regular expression whose group in the file name is the patient; default: patients from cases.csv",
     )
     new.add_text(
         "--network", "NAME", "network of the bundle (a run can override it); default: a small one"
@@ -98,8 +98,8 @@ def add(verbs: Any) -> None:
     )
     new.add_switch(
         "--no-plan",
-        "volumes: a small U-Net that trains on a CPU, not one planned for a GPU of 8 GB as medfl plan does; "
-        "--network has this effect too",
+        "volumes: use a small U-Net that trains on a CPU, rather than planning a network for an 8 GB GPU as medfl "
+        "plan does; implied by --network",
     )
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, NoReturn
 
 from medfl.cli.arguments import Flags
 from medfl.core import terminal
 from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.tables import screen_width
+from medfl.core.errors import InputError, did_you_mean, either
+from medfl.core.tables import on_screen, screen_width, wrap
+
+_MARGIN = re.compile("^ *(?=[^ ])")
 
 
 class Parser(Flags, argparse.ArgumentParser):
@@ -21,7 +25,7 @@ class Parser(Flags, argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         """Accept full option names only: an abbreviation could mean something else in the next version."""
-        super().__init__(**settings, allow_abbrev=False, formatter_class=_formatter)
+        super().__init__(**settings, allow_abbrev=False, formatter_class=_Help)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """Refuse arguments unknown to this verb here, where its options can be named."""
@@ -34,11 +38,10 @@ class Parser(Flags, argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a verb or value that is not among the choices, and name the nearest."""
         if action.choices is not None and value not in action.choices:
-            choices = [*action.choices]
             raise InputError(
                 f"{action.metavar or '/'.join(action.option_strings)} {value!r}",
-                f"one of {', '.join(choices)}",
-                did_you_mean(str(value), choices, f"see {self.prog} --help"),
+                f"one of {either(action.choices)}",
+                did_you_mean(str(value), action.choices, f"see {self.prog} --help"),
             )
 
     def error(self, message: str, unknown: str = "") -> NoReturn:
@@ -52,11 +55,21 @@ class Parser(Flags, argparse.ArgumentParser):
         )
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a help formatter as wide as the terminal, at most 100 columns, that keeps the examples as written."""
-    return argparse.RawDescriptionHelpFormatter(
-        prog, max_help_position=28, width=screen_width() - 2
-    )
+class _Help(argparse.HelpFormatter):
+    """Help as wide as the terminal, at most 100 columns; the commands of examples are not wrapped."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=screen_width() - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for margin, block in groupby(text.splitlines(), _MARGIN.findall):
+            if margin in ([], ["  "], ["    "]):
+                lines += block
+            else:
+                lines += wrap(" ".join(map(str.strip, block)), margin[0], margin[0], width)
+
+        return "\n".join(lines)
 
 
 def add_verb(
@@ -88,6 +101,8 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
         text = json.dumps(document)
     else:
         text = terminal.visible("\n".join(lines))
+        if sys.stdout.isatty():
+            text = on_screen(text)
 
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

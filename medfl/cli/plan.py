@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples
   medfl plan site-1.json site-2.json site-3.json --out bundles/organs --memory 8
-      from what each site wrote with medfl site fingerprint
+      from the files that the sites wrote with medfl site fingerprint
   medfl plan --images path/to/images --masks path/to/masks --sites 3 --channels CT --out bundles/organs
-      on one machine, as if the cases lay at three sites"""
+      on one machine, as if three sites shared the cases"""
 
 
 def add(verbs: Any) -> None:
@@ -31,7 +31,7 @@ def add(verbs: Any) -> None:
     plan.add_path(
         "files",
         "FILE",
-        "fingerprints that the sites have written (medfl site fingerprint)",
+        "the sites' fingerprints (medfl site fingerprint)",
         arguments.existing,
         nargs="*",
     )
@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
     plan.add_number(
         "--sites", "N", "with --images: number of sites that share the cases; default: 3"
     )
-    plan.add_number("--memory", "GB", "memory that a training step may take; default: 8", float)
+    plan.add_number("--memory", "GB", "memory available to a training step; default: 8", float)
     plan.add_text(
         "--channels",
         "A,B,...",
@@ -55,7 +55,7 @@ def add(verbs: Any) -> None:
 
 def _plan(args: Namespace) -> int:
     require_new_bundle(args.out.expanduser())
-    if bool(args.files) == (args.images is not None):
+    if bool(args.files) == bool(args.images):
         raise InputError(
             "fingerprints and --images, or neither",
             "one of both: FILE ..., or --images DIR --masks DIR",

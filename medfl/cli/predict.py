@@ -20,11 +20,11 @@ from medfl.storage.places import check_which, is_run, require_there, require_unu
 _EXAMPLES = """\
 examples
   medfl predict runs/first new_images --out predictions
-      every image below the folder: predictions.csv with id, prediction and the probability of each class
+      all images below the folder: predictions.csv has id, prediction and the probability of each class
   medfl predict lung_bundle xray.png scans/ --out masks --reference masks_by_hand
-      masks on the grid of each image's file, and their scores by the masks of the same names
+      masks on each file's own grid, scored against the masks of the same names
   medfl predict runs/personal new_images --site north --out predictions
-      with the model of one site, of a method that makes one for each"""
+      with one site's model, of a method with a model per site"""
 
 
 def add(verbs: Any) -> None:
@@ -47,7 +47,7 @@ def add(verbs: Any) -> None:
     predict.add_path(
         "--reference",
         "DIR|CSV",
-        "ground truth to score against: masks named as the images, a folder of images per class, or a "
+        "ground truth to score against: masks named like the images, a folder of images per class, or a "
         "CSV with id and label, or with id and a column for each finding or number",
     )
     predict.add_columns(file="the images' file names", label="the labels")
@@ -60,11 +60,11 @@ def add(verbs: Any) -> None:
     predict.add_text(
         "--site",
         "NAME",
-        "the personal model of this site, if the method has one for each; its threshold after medfl calibrate",
+        "the personal model of this site, if the method has one per site; after medfl calibrate also its threshold",
     )
     predict.add_switch(
         "--uncalibrated",
-        "leave out what medfl calibrate adds: sets, intervals, masks by its threshold",
+        "ignore medfl calibrate: no sets, no intervals, masks by the usual threshold",
     )
     predict.add_settings("device")
     predict.add_number(

@@ -46,32 +46,24 @@ def _report(args: Namespace) -> int:
     from medfl.report import write_report
 
     grids = list(filter(side_by_side.is_grid, args.folders))
-    if grids and args.folders != grids[:1] or grids and args.out is not None:
+    if grids and (len(args.folders) > 1 or args.out):
         raise InputError(
             f"{grids[0]}, which medfl compare wrote, beside other folders or --out",
             "a comparison has a page of its own, in its folder",
             f"medfl report {grids[0]}",
         )
 
-    if args.out is not None:
-        from medfl.compare.side_by_side import write_page
-
-        written = [str(write_page(args.folders, args.out))]
+    if args.out:
+        written = [str(side_by_side.write_page(args.folders, args.out))]
+    elif grids:
+        written = [str(side_by_side.write_grid_page(grids[0]))]
     else:
-        written = []
-        for folder in args.folders:
-            written.append(
-                str(
-                    side_by_side.write_grid_page(folder)
-                    if folder in grids
-                    else write_report(folder)
-                )
-            )
+        written = [*map(str, map(write_report, args.folders))]
 
     if grids:
         args.folders = [run.path for run in side_by_side.runs_of(grids[0]) if run.summary]
 
-    if args.curves is not None:
+    if args.curves:
         from medfl.compare.cost_curves import write_cost_curves
 
         curves = write_cost_curves(args.folders, args.curves)

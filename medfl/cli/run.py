@@ -25,18 +25,17 @@ from medfl.storage.places import FOLDS, default_run_folder, record_of
 from medfl.storage.run_documents import read_run
 
 EXAMPLES = """\
-What is not given comes from the bundle's configs/federated.yaml: the protocol
-of the paper that used its data.
+The bundle's protocol, configs/federated.yaml, is that of the paper that used its data.
 
 examples
   medfl run pneumonia --data phantom --rounds 3
-      FedAvg over drawn images: needs no download
+      FedAvg on synthetic images: no download needed
   medfl run ham10000 --method fedprox --set mu=0.01 --sites 6 --with-local
-      FedProx on the images below $MEDFL_DATA, beside what each site reaches alone
+      FedProx on the images below $MEDFL_DATA, compared with local training at each site
   medfl run bundles/lungs --data lungs --folds 5 --out runs/lungs
-      few images: five runs, in which each is tested once
+      few images: 5-fold cross-validation, each image is tested once
   medfl run --resume --out runs/ham10000-fedprox-0 --rounds 300
-      go on with that run, for more rounds"""
+      continue that run, for more rounds"""
 
 
 def add(verbs: Any) -> None:
@@ -117,7 +116,7 @@ def run(args: Namespace) -> int:
 
     launch = launch_of(args)
 
-    if args.resume and args.out is not None and (args.out / FOLDS).is_file():
+    if args.resume and args.out and (args.out / FOLDS).is_file():
         begun = [*args.out.glob("fold-*")]
         hold(args, Use(bundles=[_bundle_of_folds(args.out)], runs=begun, folder=args.out))
         return _cross_validate(args, values, config, requested, launch, again=True)
@@ -183,10 +182,10 @@ def _hold(args: Namespace) -> None:
 
 
 def _run_folder(args: Namespace) -> Path:
-    if args.out is not None:
+    if args.out:
         return Path(args.out)
 
-    if args.source is not None:
+    if args.source:
         with suppress(InputError, OSError):  # reported later
             run = read_run(record_of(args.source))[0]
             return default_run_folder(run.bundle, run.method, run.seed)
@@ -216,11 +215,13 @@ def launch_of(args: Namespace) -> Launch:
 
 def _was_portable(args: Namespace) -> bool:
     """Return whether the run to resume or repeat is portable; an unreadable one is reported later."""
-    again = []
+    records = []
     if args.resume and args.out:
-        again = [args.out / "run.json", args.out / FOLDS]
+        records = [args.out / "run.json", args.out / FOLDS]
+    elif args.source:
+        records = [record_of(args.source)]
 
-    for path in [*again, *([record_of(args.source)] if args.source else [])]:
+    for path in records:
         with suppress(Refused):
             document = json_values(path)
             settings = {}
@@ -241,12 +242,8 @@ def _cross_validate(
         "--resume and other settings": again and any((args.folds, args.bundle, values, config))
     }
     if wrong := next((flag for flag, conflict in refused.items() if conflict), None):
-        allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
-        conflict = f"a cross-validation with {wrong}"
-        if args.folds:
-            conflict = f"--folds with {wrong}"
-
-        raise InputError(conflict, allowed, "leave it out")
+        allowed = "a cross-validation is K new runs; --resume --out DIR alone continues one"
+        raise InputError(f"a cross-validation with {wrong}", allowed, "leave it out")
 
     if not again:
         from medfl.datasets.readers.splitting import check_folds

@@ -14,8 +14,8 @@ from medfl.core import tables
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
-from medfl.core.tables import screen_width
 from medfl.core.terminal import hanging_indent
+from medfl.core.untrusted import printable
 from medfl.flare import serve
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ examples
   medfl site inspect path/to/bundle
       what would run, what would leave, and what is refused (exit code 2)
   medfl site inspect path/to/bundle --write-policy policies/bundle.yaml
-      accept it as it is: from now on every file has to be this one
+      accept it as it is: from now on, no file may change
   medfl site inspect path/to/bundle --policy policies/bundle.yaml
-      still the same? before every run
+      before every run: is it unchanged?
   medfl site inspect path/to/bundle --policy policies/bundle.yaml --write-policy policies/new.yaml
-      it has changed, and is to be accepted: pin it anew, all else as before
+      accept a changed bundle: pin its files again, keep the other rules
   medfl site inspect path/to/new --against path/to/accepted
-      what has changed since?"""
+      what has changed since then?"""
 
 _CHECK_EXAMPLES = """\
 examples
   medfl site check path/to/bundle --data DIR --policy policies/bundle.yaml
-      would it run here, on these images?
+      would the bundle run here, on these images?
   medfl site check path/to/bundle --data DIR --server fl.example.org:8002 --kit site-1
-      and is the server there, with certificates of the same federation?"""
+      also: can the server be reached, and is its certificate of the same federation?"""
 
 _STATS_EXAMPLES = """\
 examples
@@ -52,7 +52,7 @@ examples
   medfl site stats path/to/bundle --data DIR --noise 1 --out clinic-a.json
       write exactly what is shown, with noise
   medfl site stats --collect clinic-a.json clinic-b.json --out federation.png
-      at the server: one picture of all sites, and how far each is from the others"""
+      at the server: plot all sites, with each one's distance from all together"""
 
 _FINGERPRINT_EXAMPLES = """\
 examples
@@ -64,9 +64,9 @@ examples
 _AUDIT_EXAMPLES = """\
 examples
   medfl site audit audit.jsonl
-      what came and left, and whether the log is the one that was written
+      what came in and left, and whether the log is intact
   medfl site audit audit.jsonl --noted 3f5a91c0
-      and is the line still there whose sha256 was noted elsewhere?"""
+      also: is the line still there whose sha256 was noted elsewhere?"""
 
 
 def add(verbs: Any) -> None:
@@ -113,7 +113,12 @@ def add(verbs: Any) -> None:
         "--device", "auto|cpu|cuda[:i]", "device for training; default: cpu", default="cpu"
     )
     check.add_number("--batch-size", "B", "images per optimiser step; default: the bundle's")
-    check.add_path("--folder", "DIR", "folder for the site's state", default=Path("."))
+    check.add_path(
+        "--folder",
+        "DIR",
+        "folder for the site's state; default: the current one",
+        default=Path("."),
+    )
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
@@ -140,7 +145,9 @@ def add(verbs: Any) -> None:
         existing,
         nargs="+",
     )
-    text = "what a segmentation is planned from (medfl plan): show what would leave, and write it"
+    text = (
+        "statistics for planning a segmentation (medfl plan): show what would leave, and write it"
+    )
     fingerprint = add_verb(actions, "fingerprint", text, _fingerprint, _FINGERPRINT_EXAMPLES)
     _add_data(fingerprint, "?")
     add_pairs(fingerprint)
@@ -152,14 +159,14 @@ def add(verbs: Any) -> None:
     fingerprint.add_number(
         "--epsilon",
         "E",
-        "differential privacy of one case: add noise to counts and clipped means, and tell nothing else; a smaller "
-        "epsilon adds more",
+        "differential privacy of one case: share only counts and clipped means, with noise; a smaller epsilon "
+        "adds more",
         float,
     )
     fingerprint.add_path(
         "--folder",
         "DIR",
-        "folder of the site's state: what is written with --epsilon is charged to its account of these images",
+        "folder of the site's state; --epsilon is charged to the privacy account of these images there",
         existing,
     )
     fingerprint.add_path("--out", "FILE", "write the fingerprint to this file")
@@ -222,9 +229,9 @@ def _inspect(args: Namespace) -> int:
     from medfl.policy.policy import Policy
     from medfl.storage.run_documents import read_run
 
-    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    policy = Policy.read(args.policy) if args.policy else Policy()
 
-    if args.job is not None:
+    if args.job:
         policy = policy.restricted_to(read_run(_run_file(args.job))[0])
 
     target = args.write_policy
@@ -269,8 +276,6 @@ def _run_file(job: Path) -> Path:
 
 
 def _inspection_lines(document: Config) -> list[str]:
-    from medfl.core.untrusted import printable
-
     if document.get("pinned_anew"):
         pinned = "judged without the pins of --policy"
     elif document["pinned"]:
@@ -278,81 +283,61 @@ def _inspection_lines(document: Config) -> list[str]:
     else:
         pinned = "not pinned: --policy names no files"
 
+    rows = []
+    for f in document["files"]:
+        rows.append([printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"][:16] + "..."])
+
     lines = [
         f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}",
         "",
         f"Files ({pinned})",
+        *(tables.text_table(["file", "kind", "bytes", "sha256"], rows) if rows else ["none"]),
     ]
-    rows = []
-    for f in document["files"]:
-        rows.append([printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]])
-
-    lines += (
-        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(screen_width(), 132))
-        if rows
-        else ["none"]
-    )
     if document["changes"] is not None:
-        lines += [
-            "",
-            "What differs from the version given with --against",
-            *(document["changes"] or ["nothing"]),
-        ]
+        lines += ["", "What differs from the version given with --against"]
+        lines += document["changes"] or ["nothing"]
 
-    if document.get("pinned_anew"):
-        lines += [
-            "",
-            "What is not as --policy pinned it",
-            *(f"  {line}" for line in document["pinned_anew"]),
-        ]
-
-    for title, parts in (
-        ("Components that would be made (_target_)", document["targets"]),
-        (f"What its {document['expressions']} expressions and its imports use", document["uses"]),
-    ):
-        lines += ["", title]
-        counts = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
-        lines += hanging_indent("  ", counts or "nothing")
-
-    lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
-    lines += [f"  {line}" for line in document["statements"]] or ["  none"]
-    lines += ["", "Allowed by the policy's words"]
+    allowed = []
     for item in document["allowed_by_policy"]:
-        lines.append(f"  {item['word']}: {item['what']}, {item['times']} times ({item['meaning']})")
+        allowed.append(f"{item['word']}: {item['what']}, {item['times']} times ({item['meaning']})")
 
-    if not document["allowed_by_policy"]:
-        lines += ["  none"]
-    lines += ["", "Data that would be read"]
-    lines += [
-        f"  {printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()
-    ]
-    lines += [
-        "  the folder given with --data takes its place; nothing else is known without running anything"
-    ]
-    lines += ["", "What would leave"]
+    data = [f"{printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()]
+    data.append("--data takes its place; nothing else is known without running anything")
+    for title, texts in {
+        "What is not as --policy pinned it": document.get("pinned_anew") or None,
+        "Components that would be made (_target_)": _counts(document["targets"]),
+        f"What its {document['expressions']} expressions and its imports use": _counts(
+            document["uses"]
+        ),
+        "Never run by medfl: statements for `monai.bundle run`": document["statements"],
+        "Allowed by the policy's words": allowed,
+        "Data that would be read": data,
+        "What would leave": (
+            *document["leaves"],
+            *(f"policy: {line}" for line in document["outbound"]),
+        ),
+        "Jobs that would be taken": [f"policy: {document['jobs']}"],
+    }.items():
+        if texts is not None:
+            lines += ["", title]
+            for text in texts or ["none"]:
+                lines += hanging_indent("  ", text)
 
-    for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
-        lines += hanging_indent("  ", text)
-
-    lines += [
-        "",
-        "Jobs that would be taken",
-        *hanging_indent("  ", f"policy: {document['jobs']}"),
-    ]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
 
     count = len(document["refused"])
     lines += ["", f"REFUSED, for {count} reason{'s' if count > 1 else ''}" if count else "ACCEPTED"]
     for refusal in document["refused"]:
-        if refusal["id"]:
-            where = f"{refusal['file']}: {refusal['id']}"
-        else:
-            where = refusal["file"]
-
+        where = ": ".join(filter(None, (refusal["file"], refusal["id"])))
         lines.append(f"  {printable(where)}: {refusal['why']}")
 
     return lines
+
+
+def _counts(parts: Config) -> list[str]:
+    text = ", ".join(f"{printable(name)} {count}" for name, count in parts.items())
+    return text.splitlines()
 
 
 # medfl site check, stats, audit
@@ -389,7 +374,7 @@ def _check(args: Namespace) -> int:
         _config(args.config), args.folder, args.unlabelled,
     )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
-    show(args, report.as_dict(), report.text(screen_width()))
+    show(args, report.as_dict(), report.text())
     report.require()
 
     return 0
@@ -405,7 +390,7 @@ def _stats(args: Namespace) -> int:
             "see medfl bundles",
         )
 
-    if args.out is not None:
+    if args.out:
         _check_new_file("--out", args.out)
 
     hold(args, Use(bundles=[args.bundle], file="out"))
@@ -427,7 +412,7 @@ def _stats(args: Namespace) -> int:
     for line in unread_ages(opened.bundle, opened.folder):
         log(f"note, for you alone: {line}")
 
-    return _preview(args, document, text(document, screen_width()))
+    return _preview(args, document, text(document))
 
 
 def _opened(args: Namespace, policy: Policy) -> WithData:
@@ -448,7 +433,7 @@ def _rules(args: Namespace) -> tuple[Policy, int]:
     from medfl.policy.policy import Policy
     from medfl.policy.suppression import LEAST
 
-    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    policy = Policy.read(args.policy) if args.policy else Policy()
     min_count = LEAST if args.min_count is None else args.min_count
     if min_count < 0:
         raise InputError(
@@ -463,7 +448,7 @@ def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
     from medfl.partner.statistics import encoded
 
     if args.out is None:
-        lines += ["", "Nothing was written; with --out FILE, exactly this is."]
+        lines += ["", "Nothing was written; --out FILE writes exactly this."]
     else:
         from medfl.storage.files import write_atomic
 
@@ -481,14 +466,14 @@ def _fingerprint(args: Namespace) -> int:
             "see medfl site fingerprint --help",
         )
 
-    if args.out is not None:
+    if args.out:
         _check_new_file("--out", args.out)
 
     _check_epsilon("--epsilon", args.epsilon)
     policy, least = _rules(args)
     epsilon = args.epsilon or policy.outbound.fingerprint_epsilon or 0.0
     # By the keeper, beforehand: the folder has the accounts of everything that a site releases
-    account = _charged(args, policy, epsilon) if args.folder is not None and epsilon else []
+    account = _charged(args, policy, epsilon) if args.folder and epsilon else []
     bundles = [args.bundle] if args.bundle else []
     hold(args, Use(bundles=bundles, file="out"))
     from medfl.problem import fingerprint
@@ -500,7 +485,7 @@ def _fingerprint(args: Namespace) -> int:
         empty, cases = fingerprint.of_bundle(_opened(args, policy).bundle)
 
     released = fingerprint.gather(empty, cases, least, epsilon, progress=progress)
-    lines = fingerprint.text(released, least, epsilon, screen_width())
+    lines = fingerprint.text(released, least, epsilon)
     return _preview(args, released.document(), [*lines, *account])
 
 
@@ -513,7 +498,7 @@ def _charged(args: Namespace, policy: Policy, epsilon: float) -> list[str]:
         raise InputError("--folder without --data", "images whose account is charged", "name them")
 
     account = Account.open(account_file(args.folder, str(folder)), policy.outbound.delta)
-    if args.out is not None:
+    if args.out:
         account.add_fingerprint(epsilon)
 
     return [f"account: {account.words()}"]
@@ -571,8 +556,8 @@ def _collect(args: Namespace) -> int:
     from medfl.partner.heterogeneity import draw, read
 
     federation = read(args.collect)
-    lines = federation.table(screen_width())
-    if args.out is not None:
+    lines = federation.table()
+    if args.out:
         draw(federation, args.out)
         lines += ["", f"picture: {args.out}"]
 
@@ -592,9 +577,9 @@ def _audit(args: Namespace) -> int:
 
 def _check_new_file(flag: str, target: Path) -> None:
     """Raise an InputError if a file already exists, or its folder does not."""
-    if target.exists():
+    if target.exists() or not target.resolve().parent.is_dir():
         raise InputError(
-            f"{flag} {target}", "a new file: nothing is overwritten", "give a new file name"
+            f"{flag} {target}",
+            "a new file, in a folder that exists",
+            "give a new name, or make the folder",
         )
-    if not target.resolve().parent.is_dir():
-        raise InputError(f"{flag} {target}", "a file in a folder that exists", "make the folder")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples
   medfl subgroups runs/ham10000-fedavg-0
-      by the centre where an image was taken
+      by the centre where the image was taken
   medfl subgroups runs/ham10000-fedavg-0 --by age --min-count 20
-      by bands of 20 years; groups of fewer than 20 cases are not told"""
+      by bands of 20 years; groups of fewer than 20 cases are hidden"""
 
 
 def add(verbs: Any) -> None:

@@ -17,11 +17,11 @@ from medfl.runtimes.launch import Launch
 _EXAMPLES = """\
 examples
   medfl tune mednist --data phantom --method fedprox --grid mu=0.001,0.01,0.1 --rounds 3 --out tuned/fedprox
-      three trials, chosen by the validation metric; then one run that is tested
+      three trials; the best by the validation metric is run again and tested
   medfl tune mednist --data phantom --method moon --grid mu=0.1,1,5 --grid lr=0.001,0.01 --trials 4 --out tuned/moon
-      four of the six, drawn by the seed; called again it runs only what is missing
+      four of the six combinations, drawn by the seed; repeat the command to run only what is missing
   medfl compare mednist --data phantom --tuned tuned --out grids/tuned
-      both with the settings found"""
+      both methods, with the settings found"""
 
 
 def add(verbs: Any) -> None:

@@ -6,6 +6,7 @@ Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C), 143 (SIGTE
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 import traceback
@@ -32,7 +33,7 @@ from medfl.cli import (
     subgroups,
     tune,
 )
-from medfl.cli.parser import Parser, intact, warn
+from medfl.cli.parser import Parser, intact, log, warn
 from medfl.core import portable, terminal
 from medfl.core.errors import MedflError
 from medfl.core.release import VERSION
@@ -40,9 +41,9 @@ from medfl.core.release import VERSION
 EXAMPLES = """\
 examples
   medfl run pneumonia --data phantom --rounds 3
-      a first run, on drawn images
+      a first run, on synthetic images
   medfl bundles
-      what can be trained on; medfl methods: and how
+      list the data sets; medfl methods lists the methods
   medfl run ham10000 --data DIR --partition centre --method scaffold --rounds 20
       four hospitals, real images"""
 
@@ -114,10 +115,12 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
 
         if isinstance(error, MemoryError):
             message = f"out of memory ({error})"
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            message = f"no space left on the disk; free some; {intact(options)}"
         else:
             message = str(error)
 
-        warn(f"error: {' '.join(message.split())}")
+        log(f"error: {' '.join(message.split())}")
         terminal.flush(sys.stdout)
         if isinstance(error, MedflError):
             return error.exit_code

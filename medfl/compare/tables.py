@@ -19,10 +19,7 @@ from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import safe_file_name
 
-_HEADERS: dict[str, tuple[str, ...]] = {
-    "md": (),
-    "tex": ("% needs \\usepackage{booktabs,graphicx}",),
-}
+_TEX_HEADER = "% needs \\usepackage{booktabs,graphicx}"
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a LaTeX page
 
@@ -227,7 +224,7 @@ def write_tables(
 
     for format_ in ("md", "tex"):
         written[format_] = out / f"tables.{format_}"
-        texts = [*_HEADERS[format_]]
+        texts = [_TEX_HEADER] * (format_ == "tex")
         for title, table in all_tables(comparison, against, target or against, format_):
             texts.append(titled(f"{title}; {comparison.describe()}", table, format_))
 

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError, did_you_mean, either
 from medfl.core.mappings import within
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, typed_value
@@ -84,7 +84,7 @@ class Declared:
     def form(self) -> str:
         """Its choices, or its type and limits, in brief."""
         if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}"
+            return f"one of {either(self.choices)}"
         return f"{self.type}{self.bounds('>=', '<=')}"
 
     def bounds(self, least: str, most: str) -> str:

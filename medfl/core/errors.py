@@ -96,11 +96,16 @@ def refuse_folder(error: OSError) -> None:
         )
 
 
+def either(names: Iterable[object]) -> str:
+    """Join alternatives, as "a, b or c"."""
+    return " or ".join(", ".join(map(str, names)).rsplit(", ", 1))
+
+
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
     """Return advice on an unknown name: the most similar known name, if any, then `advice`."""
     near = difflib.get_close_matches(given, list(known), 1)
     if near:
-        return f"did you mean {near[0]}? else {advice}"
+        return f"did you mean {near[0]}? if not, {advice}"
 
     return advice
 

@@ -16,7 +16,7 @@ from typing import Any
 from medfl.core import portable, setting_values
 from medfl.core.declared import Declared, declared
 from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError, did_you_mean, either
 from medfl.core.mappings import present
 
 LOSSLESS = "lossless"
@@ -27,6 +27,7 @@ MACHINE = "machine"
 COMPUTING = "computing"
 ROBUSTNESS = "robustness"
 SITES = "sites"
+OF_PROTOCOL = "; default: the bundle's protocol"
 _MAX_VALUE = 1_000_000  # for counts: a job from outside cannot request endless work
 
 
@@ -67,7 +68,7 @@ class Setting(Declared):
     def allowed(self) -> str:
         """Its choices, or its kind and limits in words."""
         if self.choices is not None:
-            return " or ".join(self.choices)
+            return either(self.choices)
 
         limits = {"of at least": self.minimum, "above": self.above, "at most": self.maximum}
         bounds = " and ".join(
@@ -115,6 +116,8 @@ def setting(
     help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any
 ) -> Any:
     """Declare a setting; without a default it comes from the bundle's protocol."""
+    if default is dataclasses.MISSING:
+        help += OF_PROTOCOL
     # `Any`, as for dataclasses.field: the field has the type that it is annotated with.
     return declared(default, help, metavar=metavar, group=group, **form)
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
@@ -18,7 +18,7 @@ _MARKDOWN = {"\\": "\\\\", "<": "&lt;", "|": "\\|", "](": "]\\("}
 def screen_width() -> int:
     """Return the width of output in columns: the terminal's, at most 100; 100 if stdout is a file or a pipe."""
     if sys.stdout.isatty():
-        return max(60, min(WIDTH, shutil.get_terminal_size().columns))
+        return min(WIDTH, shutil.get_terminal_size().columns)
 
     return WIDTH
 
@@ -26,14 +26,13 @@ def screen_width() -> int:
 def text_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
-    width: int | None = None,
     spare: Sequence[str] = (),
 ) -> list[str]:
     """Return the lines of a table, with columns of numbers aligned to the right.
 
     If lines are too long, the widest columns wrap; if that is not enough, `spare` columns are omitted.
     """
-    width = width or screen_width()
+    width = screen_width()
     columns = [*zip(head, *rows, strict=True)]
     for name in [*spare, ""]:
         widths = [max(map(len, column)) for column in columns]
@@ -65,12 +64,34 @@ def text_table(
     return lines
 
 
+def on_screen(text: str) -> str:
+    """Return a text for a terminal: its Markdown tables as `text_table` makes them.
+
+    A table that does not fit, as one of few methods and many metrics, is turned on its side.
+    """
+    lines: list[str] = []
+    for is_table, block in groupby(text.splitlines(), lambda line: line[:1] == "|"):
+        if not is_table:
+            lines += block
+            continue
+
+        head, _, *rows = ([*map(str.strip, re.split(r"(?<!\\)\|", line)[1:-1])] for line in block)
+        table = text_table(head, rows)
+        if max(map(len, table)) > screen_width():
+            head, *rows = map(list, zip(head, *rows, strict=True))
+            table = text_table(head, rows)
+
+        lines += table
+
+    return "\n".join(lines)
+
+
 def _longest_word(column: Sequence[str]) -> int:
     return max(max(map(len, cell.split()), default=0) for cell in column)
 
 
 def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
-    wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+    wrapped = [wrap(cell, width=size) for cell, size in zip(row, widths, strict=True)]
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
         cells = []
@@ -82,7 +103,7 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
     return lines
 
 
-def wrap(text: str, width: int | None, first: str = "", others: str = "") -> list[str]:
+def wrap(text: str, first: str = "", others: str = "", width: int = 0) -> list[str]:
     """Wrap a text between words only; `first` and `others` start its first and further lines."""
     return textwrap.wrap(
         text,

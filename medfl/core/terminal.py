@@ -126,37 +126,37 @@ def beside_bars() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def definitions(named: Mapping[str, str], columns: int | None = None) -> list[str]:
+def definitions(named: Mapping[str, str]) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
     lines = []
     for name, text in named.items():
-        lines += hanging_indent(name.ljust(indent), text, columns)
+        lines += hanging_indent(name.ljust(indent), text)
     return lines
 
 
 def wrap_to_terminal(text: str) -> list[str]:
     """Wrap a line at the terminal's width, further lines indented."""
-    return wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
+    return wrap(text, others="  ", width=shutil.get_terminal_size().columns) or [""]
 
 
-def hanging_indent(label: str, text: str, columns: int | None = None) -> list[str]:
+def hanging_indent(label: str, text: str) -> list[str]:
     """Wrap a text after a label, with further lines indented by the label's length."""
-    return wrap(text, columns, label, " " * len(label))
+    return wrap(text, label, " " * len(label))
 
 
-def wrap_docstring(text: str, columns: int | None = None) -> list[str]:
+def wrap_docstring(text: str) -> list[str]:
     """Return a docstring's lines; wide paragraphs are wrapped, aligned ones (equations) line by line."""
     lines = []
     for paragraph in textwrap.dedent(text).strip().split("\n\n"):
         originals = paragraph.split("\n")
         lines.append("")
-        if max(map(len, originals)) <= (columns or screen_width()):
+        if max(map(len, originals)) <= screen_width():
             lines += originals
         elif "   " in paragraph:
             for line in originals:
-                lines += hanging_indent("", line, columns)
+                lines += wrap(line)
         else:
-            lines += wrap(paragraph, columns)
+            lines += wrap(paragraph)
 
     return lines[1:]

@@ -25,7 +25,7 @@ from typing import (
 )
 
 from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, either
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +55,7 @@ def read_record(kind: type[R], document: object, where: str = "") -> R:
     hints = _HINTS(kind)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in document.keys() - fields:
-        raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(fields)}")
+        raise ValueError(f"{at}{name!s:.60} is not one of {either(fields)}")
 
     for name, field in fields.items():
         if name not in document and field.default is dataclasses.MISSING:

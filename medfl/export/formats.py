@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -273,6 +274,8 @@ class OnnxNetwork:
     """An ONNX file that can be called like a network; ONNX Runtime uses one CPU thread."""
 
     def __init__(self, path: Path) -> None:
+        # it would keep an identifier of this machine in ~/.cache, and tell its maker of each use
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"
         import onnxruntime
 
         options = onnxruntime.SessionOptions()

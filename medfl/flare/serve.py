@@ -39,7 +39,7 @@ examples
   medfl site serve --kit site-1
       every time after; ends with Ctrl-C
   medfl site serve --kit site-1 --check
-      only see whether it would start"""
+      only check whether it would start"""
 
 
 def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> None:
@@ -48,11 +48,11 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
     served.add_text("bundle", "BUNDLE", "name of a shipped bundle, or the folder of any", nargs="?")
     served.add_path("--kit", "DIR", "the startup kit, unpacked", required=True)
-    served.add_path("--data", "DIR", "the site's images; a server may do without")
-    served.add_path("--folder", "DIR", "where States are kept; at the server, runs")
-    served.add_path("--policy", "FILE", "the site's policy; default: nothing extra")
-    served.add_text("--device", "cpu|cuda[:i]", "where it trains; default cpu")
-    served.add_path("--audit", "FILE", "log of what came and left")
+    served.add_path("--data", "DIR", "the site's images; not needed at a server")
+    served.add_path("--folder", "DIR", "folder for the site's States, or at the server for runs")
+    served.add_path("--policy", "FILE", "the site's policy; default: none")
+    served.add_text("--device", "cpu|cuda[:i]", "device for training; default: cpu")
+    served.add_path("--audit", "FILE", "log of what came in and left")
     served.add_text(
         "--permit",
         "ID",
@@ -61,7 +61,8 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
         action="append",
     )
     served.add_switch(
-        "--no-sandbox", "let FLARE's process do what this user may; default: Linux's Landlock"
+        "--no-sandbox",
+        "do not sandbox FLARE's process (with Landlock, on Linux): it runs with your rights",
     )
     served.add_switch("--check", "only see whether it would start")
 

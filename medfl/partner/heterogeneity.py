@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.spatial.distance import jensenshannon
 
-from medfl.core import tables, terminal
+from medfl.core import tables
 from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
@@ -113,7 +113,7 @@ class FederationStatistics:
     def _with_distances(self) -> Iterator[tuple[SiteStatistics, float, float]]:
         return zip(self.sites, self.class_distances(), self.intensity_distances(), strict=True)
 
-    def table(self, width: int) -> list[str]:
+    def table(self) -> list[str]:
         """Return one row per site."""
         titles = [TITLES[section] for section in self.sites[0].images]
         head = ["site", *titles, "classes told", "classes", "intensities"]
@@ -130,12 +130,10 @@ class FederationStatistics:
             rows.append([printable(site.name, 40), *images, classes, *distances])
 
         return [
-            *tables.text_table(head, rows, width),
+            *tables.text_table(head, rows),
             "",
-            *terminal.hanging_indent(
-                "",
-                "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told",
-                width,
+            *tables.wrap(
+                "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
             ),
         ]
 

@@ -93,7 +93,7 @@ class Preflight:
         lines = [line._asdict() for line in self.lines]
         return {"bundle": self.bundle, "data": self.data, "ok": self.ok, "lines": lines}
 
-    def text(self, width: int) -> list[str]:
+    def text(self) -> list[str]:
         """Return it as lines of text."""
         lines = [f"bundle {printable(self.bundle)} on {printable(self.data, 200)}", ""]
         size = max(len(line.topic) for line in self.lines)
@@ -103,7 +103,7 @@ class Preflight:
                 text += f" -> {line.advice}"
 
             label = f"{line.level:8} {line.topic:{size}}  "
-            lines += terminal.hanging_indent(label, text, width)
+            lines += terminal.hanging_indent(label, text)
 
         counts = Counter(line.level for line in self.lines)
         summary = []

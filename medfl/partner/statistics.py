@@ -427,7 +427,7 @@ def _channels(part: Config) -> Sequence[Config]:
 # Text
 
 
-def text(document: Config, width: int) -> list[str]:
+def text(document: Config) -> list[str]:
     """Return the releasable statistics as lines of text, and the protection by the rules in plain words."""
     lines = [
         f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"
@@ -437,7 +437,7 @@ def text(document: Config, width: int) -> list[str]:
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
         rows = {f"  {name}": _cells_text(cells) for name, cells in part["tables"].items()}
         if rows:
-            lines += terminal.definitions(rows, width)
+            lines += terminal.definitions(rows)
 
         for name, moments in part.get("numbers", {}).items():
             lines.append(f"  {printable(name)}  mean {moments['mean']}, sd {moments['sd']}")
@@ -448,7 +448,7 @@ def text(document: Config, width: int) -> list[str]:
 
     lines.append("")
     for sentence in covered(document):
-        lines += terminal.hanging_indent("", sentence, width)
+        lines += terminal.hanging_indent("", sentence)
 
     return lines
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.names import listed
 from medfl.core.terminal import Print
 from medfl.core.untrusted import open_plain, printable
 
@@ -246,9 +247,8 @@ class VerifiedLog:
         """
         if self.problems:
             # The parts of an InputError are joined by semicolons.
-            more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
             raise InputError(
-                f"audit log {printable(self.path)}: {self.problems[0]}{more}".replace(";", ","),
+                f"audit log {printable(self.path)}: {listed(self.problems, 1)}".replace(";", ","),
                 "each line names the sha256 of the one before",
                 "compare it with a copy; find out who changed it",
             )

@@ -191,7 +191,7 @@ def _told(counts: Mapping[str, int], least: int) -> dict[str, int]:
     return present(cells)
 
 
-def text(fingerprint: Fingerprint, least: int, epsilon: float, width: int) -> list[str]:
+def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:
     """Return the released values as lines of text."""
     privacy = (
         f"Counts of cases below {least} are hidden. "
@@ -223,6 +223,6 @@ def text(fingerprint: Fingerprint, least: int, epsilon: float, width: int) -> li
 
     return [
         "fingerprint, in short; --json shows each number that would leave, and nothing else leaves",
-        *terminal.definitions({f"  {name}": row for name, row in rows.items() if row}, width),
+        *terminal.definitions({f"  {name}": row for name, row in rows.items() if row}),
         privacy,
     ]

@@ -21,7 +21,7 @@ from monai.engines.utils import default_prepare_batch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError, did_you_mean, either
 from medfl.core.mappings import map_values
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
@@ -141,7 +141,7 @@ class Parts:
         if self.key_metric and self.key_metric not in metric_names:
             advice = did_you_mean(self.key_metric, metric_names, "choose one")
             raise InputError(
-                f"key_metric={self.key_metric!r}", f"one of {', '.join(metric_names)}", advice
+                f"key_metric={self.key_metric!r}", f"one of {either(metric_names)}", advice
             )
 
     @cached_property

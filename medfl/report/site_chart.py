@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from medfl.core.documents import Config
 from medfl.data.partition import targets
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, SOFT, TINTS
+from medfl.storage.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,7 +136,7 @@ _PARTS = 5  # of the range of numbers
 
 
 def plot(
-    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path
+    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: Path
 ) -> None:
     """Draw the training images of each class at each site, and the sizes of its sections.
 
@@ -161,7 +163,9 @@ def plot(
     )
     left.set_title(text, loc="left", size=9.5, color=SOFT)
     right.set_title("Images", loc="left", size=10, color=INK)
-    figure.savefig(path)
+    file = io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:])
+    write_atomic(path, file.getvalue())
 
 
 def _columns(

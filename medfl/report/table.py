@@ -18,7 +18,7 @@ from medfl.report.formatting import duration, plain
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.storage.run_reader import SUMMARY_KINDS
 
-PHANTOM_NOTE = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
+PHANTOM_NOTE = "PHANTOM data: drawn by a program; these numbers say nothing about patients"
 _TABLE_SITES = 24  # rows that fit on a screen beside the rest
 LEFT_OUT = f"* left out of the means: fewer than {LEAST} test cases have it, or lack it"
 _TABLE_STRUCTURES = 12

@@ -15,7 +15,7 @@ from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, either
 from medfl.core.names import is_plain_text, slug
 from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.task import OF_VECTORS
@@ -211,7 +211,7 @@ def _of_run(
         raise InputError(
             "--site all",
             "the model of one site predicts",
-            f"name one of {', '.join(networks.sites)}",
+            f"name one of {either(networks.sites)}",
         )
 
     if task.kind not in (*OF_VECTORS, "segmentation"):

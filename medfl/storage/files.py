@@ -79,7 +79,8 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 
 @contextmanager
 def writing(
-    target: Path | str, advice: str = "free some space, then go on (a run with --resume)"
+    target: Path | str,
+    advice: str = "free some space or check its rights, then repeat it (a run with --resume)",
 ) -> Iterator[None]:
     """Raise a RunError if the block cannot write to `target`."""
     try:

@@ -135,12 +135,12 @@ def test_the_status_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path))
     assert bundle_pages.bundles("pneumonia")["data"] == {"status": "phantom", "folder": str(folder)}
     assert f"a PHANTOM cohort in {folder}" in bundle_pages.bundles_text(
-        bundle_pages.bundles("pneumonia"), 400
+        bundle_pages.bundles("pneumonia")
     )
     (folder / "PHANTOM.json").unlink()
     assert bundle_pages.bundles("pneumonia")["data"] == {"status": "real", "folder": str(folder)}
     assert f"real images in {folder}" in bundle_pages.bundles_text(
-        bundle_pages.bundles("pneumonia"), 400
+        bundle_pages.bundles("pneumonia")
     )
 
 
@@ -161,12 +161,18 @@ def test_a_bundles_page_names_classes_layouts_and_licence() -> None:
     )
 
 
-def test_text_keeps_to_its_width() -> None:
+def _as_wide(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    for module in (tables, terminal):
+        monkeypatch.setattr(module, "screen_width", lambda: width)
+
+
+def test_text_keeps_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     of_methods = [method_pages.methods(name) for name in (None, *methods.names())]
     of_bundles = [bundle_pages.bundles(name) for name in (None, *shipped())]
     for width in (72, 80, 100):
-        pages = [method_pages.methods_text(found, width) for found in of_methods]
-        pages += [bundle_pages.bundles_text(found, width) for found in of_bundles]
+        _as_wide(monkeypatch, width)
+        pages = [method_pages.methods_text(found) for found in of_methods]
+        pages += [bundle_pages.bundles_text(found) for found in of_bundles]
         for page in pages:
             words = [line.split() for line in page.splitlines() if len(line) > width]
             assert all(len(line[-1]) > width - 24 for line in words), (
@@ -178,25 +184,29 @@ def test_text_keeps_to_its_width() -> None:
 # Text
 
 
-def test_a_table_wraps_its_widest_column() -> None:
+def test_a_table_wraps_its_widest_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_wide(monkeypatch, 20)
     lines = tables.text_table(
-        ["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]], 20
+        ["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]]
     )
     assert lines == [
         "name   n  words", "----  --  ----------", "a      7  one two", "          three four", "bb    12  -",
     ]  # fmt: skip
 
 
-def test_a_table_leaves_out_spare_columns_before_it_overflows() -> None:
+def test_a_table_leaves_out_spare_columns_before_it_overflows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     head, rows = ["name", "spare", "other"], [["aaaa", "bbbbbb", "cccc"]]
-    assert tables.text_table(head, rows, 19, ["spare"])[0] == "name  spare   other"
-    assert tables.text_table(head, rows, 18, ["spare"])[0] == "name  other"
-    assert tables.text_table(head, rows, 8, ["spare"])[0] == "name  other"
+    for width, first in ((19, "name  spare   other"), (18, "name  other"), (8, "name  other")):
+        _as_wide(monkeypatch, width)
+        assert tables.text_table(head, rows, ["spare"])[0] == first
 
 
-def test_equations_keep_their_lines() -> None:
+def test_equations_keep_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_wide(monkeypatch, 30)
     text = "Title\n\nstep:   x <- x - 1\nserver: y <- the mean of all x\n\nSome words that are too long for it."
-    assert terminal.wrap_docstring(text, 30) == [
+    assert terminal.wrap_docstring(text) == [
         "Title", "", "step:   x <- x - 1", "server: y <- the mean of all x", "", "Some words that are too long",
         "for it.",
     ]  # fmt: skip

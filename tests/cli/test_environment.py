@@ -127,6 +127,18 @@ def test_what_the_system_refuses_is_a_line(
     assert capsys.readouterr().err == said
 
 
+def test_a_full_disk_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("medfl.cli.report._report", fail)
+    assert verbs.main(["report", "."]) == 1
+    said = "error: no space left on the disk; free some; what was saved is intact\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_folder_whose_name_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     done = shell(tmp_path, "$MEDFL run mnist --data phantom --out $'o\\xfc'")
     assert (done.returncode, done.stderr.splitlines()) == (

@@ -227,7 +227,7 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
         ("fedbm", ("prompt_fraction=0",), "prompt_fraction=0; a part of the prompts, above 0 and at most 1"),
         ("fedcb", ("loss=finite", "classifier=trainable"), "loss=finite with classifier=trainable; eq. 1 is over"),
         ("fedcb", ("swap=DR,MH",), f"swap=DR,MH; two of the classes {CLASSES}; "),
-        ("fedbm", ("condition=text",), "condition=text for method 'fedbm'; condition is one of concept, noise, "),
+        ("fedbm", ("condition=text",), "condition=text for method 'fedbm'; condition is one of concept, noise"),
         ("fedbm", ("normalise=0,0,0/1,1,1",), "normalise=0,0,0/1,1,1 for images of 1 channel; it has means for 3"),
         ("fedbm", ("normalise=quarter",), "normalise=quarter; read, imagenet, half, none or MEAN/SD"),
         ("fednh", ("rho=2",), "rho=2 for method 'fednh'; rho is float >= 0 and <= 1"),

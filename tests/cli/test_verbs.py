@@ -150,7 +150,7 @@ def _sees(line: str, *texts: str) -> None:
         (("--method", "fedavg", "--set", "mu=1"), ("option 'mu' of method 'fedavg'", "its options are: none")),
         (("--method", "fedprox", "--set", "mu=-1"), ("mu=-1", "float >= 0")),
         (("--method", "fedprox", "--set", "mu=much"), ("mu=much", "float")),
-        (("--method", "scaffold", "--set", "control=x"), ("control=x", "auto, difference, gradient")),
+        (("--method", "scaffold", "--set", "control=x"), ("control=x", "auto, difference or gradient")),
         (("--set", "mu"), ("--set mu", "NAME=VALUE")),
         (("--set", "=1"), ("--set =1", "NAME=VALUE")),
         (("--config", "network"), ("--config network", "NAME=VALUE")),

@@ -171,7 +171,10 @@ def test_a_comparison_takes_the_settings_and_says_how_many_trials(
     assert call(scans, tmp_path / "grid", *words, verb="compare") == 0
     best = read(done / "best.json")["settings"]
     label = f"fedprox mu={best['options']['mu']} lr={best['requested']['lr']}"
-    assert f"trials of the settings: fedavg: 0, {label}: 4" in capsys.readouterr().out
+    assert (
+        f"fedavg: settings chosen in 0 trials\n{label}: settings chosen in 4 trials\n"
+        in capsys.readouterr().out
+    )
     records = [read(path) for path in (tmp_path / "grid").rglob("run.json")]
     lr = {record["method"]: record["lr"] for record in records}
     assert lr["fedprox"] == best["requested"]["lr"]

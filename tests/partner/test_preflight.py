@@ -66,7 +66,7 @@ def test_a_bundle_and_its_data_that_are_fine_are_ready(moles: Path, tmp_path: Pa
     assert "12 x 16 pixels" in said(found, "size") or "16 x 16 pixels" in said(found, "size")
     assert "one step with" in said(found, "memory", "ok")
     assert "State: " in said(found, "disk", "ok")
-    assert found.text(100)[-1].startswith("READY")
+    assert found.text()[-1].startswith("READY")
     json.dumps(found.as_dict())
 
 

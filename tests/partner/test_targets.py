@@ -159,7 +159,7 @@ def test_statistics_of_findings(folders: dict[str, Path], data: Path, least: int
     if least:
         assert document["sections"]["train"]["tables"]["finding spot"][UNRECORDED] is None
 
-    assert any("finding spot" in line for line in text(document, 200))
+    assert any("finding spot" in line for line in text(document))
 
 
 def test_statistics_of_numbers(folders: dict[str, Path], data: Path) -> None:
@@ -183,7 +183,7 @@ def test_statistics_of_numbers(folders: dict[str, Path], data: Path) -> None:
         count is None or count >= 11
         for count in hidden["train"]["tables"]["number radius_mm"].values()
     )
-    assert "mean" in "".join(text(gather(bundle, "", StatisticsOptions(BINS, min_count=10)), 200))
+    assert "mean" in "".join(text(gather(bundle, "", StatisticsOptions(BINS, min_count=10))))
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])

@@ -131,7 +131,7 @@ def test_a_torn_last_line_is_told_and_the_log_goes_on_after_it(cut: int, tmp_pat
 
 
 def test_a_log_that_cannot_be_written_stops_what_would_leave(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a file in a folder that exists"):
+    with pytest.raises(InputError, match="in a folder that exists"):
         Audit(tmp_path / "none" / "log")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="a file that can be written"):

@@ -37,13 +37,12 @@ def test_table_by_hand():
     partition = assign("centre", sections, sites=None, classes=("mel", "nv"), seed=5)
     text = table(partition, sections, ("mel", "nv"))
     assert text.splitlines() == [
-        "partition centre, seed 5: images of each section and training images of each class",
+        "partition centre, seed 5: images per section, training images per class",
         "",
         "site        training  test  mel  nv",
-        "-----------------------------------",
+        "----------  --------  ----  ---  --",
         "north              3     1    2   1",
         "south-west         9     -    4   5",
-        "-----------------------------------",
         "all sites         12     1    6   6",
     ]
 

@@ -23,7 +23,7 @@ from medfl.runs.plan import Request
 def test_the_near_name_comes_before_the_advice() -> None:
     assert (
         did_you_mean("fedproks", ("fedavg", "fedprox"), "see medfl methods")
-        == "did you mean fedprox? else see medfl methods"
+        == "did you mean fedprox? if not, see medfl methods"
     )
     assert did_you_mean("zzz", ("fedavg", "fedprox"), "see medfl methods") == "see medfl methods"
     assert did_you_mean("zzz", (), "nothing") == "nothing"
@@ -47,7 +47,7 @@ def test_the_near_name_comes_before_the_advice() -> None:
     ],
 )
 def test_unknown_names(call: Callable[[], object], name: str) -> None:
-    with pytest.raises(InputError, match=rf"; did you mean {name}\? else "):
+    with pytest.raises(InputError, match=rf"; did you mean {name}\? if not, "):
         call()
 
 

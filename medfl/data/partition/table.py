@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from medfl.core.tables import WIDTH, label_row, wrap
+from medfl.core.tables import screen_width, text_table, wrap
 from medfl.data.partition.draw import Sections
 from medfl.data.partition.rules import Partition
 
@@ -13,7 +12,7 @@ TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
 
 def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
-    """Return a text table of at most 100 columns: training images per site and class, size of each section."""
+    """Return a text table as wide as the screen at most: training images per site and class, size of each section."""
     names = list(classes or ())
     shown = shown_sections(partition)
     counts = partition.counts(sections, len(names))
@@ -27,22 +26,24 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
     head = ["site", *(TITLES[name] for name in shown), *names]
     legend = ""
 
-    if sum(_widths([head, *rows])) > WIDTH:
+    if sum(_widths([head, *rows])) > screen_width():
         head[1 + len(shown) :] = list(map(str, range(len(names))))
-        legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
+        entries = (f"{c} = {shorten(name, 60)}" for c, name in enumerate(names))
+        legend = "\n".join(wrap(", ".join(entries)))
 
     lines = [head, *rows]
     blocks = []
     for columns in _columns(_widths(lines)):
-        blocks.append(_block([[row[i] for i in columns] for row in lines]))
+        head, *rows = ([row[i] for i in columns] for row in lines)
+        blocks.append("\n".join(text_table(head, rows)))
 
-    content = "images of each section" + (" and training images of each class" if names else "")
+    content = "images per section" + ", training images per class" * bool(names)
     title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
-    notes = "\n".join(
-        textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ") for note in partition.notes
-    )
+    notes = []
+    for note in partition.notes:
+        notes += wrap(f"note: {note}", others="  ")
 
-    return "\n\n".join(filter(None, [title, *blocks, legend, notes]))
+    return "\n\n".join(filter(None, [title, *blocks, legend, "\n".join(notes)]))
 
 
 def shorten(text: str, width: int) -> str:
@@ -66,27 +67,12 @@ def _columns(widths: Sequence[int]) -> list[list[int]]:
     """Divide the columns into blocks that fit; each block starts with the site's name."""
     blocks = [[0]]
     for i, width in enumerate(widths[1:], start=1):
-        if sum(widths[k] for k in blocks[-1]) + width > WIDTH:
+        if sum(widths[k] for k in blocks[-1]) + width > screen_width():
             blocks.append([0])
 
         blocks[-1].append(i)
 
     return blocks
-
-
-def _block(rows: Sequence[Sequence[str]]) -> str:
-    """Align one block: names left, numbers right, a line below the header and above the last row."""
-    widths = _widths(rows)
-    lines = [label_row(row, widths) for row in rows]
-    rule = "-" * sum(widths)
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
-
-
-def _wrap(entries: Iterable[str]) -> str:
-    """Fill lines with entries without breaking one."""
-    # a line may break between entries alone, so blanks within one are made unbreakable
-    text = "\0".join(entries).replace(" ", "\xa0").replace("\0", "   ")
-    return "\n".join(wrap(text, WIDTH)).replace("\xa0", " ")
 
 
 def shown_sections(partition: Partition) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, either
 from medfl.core.names import as_number, composed
 from medfl.core.task import SECTIONS
 from medfl.datasets.readers import tables
@@ -44,7 +44,7 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
         if sections and sections[SPLIT] not in SECTIONS:
             raise InputError(
                 f"{root}: section {sections[SPLIT]!r} of {record.id}",
-                f"one of {', '.join(SECTIONS)}",
+                f"one of {either(SECTIONS)}",
                 "write one of these",
             )
 

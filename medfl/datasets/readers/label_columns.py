@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from medfl.core.arrays import Floats
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core.errors import InputError, did_you_mean, either
 from medfl.core.names import as_number, composed, listed
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
@@ -105,7 +105,7 @@ class Wanted:
         ):
             if value not in allowed:
                 raise InputError(
-                    f"{name} {value!r:.40}", f"one of {', '.join(allowed)}", "choose one of them"
+                    f"{name} {value!r:.40}", f"one of {either(allowed)}", "choose one of them"
                 )
 
 

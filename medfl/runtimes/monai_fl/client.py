@@ -36,7 +36,7 @@ from torch import Tensor
 
 from medfl import methods
 from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
+from medfl.core.errors import InputError, MedflError, RunError, either, errors_safe_to_send
 from medfl.core.mappings import map_values
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
@@ -123,7 +123,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         say: Callable[[str], object] = str,
     ) -> None:
         if host not in HOSTS:
-            raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
+            raise InputError(f"host {host!r}", f"one of {either(HOSTS)}", "choose one")
 
         self.name = name
         self.host = host
@@ -253,7 +253,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         section = (extra or {}).get(SECTION, "validate")
         if section not in SECTIONS:
-            raise InputError(f"section {section!r}", f"one of {', '.join(SECTIONS)}", "choose one")
+            raise InputError(f"section {section!r}", f"one of {either(SECTIONS)}", "choose one")
         self.cases = self.visit(score_site, data, (section,), counted=False)
         return ExchangeObject(metrics=self.metrics_of(self.cases[section]))
 
