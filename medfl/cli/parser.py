@@ -14,6 +14,7 @@ from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.tables import screen_width
+from medfl.core.untrusted import visible
 
 
 class Parser(Flags, argparse.ArgumentParser):
@@ -87,7 +88,7 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
     if args.json:
         text = json.dumps(document)
     else:
-        text = terminal.visible("\n".join(lines))
+        text = visible("\n".join(lines))
 
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -121,5 +122,5 @@ def warn(text: str) -> None:
     """Print a line on stderr unchanged."""
     with terminal.beside_bars():
         with suppress(OSError):  # nobody reads it any more: a run continues
-            sys.stderr.write(terminal.visible(text) + "\n")
+            sys.stderr.write(visible(text) + "\n")
         terminal.flush(sys.stderr)

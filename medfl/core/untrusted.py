@@ -34,6 +34,10 @@ _NUMBER = 64  # characters: no number in a configuration needs more, and YAML ta
 _TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
 # Half of a surrogate pair: an escape may write it, and no terminal takes it.
 _HALF = re.compile("[\ud800-\udfff]")
+STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+"""Control characters, and those that break, reverse or hide lines; joiners are allowed: some languages need them."""
 _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 """Unicode categories."""
 _YAML = "tag:yaml.org,2002:"
@@ -69,6 +73,11 @@ def printable(text: object, length: int = 100) -> str:
         return "..." + plain[3 - length :]
 
     return plain[: length - 3] + "..."
+
+
+def visible(text: str) -> str:
+    """Escape what could control a terminal or a page: other people's files name images, classes and sites."""
+    return STEERING.sub("?", text)
 
 
 def check_visible(text: str) -> None:
