@@ -173,13 +173,12 @@ def write(comparison: Comparison, folder: Path) -> str:
     if not rows:
         return ""
 
-    text = "\n\n".join(
-        [
-            f"## Hospitals left out: {markdown_text(metrics.title(comparison.key))} at each",
-            markdown_table(*table(rows)),
-            "\n".join(map(markdown_text, notes(rows))),
-        ]
-    )
+    remarks = "\n".join(map(markdown_text, notes(rows)))
+    text = f"""## Hospitals left out: {markdown_text(metrics.title(comparison.key))} at each
+
+{markdown_table(*table(rows))}
+
+{remarks}"""
     write_atomic(folder / "left_out.md", f"{text}\n".encode())
 
     records = []

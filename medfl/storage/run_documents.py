@@ -20,7 +20,6 @@ from medfl.core.run import Run
 from medfl.core.task import TASKS
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import (
-    JSON_BYTES,
     Plain,
     Refused,
     not_plain,
@@ -124,6 +123,8 @@ _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
+_PROTOCOL = 2**20  # bytes of a bundle's federated.yaml
+_CODES = 1000  # of a record, each of which is looked for there
 _LINE = 2**26  # bytes of a line of rounds.jsonl
 _ROUNDS_FILE = 2**30  # bytes of all of it
 
@@ -221,9 +222,10 @@ def brings_code(bundle: str, config: object, typed: Sequence[str] = ()) -> bool:
     texts = ["", *typed]
     with suppress(Refused):
         file = Path(bundle) / "configs" / "federated.yaml"
-        texts.append(read_bytes(file, JSON_BYTES).decode(errors="replace"))
+        texts.append(read_bytes(file, _PROTOCOL).decode(errors="replace"))
 
-    return any(all(code not in text for text in texts) for code in _code_in(config))
+    codes = {*_code_in(config)}
+    return len(codes) > _CODES or any(all(code not in text for text in texts) for code in codes)
 
 
 def _code_in(value: object) -> Iterator[str]:

@@ -19,6 +19,7 @@ from medfl.policy.audit import verify
 from medfl.report import folds
 from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
 from medfl.storage.run_documents import (
+    brings_code,
     read_rows,
     read_run,
     read_run_document,
@@ -285,6 +286,19 @@ def test_a_record_that_brings_code_is_not_read_outside_of_walls(
         folds.read_record(tmp_path)
 
     copy_context().run(read)
+
+
+@pytest.mark.parametrize(("filler", "codes"), [(2**21, 50), (0, 5000)])
+def test_what_a_record_shares_with_its_bundle_is_found_in_bounded_time(
+    filler: int, codes: int, tmp_path: Path
+) -> None:
+    """More goes behind the walls: the process outside of them would search for hours."""
+    shared = [f"$a{number}" for number in range(codes)]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "federated.yaml").write_text("#" * filler + ",".join(shared))
+    assert brings_code(str(tmp_path), {"x": shared})
+    if not filler:
+        assert not brings_code(str(tmp_path), {"x": shared[:50]})
 
 
 def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
