@@ -24,6 +24,7 @@ Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
 TABLE_BYTES = 2**29
 TABLE_ROWS = 5_000_000
+TABLE_COLUMNS = 100_000
 JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
 JSON_LEVELS = 32
@@ -202,6 +203,9 @@ def read_table(
         text = re.sub(r"\Asep=.\r?\n", "", text)
         head = text.partition("\n")[0]
         delimiter = "\t" if "\t" in head else max(",;", key=head.count)
+        if head.count(delimiter) >= TABLE_COLUMNS:
+            raise Refused(f"more than {TABLE_COLUMNS} columns")
+
         reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
         names = list(reader.fieldnames or ())
         for row in reader:

@@ -393,7 +393,7 @@ _ADDED = {"fedrod": {"personal_start": "zero"}}
 
 
 def upgraded(run: Run) -> Run:
-    """Return a run with today's names; a current one is returned unchanged.
+    """Return a run with today's names; a current one stays as it is.
 
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """
@@ -405,7 +405,4 @@ def upgraded(run: Run) -> Run:
 
     settings.pop("keep_optimizer", None)  # False: the default of every run
 
-    if options != run.options:
-        return replace(run, options=options, **settings)
-
-    return run
+    return replace(run, options=options, **settings)
