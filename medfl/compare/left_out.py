@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from medfl.compare.comparison import Comparison
-from medfl.core.documents import Config
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import listed, split_commas
 from medfl.core.seeding import derive
@@ -183,7 +183,11 @@ def write(comparison: Comparison, folder: Path) -> str:
 
     records = []
     for row in rows:
-        record: Config = {"hospital": row.hospital, "test_images": row.images, "method": row.method}
+        record: Document = {
+            "hospital": row.hospital,
+            "test_images": row.images,
+            "method": row.method,
+        }
         scores = {"left_out": row.without, "took_part": row.took_part, "own": row.alone}
         for name, score in scores.items():
             low, high = (score and score.ends) or (None, None)

@@ -43,8 +43,15 @@ def write_cross_site(comparison: Comparison, folder: Path) -> str:
         )
         for title, cells in matrix.rows.items():
             for site, cell in cells.items():
-                place = {"partition": partition, "model": title, "at": site, "cases": cell.cases}
-                table.append({**place, comparison.key: "" if isnan(cell.value) else cell.value})
+                table.append(
+                    {
+                        "partition": partition,
+                        "model": title,
+                        "at": site,
+                        "cases": cell.cases,
+                        comparison.key: "" if isnan(cell.value) else cell.value,
+                    }
+                )
 
     if not table:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,10 +169,8 @@ def rank_table(ranks: dict[str, float], format_: str) -> str:
     return formatted_table(["method", "mean rank"], lines, format_)
 
 
-def records(comparison: Comparison) -> list[Document]:
-    """Return a record of each run: partition, method, seed, folder and all columns, None without a value."""
-    lines = []
-
+def records(comparison: Comparison) -> Iterator[Document]:
+    """Yield a record of each run: partition, method, seed, folder and all columns, None without a value."""
     for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
             line = {
@@ -180,12 +178,11 @@ def records(comparison: Comparison) -> list[Document]:
                 "method": row.method,
                 "seed": seed,
                 "data_source": run.record["data"]["source"],
-                "run_hash": run.summary.get("run_hash", ""),
+                "run_hash": run.summary.get("run_hash"),
                 "folder": str(run.path),
             }
-            lines.append(line | {column.name: column.read(run) for column in comparison.columns})
 
-    return lines
+            yield line | {column.name: column.read(run) for column in comparison.columns}
 
 
 def write_tables(
@@ -204,7 +201,7 @@ def write_tables(
     """
     against = against or comparison.rows[0].method
     written = {"csv": out / "results.csv"}
-    RunFolder(out).write_table("results.csv", records(comparison))
+    RunFolder(out).write_table("results.csv", [*records(comparison)])
     for partition in comparison.partitions:
         runs = comparison.runs(partition)
         if any(run.progress() for run in runs):

@@ -151,7 +151,7 @@ def latex_text(text: str) -> str:
     """Return a text in one line, with LaTeX commands escaped."""
     from tabulate import LATEX_ESCAPE_RULES
 
-    return _plain_line(text).translate(str.maketrans(LATEX_ESCAPE_RULES)).replace("–", "--")
+    return _plain_line(text).translate(str.maketrans({**LATEX_ESCAPE_RULES})).replace("–", "--")
 
 
 def _plain_line(text: object) -> str:
@@ -164,7 +164,5 @@ def csv_text(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
     # Python before 3.13 quotes a line break in a cell only if it ends lines too
     writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")
-    for row in (head, *rows):
-        writer.writerow(map(as_cell, row))
-
+    writer.writerows(map(as_cell, row) for row in (head, *rows))
     return "".join(f"{line[:-2]}\n" for line in lines)

@@ -36,9 +36,11 @@ _TEXT = 10_000_000  # characters that all texts of a YAML document have together
 # Half of a surrogate pair: an escape may write it, and no terminal takes it.
 _HALF = re.compile("[\ud800-\udfff]")
 STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-"""Control characters, and those that break, reverse or hide lines; joiners are allowed: some languages need them."""
+"""Control characters, those that break, reverse or hide lines, and half characters; joiners are allowed, as some
+languages need them.
+"""
 _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 """Unicode categories."""
 _YAML = "tag:yaml.org,2002:"

@@ -115,8 +115,9 @@ class SiteConfig:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
 
         keys = [field.name for field in fields(cls)]
-        required = {"bundle", "folder"}
-        if not isinstance(settings, dict) or not required <= settings.keys() <= set(keys):
+        if not isinstance(settings, dict) or not (
+            {"bundle", "folder"} <= settings.keys() <= set(keys)
+        ):
             raise InputError(
                 f"{path}",
                 f"the keys bundle and folder, and of {', '.join(keys)} as you like",

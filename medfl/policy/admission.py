@@ -61,11 +61,11 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
         inspection.require(reads)
     elif (refusals := inspection.refused(reads)) and folder not in _warned:
         _warned.add(folder)
-        how = "with your rights: it may read, change and send any file that you may"
+        rights = "with your rights: it may read, change and send any file that you may"
         if PRIVATE_CACHE in os.environ:
-            how = "behind the walls"
+            rights = "behind the walls"
 
         sys.stderr.write(
-            f"--trust: bundle {inspection.bundle} runs code {how}; "
+            f"--trust: bundle {inspection.bundle} runs code {rights}; "
             f"inspection refuses {len(refusals)} of its lines, the first {refusals[0]}\n"
         )

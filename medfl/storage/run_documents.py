@@ -221,8 +221,8 @@ def brings_code(bundle: str, config: object, typed: Sequence[str] = ()) -> bool:
     """Tell whether a record has expressions or components that come neither from its bundle nor from the user."""
     texts = ["", *typed]
     with suppress(Refused):
-        file = Path(bundle) / "configs" / "federated.yaml"
-        texts.append(read_bytes(file, _PROTOCOL).decode(errors="replace"))
+        protocol = read_bytes(Path(bundle) / "configs" / "federated.yaml", _PROTOCOL)
+        texts.append(protocol.decode(errors="replace"))
 
     codes = {*_code_in(config)}
     return len(codes) > _CODES or any(all(code not in text for text in texts) for code in codes)
