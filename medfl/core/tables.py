@@ -151,7 +151,11 @@ def latex_text(text: str) -> str:
     """Return a text in one line, with LaTeX commands escaped."""
     from tabulate import LATEX_ESCAPE_RULES
 
-    return _plain_line(text).translate(str.maketrans({**LATEX_ESCAPE_RULES})).replace("–", "--")
+    return (
+        _plain_line(text)
+        .translate(str.maketrans(LATEX_ESCAPE_RULES))  # type: ignore[arg-type]
+        .replace("–", "--")
+    )
 
 
 def _plain_line(text: object) -> str:

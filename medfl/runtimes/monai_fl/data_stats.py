@@ -31,7 +31,6 @@ _BATCH = 16
 _BINS = "hist_bins"
 _RANGE = "hist_range"
 _TOTAL = "total_data"
-_MOST_BINS = 1000
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,15 @@ class Bins:
             return None
 
         try:
-            low, high = map(float, limits)
-            bins = cls(int(number), low, high)
+            low, high = map(float, limits or ())
+            bins = cls(int(number or 0), low, high)
         except (TypeError, ValueError, OverflowError):
             bins = cls(0, 0, 0)  # told below
 
-        if not 1 <= bins.number <= _MOST_BINS or not float("-inf") < bins.low < bins.high < float(
-            "inf"
-        ):
+        if not 1 <= bins.number <= 1000 or not float("-inf") < bins.low < bins.high < float("inf"):
             raise InputError(
                 f"{_BINS} {printable(number)}, {_RANGE} {printable(limits)}",
-                f"a whole number from 1 to {_MOST_BINS}, and the two ends of the range",
+                "a whole number from 1 to 1000, and the two ends of the range",
                 "give both, or neither for no histogram",
             )
 
