@@ -16,6 +16,7 @@ from medfl.core import terminal
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean, either
 from medfl.core.tables import on_screen, screen_width, wrap
+from medfl.core.untrusted import visible
 
 _MARGIN = re.compile("^ *(?=[^ ])")
 
@@ -100,9 +101,10 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
     if args.json:
         text = json.dumps(document)
     else:
-        text = terminal.visible("\n".join(lines))
+        text = "\n".join(lines)
         if sys.stdout.isatty():
             text = on_screen(text)
+        text = visible(text)  # at last: what is unescaped for a screen could steer it
 
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -136,5 +138,5 @@ def warn(text: str) -> None:
     """Print a line on stderr unchanged."""
     with terminal.beside_bars():
         with suppress(OSError):  # nobody reads it any more: a run continues
-            sys.stderr.write(terminal.visible(text) + "\n")
+            sys.stderr.write(visible(text) + "\n")
         terminal.flush(sys.stderr)

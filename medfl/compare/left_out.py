@@ -7,8 +7,6 @@ over the hospital's test images, which are the same for all seeds.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +16,18 @@ from typing import Any
 import numpy as np
 
 from medfl.compare.comparison import Comparison
+from medfl.core.documents import Document
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import as_cell, listed, split_commas
+from medfl.core.names import listed, split_commas
 from medfl.core.seeding import derive
-from medfl.core.tables import markdown_table
+from medfl.core.tables import markdown_table, markdown_text
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 from medfl.runs.plan import Request, make_plan
 from medfl.storage.files import write_atomic
+from medfl.storage.run_folder import RunFolder
 
 EVERYBODY = "centre"
 EACH = "each"
@@ -173,30 +173,29 @@ def write(comparison: Comparison, folder: Path) -> str:
     if not rows:
         return ""
 
-    text = "\n\n".join(
-        [
-            f"## Hospitals left out: {metrics.title(comparison.key)} at each",
-            markdown_table(*table(rows)),
-            "\n".join(notes(rows)),
-        ]
-    )
+    remarks = "\n".join(map(markdown_text, notes(rows)))
+    text = f"""## Hospitals left out: {markdown_text(metrics.title(comparison.key))} at each
+
+{markdown_table(*table(rows))}
+
+{remarks}"""
     write_atomic(folder / "left_out.md", f"{text}\n".encode())
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    columns = ["hospital", "test_images", "method"]
-    for name in ("left_out", "took_part", "own"):
-        columns += [name, f"{name}_low", f"{name}_high"]
 
-    writer.writerow(columns)
+    records = []
     for row in rows:
-        cells = [as_cell(row.hospital), row.images, as_cell(row.method)]
-        for score in (row.without, row.took_part, row.alone):
-            value = "" if score is None else score.value
-            cells += [value, *((score and score.ends) or ("", ""))]
+        record: Document = {
+            "hospital": row.hospital,
+            "test_images": row.images,
+            "method": row.method,
+        }
+        scores = {"left_out": row.without, "took_part": row.took_part, "own": row.alone}
+        for name, score in scores.items():
+            low, high = (score and score.ends) or (None, None)
+            record |= {name: score and score.value, f"{name}_low": low, f"{name}_high": high}
 
-        writer.writerow(cells)
+        records.append(record)
 
-    write_atomic(folder / "left_out.csv", buffer.getvalue().encode())
+    RunFolder(folder).write_table("left_out.csv", records)
     return text
 
 

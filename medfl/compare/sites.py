@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from medfl.compare.comparison import Comparison
-from medfl.core.tables import markdown_table
+from medfl.core.tables import markdown_table, markdown_text
 from medfl.evaluation import metrics
 from medfl.report import cross_site, formatting
 from medfl.report.cross_site import Cell, Matrix
@@ -35,14 +35,23 @@ def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:
 
 def write_cross_site(comparison: Comparison, folder: Path) -> str:
     """Write cross_site.md and cross_site.csv into a comparison's folder; return the tables, "" without any."""
-    sections = [f"## Every model at every site: {metrics.title(comparison.key)}"]
+    sections = [f"## Every model at every site: {markdown_text(metrics.title(comparison.key))}"]
     table = []
     for partition, matrix in matrices(comparison):
-        sections.append(f"Partition {partition}, means over the seeds:\n\n{matrix.markdown()}")
+        sections.append(
+            f"Partition {markdown_text(partition)}, means over the seeds:\n\n{matrix.markdown()}"
+        )
         for title, cells in matrix.rows.items():
             for site, cell in cells.items():
-                place = {"partition": partition, "model": title, "at": site, "cases": cell.cases}
-                table.append({**place, comparison.key: "" if isnan(cell.value) else cell.value})
+                table.append(
+                    {
+                        "partition": partition,
+                        "model": title,
+                        "at": site,
+                        "cases": cell.cases,
+                        comparison.key: "" if isnan(cell.value) else cell.value,
+                    }
+                )
 
     if not table:
         return ""
@@ -73,7 +82,7 @@ def write_contribution(comparison: Comparison, folder: Path) -> str:
         return ""
 
     heads = ["partition", "method", "site", "Shapley value a round", "left out, a round", "seeds"]
-    title = metrics.title(comparison.key)
+    title = markdown_text(metrics.title(comparison.key))
     text = f"""## What each site contributed to {title} on the validation images (estimates)
 
 {markdown_table(heads, lines)}

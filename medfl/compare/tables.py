@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row, scale_of
 from medfl.compare.cost_curves import cost_curves
-from medfl.core.names import as_cell
+from medfl.core.documents import Document
 from medfl.core.tables import formatted_table, latex_text, markdown_text
-from medfl.core.terminal import visible
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage.run_folder import RunFolder, safe_file_name
 
-_TEX_HEADER = "% needs \\usepackage{booktabs,graphicx}"
+_FORMATS = (("md",), ("tex", "% needs \\usepackage{booktabs,graphicx}"))
+"""Formats, with the first line of their file."""
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a LaTeX page
 
@@ -171,27 +169,20 @@ def rank_table(ranks: dict[str, float], format_: str) -> str:
     return formatted_table(["method", "mean rank"], lines, format_)
 
 
-def as_csv(comparison: Comparison) -> str:
-    """Return every run as a line of CSV: partition, method, seed, folder and all columns, unrounded."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    head = ["partition", "method", "seed", "data_source", "run_hash", "folder"]
-    writer.writerow([*head, *(column.name for column in comparison.columns)])
-
+def records(comparison: Comparison) -> Iterator[Document]:
+    """Yield a record of each run: partition, method, seed, folder and all columns, None without a value."""
     for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
-            source = run.record["data"]["source"]
-            run_hash = run.summary.get("run_hash", "")
-            cells = [row.partition, row.method, seed, source, run_hash, str(run.path)]
-            line = [*map(as_cell, cells)]
-            for column in comparison.columns:
-                value = column.read(run)
-                # `repr` reads back to the same bits
-                line.append("" if value is None else repr(value))
+            line = {
+                "partition": row.partition,
+                "method": row.method,
+                "seed": seed,
+                "data_source": run.record["data"]["source"],
+                "run_hash": run.summary.get("run_hash"),
+                "folder": str(run.path),
+            }
 
-            writer.writerow(line)
-
-    return file.getvalue()
+            yield line | {column.name: column.read(run) for column in comparison.columns}
 
 
 def write_tables(
@@ -210,7 +201,7 @@ def write_tables(
     """
     against = against or comparison.rows[0].method
     written = {"csv": out / "results.csv"}
-    write_atomic(written["csv"], as_csv(comparison).encode())
+    RunFolder(out).write_table("results.csv", [*records(comparison)])
     for partition in comparison.partitions:
         runs = comparison.runs(partition)
         if any(run.progress() for run in runs):
@@ -222,17 +213,15 @@ def write_tables(
             written[name] = out / f"{name}.png"
             write_atomic(written[name], cost_curves(runs).png)
 
-    for format_ in ("md", "tex"):
+    for format_, *texts in _FORMATS:
         written[format_] = out / f"tables.{format_}"
-        texts = [_TEX_HEADER] * (format_ == "tex")
         for title, table in all_tables(comparison, against, target or against, format_):
             texts.append(titled(f"{title}; {comparison.describe()}", table, format_))
 
         for line in comparison.undefined:
-            texts.append(latex_text(line) if format_ == "tex" else line)
+            texts.append(latex_text(line) if format_ == "tex" else markdown_text(line))
 
-        # names of sites and classes come from third-party files
-        write_atomic(written[format_], visible("\n\n".join(texts) + "\n").encode())
+        write_atomic(written[format_], ("\n\n".join(texts) + "\n").encode())
 
     return written
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.terminal import visible
+from medfl.core.untrusted import visible
 
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

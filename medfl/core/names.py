@@ -30,12 +30,14 @@ _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """Characters invalid in a file name on some system, a name's first or last dot, and the replacement marker."""
 _LONGEST = 180  # bytes of a file name, extensions not counted
 _AS_TEXT = "'"  # before what a spreadsheet would compute
+_BREAK = r";\t\r\n"
+_BLANK = rf"(?:(?![{_BREAK}])['\s])*"
+_SIGNS = "[=@＝＠]|[+＋－-]"
 _FORMULA = re.compile(
-    r"^(?=['\s]*(?:[=@＝＠]|[+＋－-].*[(|]))|(?<=;)(?=['\s]*(?:[=@＝＠]|[+＋－-][^;]*[(|]))",
-    re.DOTALL,
+    rf"^(?={_BLANK}(?:{_SIGNS}(?s:.*)[(|]))|(?<=[{_BREAK}])(?={_BLANK}(?:{_SIGNS}[^{_BREAK}]*[(|]))"
 )
-"""Precedes a formula: the start of a cell, or of a cell for a program that splits at semicolons."""
-_COMPUTED = re.compile(_FORMULA.pattern.replace(_AS_TEXT, ""), re.DOTALL)
+"""Precedes a formula: the start of a cell, or of a cell for a program that splits at other signs than commas."""
+_COMPUTED = re.compile(_FORMULA.pattern.replace(_AS_TEXT, ""))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"0*([0-9]+)(?:\.0+)?")
 _ANY = "*"
@@ -113,7 +115,7 @@ def as_cell(value: Any) -> Any:
 
 def from_cell(text: str) -> str:
     """Invert `as_cell`."""
-    return re.sub(f"(?:{_FORMULA.pattern}){_AS_TEXT}", "", text, flags=re.DOTALL)
+    return re.sub(f"(?:{_FORMULA.pattern}){_AS_TEXT}", "", text)
 
 
 def readable_file_name(name: str) -> str:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import unescape
 from itertools import groupby, zip_longest
+from types import SimpleNamespace
+
+from medfl.core.names import as_cell
+from medfl.core.untrusted import visible
 
 WIDTH = 100
 _FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
-_MARKDOWN = {"\\": "\\\\", "<": "&lt;", "|": "\\|", "](": "]\\("}
+_MARKDOWN = str.maketrans({"\\": "\\\\", "&": "&amp;", "<": "&lt;", "|": "\\|"})
+_LINK = re.compile(r"(?<=\])(?=[(\[:])")
 
 
 def screen_width() -> int:
@@ -75,7 +82,7 @@ def on_screen(text: str) -> str:
             lines += block
             continue
 
-        head, _, *rows = ([*map(str.strip, re.split(r"(?<!\\)\|", line)[1:-1])] for line in block)
+        head, _, *rows = ([*map(_unescaped, re.split(r"(?<!\\)\|", line)[1:-1])] for line in block)
         table = text_table(head, rows)
         if max(map(len, table)) > screen_width():
             head, *rows = map(list, zip(head, *rows, strict=True))
@@ -84,6 +91,10 @@ def on_screen(text: str) -> str:
         lines += table
 
     return "\n".join(lines)
+
+
+def _unescaped(cell: str) -> str:
+    return unescape(re.sub(r"\\(.)", r"\1", cell.strip()))
 
 
 def _longest_word(column: Sequence[str]) -> int:
@@ -138,11 +149,13 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
     """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
     from tabulate import tabulate  # imported here: only comparisons print these formats
 
+    as_text = markdown_text
     align = None
-    if format_ == "md":
-        head, *rows = [list(map(markdown_text, row)) for row in (head, *rows)]
-    else:
+    if format_ != "md":
+        as_text = _plain_line
         align = ["left", *["right"] * (len(head) - 1)]
+
+    head, *rows = [list(map(as_text, row)) for row in (head, *rows)]
 
     table = str(
         tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align)
@@ -157,15 +170,29 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
 
 def markdown_text(text: object) -> str:
     """Return a value in one line, escaping what Markdown would read as HTML, a link or the end of a cell."""
-    line = " ".join(str(text).splitlines())
-    for sign, shown in _MARKDOWN.items():
-        line = line.replace(sign, shown)
-
-    return line
+    return _LINK.sub(r"\\", _plain_line(text).translate(_MARKDOWN))
 
 
 def latex_text(text: str) -> str:
-    """Return a text with LaTeX commands escaped."""
+    """Return a text in one line, with LaTeX commands escaped."""
     from tabulate import LATEX_ESCAPE_RULES
 
-    return "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in text).replace("–", "--")
+    return (
+        _plain_line(text)
+        .translate(str.maketrans(LATEX_ESCAPE_RULES))  # type: ignore[arg-type]
+        .replace("–", "--")
+    )
+
+
+def _plain_line(text: object) -> str:
+    return visible(" ".join(str(text).splitlines()))
+
+
+def csv_text(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table as CSV; no cell is a formula (`as_cell`)."""
+    lines: list[str] = []
+
+    # Python before 3.13 quotes a line break in a cell only if it ends lines too
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")
+    writer.writerows(map(as_cell, row) for row in (head, *rows))
+    return "".join(f"{line[:-2]}\n" for line in lines)

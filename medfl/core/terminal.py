@@ -16,22 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import IO, Any
 
 from medfl.core.tables import screen_width, wrap
+from medfl.core.untrusted import STEERING
 
 Print = Callable[[str], object]
 """Prints a line for the user, like `print`."""
-_STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
-"""Control characters, and those that break, reverse or hide lines; joiners are allowed: some languages need them."""
-
-
-_BAR = re.compile(f"(\r|\x1b\\[A)|{_STEERING.pattern}")
-"""As above; group 1 is what a progress bar moves by."""
-
-
-def visible(text: str) -> str:
-    """Escape what could control a terminal or a page: other people's files name images, classes and sites."""
-    return _STEERING.sub("?", text)
+_BAR = re.compile(f"(\r|\x1b\\[A)|{STEERING.pattern}")
+"""What steers a terminal; group 1 is what a progress bar moves by."""
 
 
 def pass_on(source: int, stream: int) -> None:

@@ -24,6 +24,7 @@ Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
 TABLE_BYTES = 2**29
 TABLE_ROWS = 5_000_000
+TABLE_COLUMNS = 100_000
 JSON_BYTES = 2**26
 JSON_VALUES = 2_000_000
 JSON_LEVELS = 32
@@ -34,6 +35,12 @@ _NUMBER = 64  # characters: no number in a configuration needs more, and YAML ta
 _TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
 # Half of a surrogate pair: an escape may write it, and no terminal takes it.
 _HALF = re.compile("[\ud800-\udfff]")
+STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+"""Control characters, those that break, reverse or hide lines, and half characters; joiners are allowed, as some
+languages need them.
+"""
 _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 """Unicode categories."""
 _YAML = "tag:yaml.org,2002:"
@@ -69,6 +76,11 @@ def printable(text: object, length: int = 100) -> str:
         return "..." + plain[3 - length :]
 
     return plain[: length - 3] + "..."
+
+
+def visible(text: str) -> str:
+    """Escape what could control a terminal or a page: other people's files name images, classes and sites."""
+    return STEERING.sub("?", text)
 
 
 def check_visible(text: str) -> None:
@@ -200,6 +212,9 @@ def read_table(
         text = re.sub(r"\Asep=.\r?\n", "", text)
         head = text.partition("\n")[0]
         delimiter = "\t" if "\t" in head else max(",;", key=head.count)
+        if head.count(delimiter) >= TABLE_COLUMNS:
+            raise Refused(f"more than {TABLE_COLUMNS} columns")
+
         reader = csv.DictReader(io.StringIO(text, ""), delimiter=delimiter)
         names = list(reader.fieldnames or ())
         for row in reader:

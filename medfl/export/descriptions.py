@@ -29,7 +29,7 @@ from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.tables import markdown_text
 from medfl.core.task import SECTIONS
-from medfl.core.terminal import visible
+from medfl.core.untrusted import visible
 from medfl.evaluation.mask_metrics import KINDS
 from medfl.export.configs import TORCHSCRIPT, templates
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonschema import Draft202012Validator
 
 from medfl import methods
@@ -46,7 +45,7 @@ from medfl.core.settings import SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.core.type_checks import matches_type
-from medfl.core.untrusted import Refused, decode_text, printable, read_plain
+from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
@@ -110,18 +109,15 @@ class SiteConfig:
         """
         advice = "see docs/deploy.md, Join a federation over NVIDIA FLARE"
         try:
-            text = decode_text(path.read_bytes()[:_MAX_BYTES])
+            text = decode_text(read_bytes(path, _MAX_BYTES))
             settings = read_plain(text, is_json=False, nodes=1000, depth=4)
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice
-            ) from error
-        except (Refused, yaml.YAMLError) as error:
+        except Refused as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
 
         keys = [field.name for field in fields(cls)]
-        required = {"bundle", "folder"}
-        if not isinstance(settings, dict) or not required <= settings.keys() <= set(keys):
+        if not isinstance(settings, dict) or not (
+            {"bundle", "folder"} <= settings.keys() <= set(keys)
+        ):
             raise InputError(
                 f"{path}",
                 f"the keys bundle and folder, and of {', '.join(keys)} as you like",

@@ -83,8 +83,6 @@ def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
             "--range LOW,HIGH",
             "add it, as --range 0,1",
         )
-    if number > 1000:
-        raise InputError(f"--bins {number}", "1 to 1000", "give for example --bins 32")
     return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
 
 

@@ -7,6 +7,7 @@ what was refused.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.core.names import outside_walls, trusting_any_module
+from medfl.core.names import PRIVATE_CACHE, outside_walls, trusting_any_module
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
@@ -60,7 +61,11 @@ def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
         inspection.require(reads)
     elif (refusals := inspection.refused(reads)) and folder not in _warned:
         _warned.add(folder)
+        rights = "with your rights: it may read, change and send any file that you may"
+        if PRIVATE_CACHE in os.environ:
+            rights = "behind the walls"
+
         sys.stderr.write(
-            f"--trust: bundle {inspection.bundle} runs code with your rights: it may read, change and send any file "
-            f"that you may; inspection refuses {len(refusals)} of its lines, the first {refusals[0]}\n"
+            f"--trust: bundle {inspection.bundle} runs code {rights}; "
+            f"inspection refuses {len(refusals)} of its lines, the first {refusals[0]}\n"
         )

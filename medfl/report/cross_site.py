@@ -10,7 +10,7 @@ from math import isnan
 from pathlib import Path
 from statistics import fmean
 
-from medfl.core.tables import markdown_table
+from medfl.core.tables import markdown_table, markdown_text
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting
@@ -120,7 +120,7 @@ def write(folder: Path) -> None:
     if matrix is None:
         return
 
-    text = f"""## Every model at every site: {run.title(run.key)}
+    text = f"""## Every model at every site: {markdown_text(run.title(run.key))}
 
 {matrix.markdown()}
 

@@ -27,7 +27,7 @@ from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.mappings import map_values
 from medfl.core.setting_values import WAYS, check_coverage
-from medfl.core.tables import markdown_table
+from medfl.core.tables import markdown_table, markdown_text
 from medfl.core.untrusted import printable
 from medfl.evaluation import conformal
 from medfl.evaluation.conformal import Scored
@@ -198,7 +198,7 @@ def calibrate(
     RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
     blocks = [f"Coverage {options.coverage:g} is promised of {kind.promise}."]
     blocks += [markdown_table(*table) for table in coverage.tables_of(document)]
-    blocks += [f"- {note}" for note in notes]
+    blocks += [f"- {markdown_text(note)}" for note in notes]
     write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
     if folder == result.path:
         write_report(folder)

@@ -20,7 +20,6 @@ from medfl.core.run import Run
 from medfl.core.task import TASKS
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import (
-    JSON_BYTES,
     Plain,
     Refused,
     not_plain,
@@ -124,6 +123,8 @@ _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
 )
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
+_PROTOCOL = 2**20  # bytes of a bundle's federated.yaml
+_CODES = 1000  # of a record, each of which is looked for there
 _LINE = 2**26  # bytes of a line of rounds.jsonl
 _ROUNDS_FILE = 2**30  # bytes of all of it
 
@@ -220,10 +221,11 @@ def brings_code(bundle: str, config: object, typed: Sequence[str] = ()) -> bool:
     """Tell whether a record has expressions or components that come neither from its bundle nor from the user."""
     texts = ["", *typed]
     with suppress(Refused):
-        file = Path(bundle) / "configs" / "federated.yaml"
-        texts.append(read_bytes(file, JSON_BYTES).decode(errors="replace"))
+        protocol = read_bytes(Path(bundle) / "configs" / "federated.yaml", _PROTOCOL)
+        texts.append(protocol.decode(errors="replace"))
 
-    return any(all(code not in text for text in texts) for code in _code_in(config))
+    codes = {*_code_in(config)}
+    return len(codes) > _CODES or any(all(code not in text for text in texts) for code in codes)
 
 
 def _code_in(value: object) -> Iterator[str]:
@@ -391,7 +393,7 @@ _ADDED = {"fedrod": {"personal_start": "zero"}}
 
 
 def upgraded(run: Run) -> Run:
-    """Return a run with today's names; a current one is returned unchanged.
+    """Return a run with today's names; a current one stays as it is.
 
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """
@@ -403,7 +405,4 @@ def upgraded(run: Run) -> Run:
 
     settings.pop("keep_optimizer", None)  # False: the default of every run
 
-    if options != run.options:
-        return replace(run, options=options, **settings)
-
-    return run
+    return replace(run, options=options, **settings)

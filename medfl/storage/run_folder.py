@@ -5,9 +5,7 @@ With several workers it may also lose the previous round, if that is still being
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -25,8 +23,9 @@ import torch
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
 from medfl.core.message import Weights
-from medfl.core.names import as_cell, readable_file_name
+from medfl.core.names import readable_file_name
 from medfl.core.run import Run
+from medfl.core.tables import csv_text
 from medfl.storage.files import (
     State,
     atomic_replace,
@@ -298,13 +297,8 @@ class RunFolder:
     def write_table(self, name: str, rows: Sequence[Config]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""
         columns = dict.fromkeys(chain.from_iterable(rows))
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(map(as_cell, columns))
-        for row in rows:
-            writer.writerow(as_cell(row.get(column, "")) for column in columns)
-
-        write_atomic(self.path / name, text.getvalue().encode())
+        text = csv_text(columns, ([row.get(name, "") for name in columns] for row in rows))
+        write_atomic(self.path / name, text.encode())
 
     def write_picture(self, name: str, png: bytes) -> None:
         """Write `pictures/<name>.png`."""

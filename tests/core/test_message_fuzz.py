@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.terminal import visible
+from medfl.core.untrusted import visible
 from medfl.methods import load
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.view import SiteView

@@ -67,7 +67,7 @@ def test_long_names_become_files_and_stay_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["=1+1", "@x", " =1", "\t=1", "-2+cmd|' /C x'!A0", "+a(1)", "'=1", "''@"]
+    "text", ["=1+1", "@x", " =1", "-2+cmd|' /C x'!A0", "+a(1)", "'=1", "''@", "-x;y(1)"]
 )
 def test_a_cell_of_a_table_is_no_formula_and_is_read_back(text: str) -> None:
     written = as_cell(text)
@@ -80,12 +80,14 @@ def test_a_cell_of_a_table_is_no_formula_and_is_read_back(text: str) -> None:
     [
         ("a;=x|y", "a;'=x|y"), ("a; +x(1);@b", "a;' +x(1);'@b"), ("＝1", "'＝1"), ("=a;'=b", "'=a;''=b"),
         (";-" * 10_000, ";-" * 10_000),
+        ("a\t=x", "a\t'=x"), ("\t=1", "\t'=1"), ("a\n@x", "a\n'@x"), 
+        ("a\r+x(1)\n'=b", "a\r'+x(1)\n''=b"), ("a\n\n\t-b|c", "a\n\n\t'-b|c"),
     ],
 )  # fmt: skip
-def test_no_part_of_a_cell_is_a_formula_where_semicolons_part_cells(
+def test_no_part_of_a_cell_is_a_formula_where_other_signs_part_cells(
     text: str, written: str
 ) -> None:
-    """Spreadsheets of many countries open a table so, and what no quotes hold together falls apart."""
+    """Many spreadsheets part cells at semicolons or tabs, and what no quotes hold together falls apart."""
     assert as_cell(text) == written
     assert from_cell(written) == text
 

@@ -91,6 +91,18 @@ def test_a_line_that_a_command_does_not_read_does_not_refuse_it(
     assert inspect(root, Policy(files={"configs/inference.json": "0" * 64})).refused(()) != []
 
 
+def test_what_is_trusted_behind_the_walls_has_not_the_users_rights(
+    marked: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEDFL_PRIVATE_CACHE", str(marked[1].parent))
+    with admission.trusting(True):
+        admission.admit(marked[0], admission.in_force(), ["train"])
+
+    said = capsys.readouterr().err
+    assert " runs code behind the walls; inspection refuses " in said
+    assert "your rights" not in said
+
+
 def test_python_that_does_not_run_is_not_said_to(tmp_path: Path) -> None:
     root = built(tmp_path)
     (root / "scripts").mkdir()

@@ -554,6 +554,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "name elsewhere": (lambda w: flipped(w, "control/up", torch.ones(1)), "'control/up' is no tensor of the network"),
     "sparse": (lambda w: flipped(w, "weights/0.bias", torch.ones(6).to_sparse()), "expected a dense tensor"),
     "complex": (lambda w: flipped(w, "weights/0.bias", torch.ones(6) * 1j), "has the type torch.complex64"),
+    "half a character": (lambda w: flipped(w, "weights/\ud800", torch.ones(6)), "is no name, it would steer"),
     "objects": (lambda w: flipped(w, "weights/0.bias", np.array([object()] * 6)), "has the type object"),
     "text": (lambda w: flipped(w, "weights/0.bias", "/etc/passwd"), "'weights/0.bias' is a str; expected a dense"),
     "a list": (lambda w: flipped(w, "weights/0.bias", [0.0] * 6), "'weights/0.bias' is a list"),
@@ -607,6 +608,11 @@ def test_a_bad_message_is_refused_in_one_line_and_changes_nothing(what: str) -> 
         ({"statistics": {"round": "2"}}, "its round is '2', no whole number"),
         ({"statistics": {"round": -1}}, "its round is '-1', no whole number"),
         ({"statistics": {"round": True}}, "its round is 'True', no whole number"),
+        (
+            {"statistics": {"round": 10**6 + 1}},
+            "its round is '1000001', no whole number to 1000000",
+        ),
+        ({"statistics": {"round": 10**5000}}, "its round is 'a number of thousands of digits', no"),
     ],
 )
 def test_what_comes_with_the_tensors_is_checked_too(settings: dict[str, Any], text: str) -> None:
@@ -634,6 +640,13 @@ def test_averaged_weights_are_checked_too(change: Callable[[Any], Any], text: st
     with pytest.raises(RunError, match=f"site 'x': the server's message: {text}"):
         site.train(said(change(weights)))
     site.train(said(weights))
+
+
+def test_a_section_is_scored_once_however_often_it_is_asked_for() -> None:
+    made = federation()
+    site = started(made)["x"]
+    site.train(broadcast(made, "x"), {"judge": ["test", "validate"] * 10**6 + ["elsewhere"]})
+    assert [*site.cases] == ["validate", "test"]
 
 
 @pytest.mark.parametrize("host", ["medfl", "averaging"])
@@ -862,12 +875,21 @@ def test_statistics_of_a_site_without_validation_images() -> None:
 
 @pytest.mark.parametrize(
     ("bins", "limits"),
-    [(0, (0, 1)), (4, None), (None, (0, 1)), (4, (1, 0)), (4, (0, 1, 2)), ("a", (0, 1))],
+    [
+        (0, (0, 1)),
+        (4, None),
+        (None, (0, 1)),
+        (4, (1, 0)),
+        (4, (0, 1, 2)),
+        ("a", (0, 1)),
+        (10**9, (0, 1)),
+        (float("inf"), (0, 1)),
+    ],
 )
 def test_bins_that_are_none_are_refused(bins: Any, limits: Any) -> None:
     site = started(federation())["x"]
     with pytest.raises(
-        InputError, match="a whole number of at least 1, and the two ends of the range"
+        InputError, match="a whole number from 1 to 1000, and the two ends of the range"
     ):
         site.get_data_stats({FlStatistics.HIST_BINS: bins, FlStatistics.HIST_RANGE: limits})
 

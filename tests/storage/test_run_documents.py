@@ -19,6 +19,7 @@ from medfl.policy.audit import verify
 from medfl.report import folds
 from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
 from medfl.storage.run_documents import (
+    brings_code,
     read_rows,
     read_run,
     read_run_document,
@@ -287,6 +288,19 @@ def test_a_record_that_brings_code_is_not_read_outside_of_walls(
     copy_context().run(read)
 
 
+@pytest.mark.parametrize(("filler", "codes"), [(2**21, 50), (0, 5000)])
+def test_what_a_record_shares_with_its_bundle_is_found_in_bounded_time(
+    filler: int, codes: int, tmp_path: Path
+) -> None:
+    """More goes behind the walls: the process outside of them would search for hours."""
+    shared = [f"$a{number}" for number in range(codes)]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "federated.yaml").write_text("#" * filler + ",".join(shared))
+    assert brings_code(str(tmp_path), {"x": shared})
+    if not filler:
+        assert not brings_code(str(tmp_path), {"x": shared[:50]})
+
+
 def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     other = tmp_path / "other"
@@ -341,11 +355,17 @@ def test_a_summary_that_is_wrong(tmp_path: Path, text: str) -> None:
 
 
 def test_rows_that_lack_nearly_all_columns_are_not_filled_up(tmp_path: Path) -> None:
-    """A header of 300,000 columns over 300,000 rows of one cell would be 9e10 cells."""
-    (tmp_path / "sites.csv").write_text(",".join(["site"] * 300_000) + "\n" + "a\n" * 300_000)
-    with pytest.raises(Refused, match="rows without most of its 300000 columns"):
+    """A header of 90,000 columns over 90,000 rows of one cell would be 8.1e9 cells."""
+    (tmp_path / "sites.csv").write_text(",".join(["site"] * 90_000) + "\n" + "a\n" * 90_000)
+    with pytest.raises(Refused, match="rows without most of its 90000 columns"):
         read_table(tmp_path / "sites.csv")
     with pytest.raises(InputError, match=r"sites\.csv rows without"):
+        read_rows(tmp_path / "sites.csv")
+
+
+def test_a_table_of_millions_of_columns_is_refused_by_its_header(tmp_path: Path) -> None:
+    (tmp_path / "sites.csv").write_text(",".join(map(str, range(200_000))) + "\n1\n")
+    with pytest.raises(InputError, match=r"sites\.csv more than 100000 columns"):
         read_rows(tmp_path / "sites.csv")
 
 

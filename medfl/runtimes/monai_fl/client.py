@@ -40,6 +40,7 @@ from medfl.core.errors import InputError, MedflError, RunError, either, errors_s
 from medfl.core.mappings import map_values
 from medfl.core.message import Message, Tensors, Weights
 from medfl.core.task import SECTIONS
+from medfl.core.untrusted import printable
 from medfl.data.fingerprint import Fingerprint
 from medfl.evaluation import conformal, tally
 from medfl.evaluation.conformal import Scored
@@ -72,6 +73,7 @@ SECTION = "section"
 FINGERPRINT = "fingerprint"
 """Names in `extra`: the sections on which `train` scores the trained model, the section that `evaluate` uses, and
 the request for the site's fingerprint instead of statistics."""
+_LAST_ROUND = 1_000_000
 _SETS = ("validate", "half", "test")
 """Parts of a site's items, for `Kind.sets`."""
 # phase -> its kind in the audit log, and its name in error messages
@@ -190,7 +192,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
         view = self._ready()
-        score_on = tuple((extra or {}).get(SCORED_SECTIONS, ()))
+        sections = (extra or {}).get(SCORED_SECTIONS, ())
+        score_on = tuple(section for section in SECTIONS if section in sections)
         # before anything can fail: `get_weights` must not send the last round's reply again
         self._reply = None
         self._training_begun = True
@@ -471,8 +474,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 base = numbers.get(BASE_ROUND)
                 for value in (round_, 0 if base is None else base):
                     # not isinstance: True is an int, too
-                    is_whole = type(value) is int and value >= 0
-                    require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
+                    require(
+                        type(value) is int and 0 <= value <= _LAST_ROUND,
+                        f"its round is {printable(value, 40)!r}, no whole number to {_LAST_ROUND}",
+                    )
 
                 if self.host == "averaging":
                     received = view.averaged(arrived)

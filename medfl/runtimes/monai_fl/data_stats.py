@@ -20,6 +20,7 @@ from medfl.core.arrays import Floats, Integers
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
 from medfl.core.task import Task
+from medfl.core.untrusted import printable
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, suppress_counts
@@ -48,7 +49,7 @@ class Bins:
         """Read a host's request, None if it asks for no histograms.
 
         Raises:
-            InputError: the number of bins is below 1, or their range is not two finite numbers in ascending order.
+            InputError: the number of bins is none from 1 to 1000, or the range is not two ascending finite numbers.
         """
         number = extra.get(_BINS)
         limits = extra.get(_RANGE)
@@ -58,13 +59,13 @@ class Bins:
         try:
             low, high = map(float, limits or ())
             bins = cls(int(number or 0), low, high)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             bins = cls(0, 0, 0)  # told below
 
-        if bins.number < 1 or not -float("inf") < bins.low < bins.high < float("inf"):
+        if not 1 <= bins.number <= 1000 or not float("-inf") < bins.low < bins.high < float("inf"):
             raise InputError(
-                f"{_BINS} {number}, {_RANGE} {limits}",
-                "a whole number of at least 1, and the two ends of the range",
+                f"{_BINS} {printable(number)}, {_RANGE} {printable(limits)}",
+                "a whole number from 1 to 1000, and the two ends of the range",
                 "give both, or neither for no histogram",
             )
 
@@ -197,7 +198,7 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
 
 def _total(addends: Iterable[Sums | None]) -> Sums | None:
     """Return the sum of the existing addends, in order; None without any."""
-    present = [addend for addend in addends if addend is not None]
+    present = [*filter(None, addends)]
     return reduce(Sums.add, present) if present else None
 
 
@@ -223,9 +224,9 @@ def _images(total: Sums, bins: Bins | None) -> Document:
     intensity = {"mean": total.mean, "stdev": total.deviation}
     result: Document = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
-        edges = bins.edges
-        rows = total.counts.tolist()
-        result["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in rows]
+        result["image_histogram"] = [
+            {"counts": counts, "bin_edges": bins.edges} for counts in total.counts.tolist()
+        ]
 
     return result
 
