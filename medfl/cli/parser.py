@@ -104,9 +104,9 @@ def show(args: argparse.Namespace, document: Config, lines: Iterable[str]) -> in
         text = "\n".join(lines)
         if sys.stdout.isatty():
             text = on_screen(text)
-        text = visible(text)  # at last: what is unescaped for a screen could steer it
 
-    sys.stdout.write(f"{text}\n")
+    # at last: what is unescaped for a screen could steer it
+    sys.stdout.write(f"{visible(text)}\n")
     sys.stdout.flush()
     return 0
 

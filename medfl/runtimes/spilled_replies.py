@@ -29,18 +29,15 @@ class TensorStore:
 
     Args:
         folder: a place with enough space.
-        budget: bytes that stay in memory; None: `BUDGET`.
     """
 
-    def __init__(self, folder: Path, budget: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.held = 0
         self._folder = folder
-        if budget is None:
-            budget = BUDGET
-        if budget is None:
-            budget = min(_MAX_BUDGET, free_ram() // 8)
+        self._budget = BUDGET
+        if BUDGET is None:
+            self._budget = min(_MAX_BUDGET, free_ram() // 8)
 
-        self._budget = budget
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
@@ -131,9 +128,9 @@ class _TensorsOnDisk(_ByName):
 class Replies(Mapping[str, Message]):
     """Messages of sites as `Method.aggregate` takes them: those that have arrived, in the sites' order."""
 
-    def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._names = names
-        self._store = TensorStore(folder, budget)
+        self._store = TensorStore(folder)
         self._messages: dict[str, Message] = {}
 
     def add(self, name: str, message: Message) -> None:
@@ -154,8 +151,8 @@ class Replies(Mapping[str, Message]):
 class SitesWeights(_ByName):
     """The weights of each site's own model under `<site>/<tensor>`."""
 
-    def __init__(self, folder: Path, budget: int | None = None) -> None:
-        self._store = TensorStore(folder, budget)
+    def __init__(self, folder: Path) -> None:
+        self._store = TensorStore(folder)
         self._stored: dict[str, tuple[Weights, str]] = {}
 
     def add(self, name: str, weights: Weights) -> None:

@@ -467,25 +467,21 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer does.
 
     NaN in numerical targets, (B,) or (B, K), means unknown, and the mean is over the others; so does less than 0 where
-    a loss is of findings. A loss that is already
-    reduced, as in a bundle whose trainer reduces it for MONAI's own run, is unchanged.
+    a loss is of findings. A loss that is already reduced, as in a bundle whose trainer reduces it for MONAI's own run, is
+    unchanged.
     """
     if getattr(function, _OF_KNOWN, False):
         return function
 
-    name = getattr(function, "__name__", "")
-    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or name.startswith(
-        "binary_cross_entropy"
-    )
+    of_findings = isinstance(function, LOSSES_OF_FINDINGS) or getattr(
+        function, "__name__", ""
+    ).startswith("binary_cross_entropy")
 
     def loss(prediction: Collated, target: Collated) -> Tensor:
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)
-            is_known = ~target.isnan()
-            if of_findings:
-                is_known &= target >= 0
-
+            is_known = target >= 0 if of_findings else ~target.isnan()
             if not is_known.all():
                 return _mean_of_known(function, prediction, target, is_known)
 

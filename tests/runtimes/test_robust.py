@@ -14,6 +14,7 @@ from torch import Tensor
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
+from medfl.runtimes import spilled_replies
 from medfl.runtimes.server import robust
 from medfl.runtimes.server.robust import Aggregation, cap_counts
 from medfl.runtimes.spilled_replies import Replies
@@ -262,7 +263,8 @@ def test_neither_blocks_nor_the_disk_change_a_bit(
     given = replies()
     plain = combined(rule, given)
     monkeypatch.setattr(robust, "_BLOCK", 9 * 5)  # of 12 numbers 5, 5 and 2
-    filed = Replies(list(given), tmp_path, budget=0)
+    monkeypatch.setattr(spilled_replies, "BUDGET", 0)
+    filed = Replies(list(given), tmp_path)
     for name, message in given.items():
         filed.add(name, message)
     for what in (given, filed):
@@ -278,7 +280,8 @@ def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(
 ) -> None:
     from medfl.runtimes.spilled_replies import TensorStore
 
-    filed, read, part = Replies(["a", "b", "c"], tmp_path, budget=0), [], TensorStore.part
+    monkeypatch.setattr(spilled_replies, "BUDGET", 0)
+    filed, read, part = Replies(["a", "b", "c"], tmp_path), [], TensorStore.part
     for name in ("a", "b", "c"):
         filed.add(name, Message({"weights": {"w": torch.randn(100)}}))
 

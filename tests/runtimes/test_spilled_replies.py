@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from medfl.runtimes.spilled_replies import Replies, SitesWeights, TensorStore
 from medfl.storage.files import weights_sha256
 from tests.support.toy import WITHOUT_IMAGES, Toy, bits, simulate
 
+T = TypeVar("T")
 TENSORS = {
     "w": torch.randn(3, 4),
     "turned": torch.randn(4, 6).T[1:],
@@ -28,9 +31,16 @@ TENSORS = {
 }
 
 
+def within(budget: int | None, make: Callable[[], T]) -> T:
+    """Return what is made with so many bytes for memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spilled_replies, "BUDGET", budget)
+        return make()
+
+
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_tensors_come_back_bit_for_bit(tmp_path: Path, budget: int) -> None:
-    kept = TensorStore(tmp_path, budget).keep(TENSORS)
+    kept = within(budget, lambda: TensorStore(tmp_path)).keep(TENSORS)
     assert list(kept) == list(TENSORS)
     assert bits(dict(kept)) == bits(TENSORS)
     assert "w" in kept
@@ -42,7 +52,7 @@ def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_
     tmp_path: Path,
 ) -> None:
     """Two tensors of 40 bytes fit 100; the third goes to the file, and a fourth of 20 fits again."""
-    held = TensorStore(tmp_path, 100)
+    held = within(100, lambda: TensorStore(tmp_path))
     given = [
         {"w": torch.randn(10)},
         {"w": torch.randn(10)},
@@ -62,21 +72,21 @@ def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_
 
 
 def test_every_access_reads_a_tensor_of_its_own(tmp_path: Path) -> None:
-    kept = TensorStore(tmp_path, 0).keep({"w": torch.ones(3)})
+    kept = within(0, lambda: TensorStore(tmp_path)).keep({"w": torch.ones(3)})
     kept["w"].zero_()
     assert kept["w"].tolist() == [1, 1, 1]
 
 
 def test_a_folder_without_room_is_our_own_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot write .*--resume"):
-        TensorStore(tmp_path / "gone", 0).keep(TENSORS)
+        within(0, lambda: TensorStore(tmp_path / "gone")).keep(TENSORS)
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_replies_are_listed_in_the_order_of_the_sites_and_not_of_arrival(
     tmp_path: Path, budget: int
 ) -> None:
-    replies = Replies(["b", "a", "c"], tmp_path, budget)
+    replies = within(budget, lambda: Replies(["b", "a", "c"], tmp_path))
     messages = {
         name: Message({"weights": TENSORS, "none": {}}, {"samples": i})
         for i, name in enumerate("abc")
@@ -103,7 +113,7 @@ def test_a_mean_reads_a_block_of_one_reply_at_a_time(
     """Of 20 replies one tensor is read whole, for its form; of the others a block is alive while it is added."""
     size = 3 * _BLOCK + 5
     replies, generator = (
-        Replies([f"{i:02}" for i in range(20)], tmp_path, 0),
+        within(0, lambda: Replies([f"{i:02}" for i in range(20)], tmp_path)),
         torch.Generator().manual_seed(0),
     )
     plain = {}
@@ -135,7 +145,7 @@ def test_no_method_can_tell_where_its_replies_lie(name: str, classes: Toy, tmp_p
     outcome = simulate(method, toy, 2)
     found = []
     for budget in (0, spilled_replies.BUDGET):
-        replies = Replies(list(outcome.replies), tmp_path, budget)
+        replies = within(budget, lambda: Replies(list(outcome.replies), tmp_path))
         for site, message in outcome.replies.items():
             replies.add(site, message)
         with toy.networks.scope():
@@ -152,7 +162,7 @@ def test_the_weights_of_all_sites_are_one_mapping(tmp_path: Path) -> None:
     }
     flat = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
     for budget in (0, 30, 10**9):
-        weights = SitesWeights(tmp_path, budget)
+        weights = within(budget, lambda: SitesWeights(tmp_path))
         for name, part in parts.items():
             weights.add(name, part)
         assert bits(dict(weights)) == bits(flat)
