@@ -34,9 +34,9 @@ class TensorStore:
     def __init__(self, folder: Path) -> None:
         self.held = 0
         self._folder = folder
-        self._budget = BUDGET
-        if BUDGET is None:
-            self._budget = min(_MAX_BUDGET, free_ram() // 8)
+        self._budget = min(_MAX_BUDGET, free_ram() // 8)
+        if BUDGET is not None:
+            self._budget = BUDGET
 
         self._file: Any = None
 

@@ -467,8 +467,8 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer does.
 
     NaN in numerical targets, (B,) or (B, K), means unknown, and the mean is over the others; so does less than 0 where
-    a loss is of findings. A loss that is already reduced, as in a bundle whose trainer reduces it for MONAI's own run, is
-    unchanged.
+    a loss is of findings. A loss that is already reduced, as in a bundle whose trainer reduces it for MONAI's own run,
+    is unchanged.
     """
     if getattr(function, _OF_KNOWN, False):
         return function
