@@ -176,16 +176,20 @@ def _number(path: str) -> str:
     return as_number(_stem(path))
 
 
-def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
+Row = Mapping[str, str]
+"""Column -> cell."""
+
+
+def _by_name(rows: Sequence[Row], ids: Sequence[str]) -> dict[str, Row]:
     """Return id -> row, by the first column that names items: exactly, by file name, without extension, or by number.
 
     An item named by several rows has none if they differ in the columns known here.
     """
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
-        matches: dict[str, Mapping[str, str]] = {}
+        matches: dict[str, Row] = {}
         for short in (composed, _file_name, _stem, _number):
-            rows_by_name = dict[str, Mapping[str, str]]()
+            rows_by_name = dict[str, Row]()
             # a row without a name is of no case
             contradicted = {""}
             for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
@@ -11,6 +12,7 @@ from medfl.cli.walls import Use, hold
 from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
+    from medfl.evaluation.delong import Area
     from medfl.runs.subgroups import Estimate, Subgroups
 
 _EXAMPLES = """\
@@ -61,7 +63,7 @@ def _subgroups(args: Namespace) -> int:
                 name: {"auroc": area.value, "low": area.low, "high": area.high, "cases": area.positives}
                 for name, area in group.areas.items()
             }
-            for group in (*subgroups.groups, subgroups.total) if group.areas
+            for group in subgroups.rows if group.areas
         },
     }  # fmt: skip
 
@@ -78,28 +80,37 @@ def text(subgroups: Subgroups) -> list[str]:
     from medfl.evaluation.metrics import title, without_repeats
 
     names = [name for name in subgroups.metrics if name != "loss"]
-    names = without_repeats(
-        names, (group.metrics for group in (*subgroups.groups, subgroups.total))
-    )
+    names = without_repeats(names, (group.metrics for group in subgroups.rows))
     rows = []
-    for group in (*subgroups.groups, subgroups.total):
+    for group in subgroups.rows:
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
 
     spare = list(map(title, reversed(names[2:])))
     lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, spare=spare)
+    groups = [group for group in subgroups.rows if group.areas]
+    areas = []
+    # a line a class: there may be many
+    for name in dict.fromkeys(chain.from_iterable(group.areas for group in groups)):
+        areas.append([name, *(_cell(group.areas.get(name)) for group in groups)])
+
+    if areas:
+        head = ["AUROC", *(group.name for group in groups)]
+        lines += ["", *tables.text_table(head, areas), ""]
+
     for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note)
 
     return lines
 
 
-def _cell(estimate: Estimate | None) -> str:
+def _cell(estimate: Estimate | Area | None) -> str:
     if estimate is None:
         return "-"
     from medfl.report.formatting import interval
 
-    cases = f", {estimate.cases} cases" * bool(estimate.cases)
+    count = getattr(estimate, "cases", 0)
+    cases = f", {count} cases" * bool(count)
     ends = "too few for an interval"
     if estimate.low is not None and estimate.high is not None:
         ends = interval((estimate.low, estimate.high))

@@ -282,6 +282,10 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 
+Version = tuple[tuple[str, int, int], ...]
+"""Names, times and sizes, a key that changes with a folder's content."""
+
+
 def sections(
     name: str, folder: str | Path, split: str | None = None
 ) -> Mapping[str, tuple[Item, ...]]:
@@ -289,8 +293,8 @@ def sections(
     return _sections(name, *_version(name, folder), split)
 
 
-def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
-    """Return the data's folder, and a key of names, times and sizes that changes with its content."""
+def _version(name: str, folder: str | Path) -> tuple[Path, Version]:
+    """Return the data's folder and its version."""
     root, layout = layout_of(name, folder)
     # Only the folder's own entries: looking below them would take as long as reading the data.
     files = []
@@ -303,7 +307,7 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
 
 
 @functools.lru_cache(maxsize=8)
-def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
+def _read(name: str, root: Path, version: Version) -> Table:
     table = layout_of(name, root)[1].read(root)
     # in whatever order the disk lists them
     table.records.sort(key=lambda record: record.id)
@@ -319,7 +323,7 @@ def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> T
 
 @functools.lru_cache(maxsize=16)
 def _sections(
-    name: str, root: Path, version: tuple[tuple[str, int, int], ...], split: str | None
+    name: str, root: Path, version: Version, split: str | None
 ) -> Mapping[str, tuple[Item, ...]]:
     dataset = get(name)
     table = _read(name, root, version)

@@ -93,13 +93,17 @@ class Subgroups:
     @property
     def metrics(self) -> list[str]:
         """The metrics reported for any group."""
-        groups = (*self.groups, self.total)
-        return [*dict.fromkeys(chain.from_iterable(group.metrics for group in groups))]
+        return [*dict.fromkeys(chain.from_iterable(group.metrics for group in self.rows))]
+
+    @property
+    def rows(self) -> tuple[Subgroup, ...]:
+        """The groups, and all cases at last."""
+        return *self.groups, self.total
 
     def records(self) -> list[dict[str, object]]:
         """Return one record per group: its name, cases, and value and bounds of each metric; None: suppressed."""
         rows = []
-        for group in (*self.groups, self.total):
+        for group in self.rows:
             row: dict[str, object] = {self.by: group.name, "cases": group.count}
             for name in self.metrics:
                 estimate = group.metrics.get(name)

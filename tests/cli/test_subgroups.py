@@ -16,6 +16,9 @@ def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
     assert lines[2].split() == ["east", "not", "told", "-", "-", "-"]
     assert lines[3].split()[:2] == ["north", "47"]
     assert lines[4].split() == ["south", "not", "told", "-", "-", "-"]
+    assert lines[7].split() == ["AUROC", "north", "all", "of", "these"]
+    area = found.groups[1].areas["a"]
+    assert lines[9].split()[:2] == ["a", f"{area.value:.3f}"]
     assert any(
         line.startswith(
             "note: not told, fewer than 10 cases, or its count would reveal such a group"

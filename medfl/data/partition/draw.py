@@ -79,9 +79,11 @@ class Share:
 
 Numbers = dict[str, list[int | None]]
 """The same with site numbers from 0."""
+Drawn = tuple[Homes, list[str]]
+"""The items' sites, and notes for the user."""
 
 
-def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
+def draw(rule: Rule, data: Sections) -> Drawn:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Draws until no site is without training images, at most MAX_DRAWS times.
@@ -489,7 +491,7 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
     return tuple(limits)
 
 
-def by_counts(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
+def by_counts(rule: Rule, data: Sections) -> Drawn:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     If there are too few images, site-1 gets fewer, by at most a tenth of its own; beyond that all sites are
@@ -513,7 +515,7 @@ def check_centre(limit: Limit, centres: Iterable[str]) -> None:
         )
 
 
-def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> tuple[Homes, list[str]]:
+def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> Drawn:
     """Return the sites by centre with limited centres reduced to their counts, and notes for the user.
 
     The kept images depend only on the centre and the count, not on the seed of a run, as for other centres.
@@ -560,7 +562,7 @@ def _fixed(limit: Limit) -> _Stream:
 
 def _divide(
     data: Sections, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
-) -> tuple[Homes, list[str]]:
+) -> Drawn:
     """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted = {}

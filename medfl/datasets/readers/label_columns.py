@@ -766,9 +766,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     )
 
 
-def _matched(
-    path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]
-) -> dict[str, int]:
+def _matched(path: Path, rows: Rows, column: str, images: Sequence[str]) -> dict[str, int]:
     """Return image -> number of its row, the first of equal ones."""
     forms = [(form, image) for image in images for form in _forms(image)]
     times = Counter(form for form, _ in forms)
@@ -788,7 +786,7 @@ def _matched(
 
 def _by_number(
     path: Path,
-    rows: Sequence[Mapping[str, str]],
+    rows: Rows,
     column: str,
     images: Sequence[str],
     matched: Mapping[str, int],

@@ -473,7 +473,7 @@ def _decode(
             modes = {}
 
         # a draft has about the size, and the antialiasing below the rest
-        image.draft(modes.get(channels or 0), size if turned >= 5 else (size[1], size[0]))
+        image.draft(modes.get(channels or 0), size if turned >= 5 else size[::-1])
 
     if turned != 1:
         image = ImageOps.exif_transpose(image)
@@ -485,8 +485,8 @@ def _decode(
     elif image.mode == "1":
         image = image.convert("L")
 
-    if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
-        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    if size is not None and image.size != size[::-1] and image.mode in ("L", "RGB"):
+        image = image.resize(size[::-1], Image.Resampling.BILINEAR)
 
     decoded: Pixels = np.array(image)
     if step > 1:
@@ -526,7 +526,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
         image = Image.fromarray(
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
         )
-        resized = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
+        resized = np.array(image.resize(size[::-1], Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
 
     import torch
