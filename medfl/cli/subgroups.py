@@ -110,7 +110,7 @@ def _cell(estimate: Estimate | Area | None) -> str:
     from medfl.report.formatting import interval
 
     count = getattr(estimate, "cases", 0)
-    cases = f", {count} cases" * bool(count)
+    cases = f", {count} cases" if count else ""
     ends = "too few for an interval"
     if estimate.low is not None and estimate.high is not None:
         ends = interval((estimate.low, estimate.high))
