@@ -40,7 +40,7 @@ class Parser(Flags, argparse.ArgumentParser):
         """Refuse a verb or value that is not among the choices, and name the nearest."""
         if action.choices is not None and value not in action.choices:
             raise InputError(
-                f"{action.metavar or '/'.join(action.option_strings)} {value!r}",
+                f"{'/'.join(action.option_strings) or action.metavar} {value!r}",
                 f"one of {either(action.choices)}",
                 did_you_mean(str(value), action.choices, f"see {self.prog} --help"),
             )

@@ -25,7 +25,7 @@ def test_an_image_without_a_row_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("section", ["", "later"])
 def test_a_section_that_is_none_is_refused(section: str) -> None:
-    with pytest.raises(InputError, match=r"section '.*' of a; one of train, validate, test"):
+    with pytest.raises(InputError, match=r"section '.*' of a; one of train, validate or test"):
         cases.described(Path("folder"), [RECORD], {"a": {"section": section}})
 
 

@@ -158,7 +158,7 @@ def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -
     made = controller(RemoteController(), Workspace(job, tmp_path))
     made.run()
     assert len(made.panics) == 1
-    assert "medfl.yaml cannot be read" in made.panics[0]
+    assert "medfl.yaml: it cannot be read" in made.panics[0]
 
 
 def test_an_error_is_the_same_after_it_was_written() -> None:

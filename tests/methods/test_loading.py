@@ -54,7 +54,9 @@ def test_a_number_is_finite(given, method: str, option: str) -> None:
 
 
 def test_a_wrong_choice_lists_the_choices() -> None:
-    assert "weights is one of samples, uniform" in message(lambda: load("fedbn", weights="median"))
+    assert "weights is one of samples or uniform" in message(
+        lambda: load("fedbn", weights="median")
+    )
     assert load("fedbn", weights="uniform").weights == "uniform"
 
 

@@ -284,7 +284,7 @@ def statistics(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
             with suppress(MedflError):
                 found = heterogeneity.read(paths)
                 json.dumps(found.as_dict(), allow_nan=False)
-                found.table(80)
+                found.table()
 
     return json_files(document(path)), written(path, decode)
 

@@ -337,7 +337,7 @@ def test_masks_miss_no_more_than_promised(lungs: Path, tmp_path: Path) -> None:
         (["--coverage", "0"], "--coverage 0; a share above 0 and below 1"),
         (["--coverage", "0.999"], "coverage 0.999 takes at least 999"),
         (["--scores", "raps"], "scores raps of a classification task; lac or aps"),
-        (["--share", "none"], "--share 'none'; one of alone, pooled, shrunken"),
+        (["--share", "none"], "--share 'none'; one of alone, pooled or shrunken"),
         (["--which", "first"], "last or best"),
         (["--by", "height"], "subgroups by 'height'"),
     ],

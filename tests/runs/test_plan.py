@@ -101,7 +101,7 @@ def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundl
             "rounds: [3]",
             r"rounds '\[3\]' in the bundle's federated.yaml; a whole number of at least 0",
         ),
-        ("decay_per: batch", "--decay-per batch; round or epoch or poly; choose one"),
+        ("decay_per: batch", "--decay-per batch; round, epoch or poly; choose one"),
         ("site_weights: 3", "--site-weights 3; samples or uniform; choose one"),
         ("cohort: 2", "--cohort 2; a number above 0 and at most 1"),
     ],

@@ -702,7 +702,7 @@ def test_what_averaging_does_not_do_is_refused_at_the_start(
 
 def test_other_bad_input_is_one_line() -> None:
     made = federation()
-    with pytest.raises(InputError, match=r"^host 'flare'; one of medfl, averaging; choose one$"):
+    with pytest.raises(InputError, match=r"^host 'flare'; one of medfl or averaging; choose one$"):
         MedflClientAlgo(made, host="flare")
     for site, called in (
         (MedflClientAlgo(made), "w"),
@@ -713,7 +713,7 @@ def test_other_bad_input_is_one_line() -> None:
             site.initialize({ExtraItems.CLIENT_NAME: called} if called else None)
     site = started(made)["x"]
     with pytest.raises(
-        InputError, match=r"section 'all'; one of train, validate, test; choose one"
+        InputError, match=r"section 'all'; one of train, validate or test; choose one"
     ):
         site.evaluate(broadcast(made, "x"), {"section": "all"})
     with pytest.raises(
