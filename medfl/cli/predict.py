@@ -132,7 +132,9 @@ def _lines(document: Config) -> list[str]:
 
     if "abstain" in document["predictions"][0]:
         abstained = sum(row["abstain"] for row in document["predictions"])
-        lines.append(f"abstained: {abstained} images, whose sets are empty or have everything")
+        lines.append(
+            f"abstained: {abstained} images: sets empty or complete, intervals without end"
+        )
 
     if (scores := document["scores"]) is not None:
         from medfl.evaluation.metrics import title, without_repeats

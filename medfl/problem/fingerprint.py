@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from nibabel import orientations
 
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.arrays import Array, Floats
 from medfl.core.documents import Document
 from medfl.core.errors import InputError
@@ -203,7 +203,7 @@ def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:
             f"each number; that there are at least {least} cases is told without. Each further one adds its epsilon."
         )
 
-    rows = {"cases": f"{fingerprint.cases}, {fingerprint.channels} channels"}
+    rows = {"cases": f"{fingerprint.cases}; channels: {fingerprint.channels}"}
     rows["axis orders"] = ", ".join(f"{name} {n}" for name, n in fingerprint.orders.items())
     for name in ("sizes", "spacings", "extents"):
         tallies = getattr(fingerprint, name)
@@ -222,7 +222,7 @@ def text(fingerprint: Fingerprint, least: int, epsilon: float) -> list[str]:
         rows[f"class {printable(fingerprint.classes[value])}"] = count
 
     return [
-        "fingerprint, in short; --json shows each number that would leave, and nothing else leaves",
+        "fingerprint, in short; --json shows each number that would leave: nothing else does",
         *terminal.definitions({f"  {name}": row for name, row in rows.items() if row}),
-        privacy,
+        *tables.wrap(privacy),
     ]

@@ -64,13 +64,14 @@ class CoverageRow(TypedDict, total=False):
     abstained: float
 
 
+_TEXT = str | None
 RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
-    "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": str | None,
-    "runtime": str | None, "run_hash": str | None, "public": _OBJECT,
+    "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": _TEXT,
+    "runtime": _TEXT, "run_hash": _TEXT, "public": _OBJECT,
     "site_class_counts": dict[str, list[Count]] | None,
     "data": {
-        "source": str, "folder": str | None, "checksum": str | None, "split": str | None,
+        "source": str, "folder": _TEXT, "checksum": _TEXT, "split": _TEXT,
         "counts": dict[str, Count] | None, "notes": list[str] | None,
     },
     "partition": {
@@ -78,32 +79,32 @@ RUN: Form = {
     },
     "resumed": list[Document] | None, "seed": Count | None,
 }  # fmt: skip
-RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": str | None}
+RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": _TEXT}
 PUBLIC: Form = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )
 ROUND: Form = {
-    "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
+    "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": _TEXT,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "contribution": dict[str, dict[str, float]] | None,
-    "left_out": dict[str, str] | None, "undefined": str | None,
+    "left_out": dict[str, str] | None, "undefined": _TEXT,
 }  # fmt: skip
 SUMMARY: Form = {
-    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": str | None,
-    "peak_device_bytes": Count | None, "judged": str | None,
+    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": _TEXT,
+    "peak_device_bytes": Count | None, "judged": _TEXT,
     "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
     "sites": {
-        "metric": str | None, "mean": float | None, "sd": float | None, "worst": float | None,
+        "metric": _TEXT, "mean": float | None, "sd": float | None, "worst": float | None,
         "of_classes": Count | None, "classes_at": dict[str, Count] | None,
         "left_out": list[str] | None,
     },
-    "units": dict[str, str] | None, "status": str | None, "weights_sha256": str | None, "best_sha256": str | None,
+    "units": dict[str, str] | None, "status": _TEXT, "weights_sha256": _TEXT, "best_sha256": _TEXT,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": list[str] | None,
 }  # fmt: skip
 MANIFEST_FORM: Form = {
-    "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": str | None,
+    "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": _TEXT,
     "sha256": dict[str, str] | None,
     "record": {
         "best": _OBJECT, "best_test": _METRICS, "best_classes": _OBJECT, "bytes_up": Count, "bytes_down": Count,

@@ -107,7 +107,7 @@ def test_python_that_does_not_run_is_not_said_to(tmp_path: Path) -> None:
     root = built(tmp_path)
     (root / "scripts").mkdir()
     (root / "scripts" / "net.py").write_text("x = 1\n")
-    said = "its own Python (scripts) runs with your rights"
+    said = "its own Python (scripts) is run"
     folder = {"dataset_dir": str(root.parent / "MiniNIST")}
     assert said not in str(Bundle(str(root), folder).notes)
     assert said in str(Bundle(str(root), folder, policy=Policy(allow=frozenset({"scripts"}))).notes)

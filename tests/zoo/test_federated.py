@@ -225,7 +225,7 @@ def test_two_bundles_with_scripts(tmp_path: Path) -> None:
     sizes = [bundle.network().head.kernel_size for bundle in bundles]
     assert sizes == [(1, 1), (3, 3), (1, 1)]
     assert not list(tmp_path.rglob("__pycache__"))
-    assert "its own Python (scripts) runs with your rights" in bundles[0].notes[0]
+    assert "its own Python (scripts) is run" in bundles[0].notes[0]
     assert bundles[0].sha256 == bundles[2].sha256 != bundles[1].sha256
 
 

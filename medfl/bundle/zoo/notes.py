@@ -25,7 +25,7 @@ def notes(
     modules = sorted(own_modules(root))
 
     if modules and policy.runs_scripts:
-        yield f"its own Python ({', '.join(modules)}) runs with your rights"
+        yield f"its own Python ({', '.join(modules)}) is run"
 
     for key, path in config.lists.items():
         yield f"{key} is {path}"

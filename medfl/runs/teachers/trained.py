@@ -351,9 +351,7 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
     remarks: tuple[str, ...] = ()
     modules = own_modules(opened.root) if bundle.policy.runs_scripts else ()
     if modules:
-        remarks = (
-            f"teacher {name}: its own Python ({', '.join(sorted(modules))}) runs with your rights",
-        )
+        remarks = (f"teacher {name}: its own Python ({', '.join(sorted(modules))}) is run",)
 
     return Trained(
         name,
