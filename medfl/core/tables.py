@@ -41,7 +41,7 @@ def text_table(
     """
     width = screen_width()
     columns = [*zip(head, *rows, strict=True)]
-    for name in [*spare, ""]:
+    for name in [*spare, None]:
         widths = [max(map(len, column)) for column in columns]
         floors = list(map(_longest_word, columns))
         gaps = 2 * (len(columns) - 1)

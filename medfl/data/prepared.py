@@ -238,9 +238,9 @@ class Stacked(Prepared):
             yield from zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
     def rows(self, indices: Tensor) -> Batch:
-        """Return inputs and targets at indices (B,) int64, gathered on their device."""
-        indices = indices.to(self.device)
-        return self.inputs[indices], self.targets[indices]
+        """Return inputs and targets at indices (B,) int64, each gathered on its device."""
+        targets = self.targets[indices.to(self.targets.device)]
+        return self.inputs[indices.to(self.device)], targets
 
 
 class Augmented(Prepared):

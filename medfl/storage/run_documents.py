@@ -65,17 +65,18 @@ class CoverageRow(TypedDict, total=False):
 
 
 _TEXT = str | None
+_TEXTS = list[str] | None
 RUN: Form = {
-    "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": list[str] | None,
+    "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": _TEXTS,
     "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": _TEXT,
     "runtime": _TEXT, "run_hash": _TEXT, "public": _OBJECT,
     "site_class_counts": dict[str, list[Count]] | None,
     "data": {
         "source": str, "folder": _TEXT, "checksum": _TEXT, "split": _TEXT,
-        "counts": dict[str, Count] | None, "notes": list[str] | None,
+        "counts": dict[str, Count] | None, "notes": _TEXTS,
     },
     "partition": {
-        "spec": str, "seed": Count, "notes": list[str] | None, "sites": dict[str, dict[str, list[str]]] | None,
+        "spec": str, "seed": Count, "notes": _TEXTS, "sites": dict[str, dict[str, list[str]]] | None,
     },
     "resumed": list[Document] | None, "seed": Count | None,
 }  # fmt: skip
@@ -85,7 +86,7 @@ _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )
 ROUND: Form = {
-    "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": _TEXT,
+    "round": Round, **_COSTS, "cohort": _TEXTS, "train_loss": float | None, "judged": _TEXT,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "contribution": dict[str, dict[str, float]] | None,
     "left_out": dict[str, str] | None, "undefined": _TEXT,
@@ -97,11 +98,11 @@ SUMMARY: Form = {
     "sites": {
         "metric": _TEXT, "mean": float | None, "sd": float | None, "worst": float | None,
         "of_classes": Count | None, "classes_at": dict[str, Count] | None,
-        "left_out": list[str] | None,
+        "left_out": _TEXTS,
     },
     "units": dict[str, str] | None, "status": _TEXT, "weights_sha256": _TEXT, "best_sha256": _TEXT,
     "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
-    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": list[str] | None,
+    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": _TEXTS,
 }  # fmt: skip
 MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": _TEXT,

@@ -14,6 +14,7 @@ from medfl.core.tables import (
     latex_text,
     markdown_table,
     on_screen,
+    text_table,
 )
 
 HOSTILE = [
@@ -79,3 +80,9 @@ def test_csv_comes_back_and_is_no_formula_in_any_line() -> None:
         ["x", "a;'=b"], ["a\rb", "a\r\n'=c"], ["'=1", "2.5"]
     ]  # fmt: skip
     assert csv_text(["x"], [["y"]]) == "x\ny\n"
+
+
+def test_a_column_without_a_name_stays_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medfl.core.tables.screen_width", lambda: 20)
+    lines = text_table(["site", ""], [["n" * 30, "x" * 30]], spare=["none"])
+    assert lines[-1].split() == ["n" * 30, "x" * 30]

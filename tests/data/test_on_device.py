@@ -115,6 +115,14 @@ def test_batches_are_gathered_on_the_device(device: torch.device) -> None:
     assert_same_batches(pictures(), device)
 
 
+def test_targets_may_lie_elsewhere_than_images(device: torch.device) -> None:
+    kept = pictures()
+    x, y = Stacked(kept.items, kept.inputs.to(device), kept.targets).rows(torch.tensor([2, 0]))
+    assert (x.device, y.device) == (device, CPU)
+    assert torch.equal(x.cpu(), kept.inputs[[2, 0]])
+    assert torch.equal(y, kept.targets[[2, 0]])
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_batches_are_transformed_on_the_device(name: str, device: torch.device) -> None:
     """Of the noise every batch's field is drawn on the CPU, so that it is the same there; it crosses.
