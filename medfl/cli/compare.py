@@ -182,7 +182,7 @@ def _compare(args: Namespace) -> int:
         "ranks": comparison.ranks(),
     }
     lines = [
-        written["md"].read_text(),
+        written["md"].read_text("utf-8"),
         left_out.write(comparison, args.out),
         sites.write_cross_site(comparison, args.out),
         sites.write_contribution(comparison, args.out),

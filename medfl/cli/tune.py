@@ -112,7 +112,7 @@ def _lines(document: Any, comparison: Any, failed: Any, out: Path) -> list[str]:
     lines += [f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
-        lines += ["", Path(document["tables"]).read_text()]
+        lines += ["", Path(document["tables"]).read_text("utf-8")]
 
     lines += failures
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]

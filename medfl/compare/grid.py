@@ -338,7 +338,7 @@ def _failure_line(cell: Cell) -> str:
     """Return the first line of a failed run's error, "" if it left none."""
     path = cell.beside("failed")
     if path.is_file():
-        return path.read_text().splitlines()[0]
+        return path.read_text("utf-8").splitlines()[0]
 
     return ""
 
@@ -353,7 +353,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
 
-    with cell.beside("log").open("a") as log:
+    with cell.beside("log").open("a", encoding="utf-8") as log:
         try:
             launch = Launch(
                 out=cell.folder,
@@ -386,7 +386,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared, of_grid: Launch) -> None:
                 text = f"{' '.join(str(error).split())}\n"
                 code = error.exit_code
 
-            failure.write_text(text)
+            failure.write_text(text, "utf-8")
             sys.exit(code)
 
 

@@ -198,7 +198,7 @@ def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
     while not over:
         # checked before the lines are read, so that the last ones are read too
         over = (flare_folder / DONE_FILE).is_file() or ended()
-        lines = file.read_text().splitlines() if file.is_file() else []
+        lines = file.read_text("utf-8").splitlines() if file.is_file() else []
         for line in lines[passed_on:]:
             say(json.loads(line))
 

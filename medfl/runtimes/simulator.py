@@ -231,7 +231,7 @@ class Simulator:
             total=self.run.rounds * size,
             initial=self.done * size,
             unit="site",
-            shown=self.launch.progress,
+            shown=self.launch.progress and self.run.rounds > 0,
             dynamic_ncols=True,
             bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )

@@ -66,9 +66,10 @@ class CoverageRow(TypedDict, total=False):
 
 _TEXT = str | None
 _TEXTS = list[str] | None
+_WORDS = dict[str, str] | None
 RUN: Form = {
     "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": _TEXTS,
-    "options": _OBJECT, "config": _OBJECT, "versions": dict[str, str] | None, "command": _TEXT,
+    "options": _OBJECT, "config": _OBJECT, "versions": _WORDS, "command": _TEXT,
     "runtime": _TEXT, "run_hash": _TEXT, "public": _OBJECT,
     "site_class_counts": dict[str, list[Count]] | None,
     "data": {
@@ -89,7 +90,7 @@ ROUND: Form = {
     "round": Round, **_COSTS, "cohort": _TEXTS, "train_loss": float | None, "judged": _TEXT,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
     "observed": _METRICS, "contribution": dict[str, dict[str, float]] | None,
-    "left_out": dict[str, str] | None, "undefined": _TEXT,
+    "left_out": _WORDS, "undefined": _TEXT,
 }  # fmt: skip
 SUMMARY: Form = {
     "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": _TEXT,
@@ -100,13 +101,13 @@ SUMMARY: Form = {
         "of_classes": Count | None, "classes_at": dict[str, Count] | None,
         "left_out": _TEXTS,
     },
-    "units": dict[str, str] | None, "status": _TEXT, "weights_sha256": _TEXT, "best_sha256": _TEXT,
-    "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": dict[str, str] | None,
+    "units": _WORDS, "status": _TEXT, "weights_sha256": _TEXT, "best_sha256": _TEXT,
+    "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": _WORDS,
     "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": _TEXTS,
 }  # fmt: skip
 MANIFEST_FORM: Form = {
     "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": _TEXT,
-    "sha256": dict[str, str] | None,
+    "sha256": _WORDS,
     "record": {
         "best": _OBJECT, "best_test": _METRICS, "best_classes": _OBJECT, "bytes_up": Count, "bytes_down": Count,
         "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],

@@ -144,3 +144,16 @@ def test_a_folder_whose_name_no_file_can_hold_is_refused(tmp_path: Path) -> None
     assert (done.returncode, done.stderr.splitlines()) == (
         2, ["error: --out o\ufffd; a path in UTF-8; give another name, or run with PYTHONUTF8=1"],
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_comparison_is_shown_where_the_locale_is_not_utf_8(tmp_path: Path) -> None:
+    """Its tables have ± and –: it ended with a traceback after all runs."""
+    done = shell(
+        tmp_path,
+        "$MEDFL compare pneumonia --data phantom --methods fedavg --seeds 0,1 --sites 2 --rounds 1 --out c "
+        "--config network=small_cnn --config image_size=16",
+        LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "written: c/tables.md" in done.stdout

@@ -411,7 +411,7 @@ def load(key: str) -> PaperTable:
         InputError: there is no such table.
     """
     check_name(key)
-    document = yaml.safe_load((ROOT / f"{key}.yaml").read_text())
+    document = yaml.safe_load((ROOT / f"{key}.yaml").read_text("utf-8"))
     unit = float(document.get("unit", 100))
     names_by_label = {}
     grids = []
