@@ -78,6 +78,7 @@ class _Resolver(ReferenceResolver):
         return bool(self.items)
 
     def add_item(self, item: ConfigItem) -> None:
+        """Take an item, an expression or a component as its guarded kind."""
         if isinstance(item, ConfigExpression):
             item = _Expression(item.config, item.id, self._expressions)
         elif isinstance(item, ConfigComponent):
@@ -85,8 +86,7 @@ class _Resolver(ReferenceResolver):
         super().add_item(item)
 
     def _resolve_one_item(self, id: str, *args: Any, **kwargs: Any) -> Any:
-        # A placeholder would find no image, without any error.
-
+        # A folder that may not be read would have no image, without any error.
         if id == "dataset_dir" and id in self.items:
             folder = self.items[id].config
             if isinstance(folder, str) and folder[:1] not in ("$", "@"):
@@ -104,6 +104,7 @@ class _Expression(ConfigExpression):
     def evaluate(
         self, globals: dict[str, Any] | None = None, locals: dict[str, Any] | None = None
     ) -> Any:
+        """Return the expression's value, or the text of an import; Refused for a name that is not allowed."""
         if globals is None:  # an import: the parser has read its name
             return self._text
         return super().evaluate({**self._expressions.modules(self._text), **globals}, locals)
@@ -119,6 +120,7 @@ class _Component(ConfigComponent):
         self._check_path = check_path
 
     def instantiate(self, **extra: Any) -> object:
+        """Return the component, None if it is disabled; Refused where it or a path that it opens is not allowed."""
         if self.is_disabled():
             return None
 

@@ -71,7 +71,7 @@ class Row:
         return values
 
 
-Reader = Callable[[RunFiles], float | None]
+RunValue = Callable[[RunFiles], float | None]
 """Run -> value, None if it has none."""
 
 
@@ -89,7 +89,7 @@ class Column:
 
     name: str
     title: str
-    read: Reader
+    read: RunValue
     higher: bool | None
     scale: str = "share"
 
@@ -276,7 +276,7 @@ class Comparison:
 
         return fewer
 
-    def _over_sites(self, entry: str) -> Reader:
+    def _over_sites(self, entry: str) -> RunValue:
         """Return what reads a figure over the sites, None of fewer sites than other runs of the partition have."""
         read = _entry("sites", entry)
         return lambda run: None if run.path in self._fewer_sites else read(run)
@@ -506,7 +506,7 @@ def read(folders: Sequence[Path]) -> Comparison:
     return Comparison([run for run in runs if run.summary])
 
 
-def _entry(*keys: str) -> Reader:
+def _entry(*keys: str) -> RunValue:
     """Return a reader of a summary's entry by its keys, None if a run has none."""
 
     def read_entry(run: RunFiles) -> float | None:
@@ -522,7 +522,7 @@ def _entry(*keys: str) -> Reader:
     return read_entry
 
 
-def _total(*names: str) -> Reader:
+def _total(*names: str) -> RunValue:
     def read_total(run: RunFiles) -> float | None:
         total = 0.0
         for name in names:

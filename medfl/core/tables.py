@@ -115,7 +115,10 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
 
 
 def wrap(text: str, first: str = "", others: str = "", width: int = 0) -> list[str]:
-    """Wrap a text between words only; `first` and `others` start its first and further lines."""
+    """Wrap a text between words only, to a width in columns (0: the screen's).
+
+    `first` and `others` start its first and further lines.
+    """
     return textwrap.wrap(
         text,
         width or screen_width(),

@@ -244,6 +244,7 @@ def _finite(value: float) -> float | None:
 
 
 def _number(value: float) -> str:
+    """Return a distance, 0 to 1, as text; "-" for NaN: it is unknown."""
     return f"{value:.3f}".replace("nan", "-")
 
 
