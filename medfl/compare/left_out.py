@@ -225,7 +225,8 @@ def table(rows: Sequence[LeftOut]) -> tuple[list[str], list[list[str]]]:
 def notes(rows: Sequence[LeftOut]) -> list[str]:
     """Return notes on such a table, a sentence each."""
     sentences = [
-        "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images.",
+        "Means over the seeds, with 95 % bootstrap intervals over the hospital's test images; "
+        f"there is none from fewer than {bootstrap.LEAST} images.",
         "Left out: of the model that was trained without the hospital; took part: of the one that it trained too.",
     ]
     if not any(row.alone for row in rows):

@@ -103,4 +103,4 @@ def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
         for line in lines:
             names.setdefault(line, []).append(name)
 
-    return [f"{line} ({listed(sayers, NAMED, '; ')})" for line, sayers in names.items()]
+    return [f"{line} ({listed(sayers, 3, '; ')})" for line, sayers in names.items()]
