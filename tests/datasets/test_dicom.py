@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import tracemalloc
@@ -104,6 +105,36 @@ def test_packed_pixels_are_scaled_slice_by_slice(tmp_path: Path) -> None:
     # ITK takes the intercept from what it writes
     expected = (pixels + 1024) + np.array([-1024, -10.5])[:, None, None]
     assert np.array_equal(read_volume(str(tmp_path / "s"))[0].numpy(), expected.transpose(2, 1, 0))
+
+
+# of 12 bits: JPEG-LS by CharLS, the other two by GDCM's libjpeg; libjpeg of T. Richter decodes all three to these
+_LOSSLESS_JPEG = """
+    |JeV-01FTR1po&D0TBTI!~hon0RaI40000000000000002?zxc|Jncu0RaF3008a%{r&y@^s<1UC<+3Apc2c5;ka%ahT%&TB?&@MlqCr)XxcW7qi
+    EVc|Je
+"""
+LOSSLESS = {
+    "1.2.840.10008.1.2.4.80": """
+        |JeWc01FHN1po&D0TBTI+5iXv0RR910KWbA_ur5OfPnsfKA!;q0bm3t0lse=pb(0&dM^dox)&n^0I(whgwPrDJOBh>|Je
+    """,
+    "1.2.840.10008.1.2.4.57": _LOSSLESS_JPEG,
+    "1.2.840.10008.1.2.4.70": _LOSSLESS_JPEG,
+}
+
+
+@pytest.mark.parametrize("syntax", LOSSLESS)
+def test_pixels_of_lossless_jpegs_are_those_of_another_decoder(tmp_path: Path, syntax: str) -> None:
+    down, right = np.mgrid[:5, :7]
+    pixels = ((down * right * 97 + right * 31 + down * 300) % 4096).astype(np.int16)
+    bits = {(0x0028, 0x0101): ("US", [12]), (0x0028, 0x0102): ("US", [11]), (0x0028, 0x0103): ("US", [0])}
+    file = write(tmp_path / "s" / "x.dcm", slice_of(pixels, 0, {**bits, **scaled("0.5", "-3.25")}))
+    dataset = pydicom.dcmread(file)
+    dataset.file_meta.TransferSyntaxUID = syntax
+    dataset.PixelData = encapsulate([base64.b85decode("".join(LOSSLESS[syntax].split()))])
+    dataset["PixelData"].VR = "OB"
+    dataset["PixelData"].is_undefined_length = True
+    dataset.save_as(file)
+    assert np.array_equal(read_volume(str(tmp_path / "s"))[0, ..., 0].numpy(), pixels.T * 0.5 - 3.25)
+    assert np.array_equal(read_picture(file), np.rint(pixels / pixels.max() * 255))
 
 
 @pytest.mark.parametrize("syntax", [EXPLICIT, IMPLICIT, BIG_ENDIAN])
