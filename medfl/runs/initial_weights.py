@@ -248,10 +248,10 @@ def _prefixes(weights: Collection[str], names: Collection[str]) -> list[str]:
     return prefixes
 
 
-def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tuple[int, int, int]:
-    """Rank a prefix: number of matching names, then fewest others; without names the most tensors."""
+def _shared(weights: Collection[str], prefix: str, names: Collection[str]) -> tuple[int, int]:
+    """Rank a prefix: number of matching names; without any the most tensors."""
     shared = sum(f"{prefix}{name}" in weights for name in names)
-    return shared, -len(prefix), len(weights)
+    return shared, len(weights) * (not shared)
 
 
 def _finite(weights: Weights) -> Tensors:

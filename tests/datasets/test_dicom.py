@@ -249,9 +249,12 @@ LOOKS: dict[str, tuple[dict[Any, Any], list[float]]] = {
     ),
     "window": ({CENTRE: ("DS", "1500"), WIDTH: ("DS", "2001")}, [0, 500.5 / 2000, 1500.5 / 2000, 1]),
     "window of one": ({CENTRE: ("DS", "1001"), WIDTH: ("DS", "1")}, [0, 0, 1, 1]),
+    "narrow window": (
+        {CENTRE: ("DS", "1.5"), WIDTH: ("DS", "4"), **scaled("0.001", "0")}, [1 / 6, 1 / 2, 5 / 6, 1],
+    ),
     "exact window": (
-        {CENTRE: ("DS", "1500"), WIDTH: ("DS", "2000"), FUNCTION: ("CS", "LINEAR_EXACT")},
-        [0, 0.25, 0.75, 1],
+        {CENTRE: ("DS", "1.5"), WIDTH: ("DS", "4"), FUNCTION: ("CS", "LINEAR_EXACT"), **scaled("0.001", "0")},
+        [1 / 8, 3 / 8, 5 / 8, 7 / 8],
     ),
     "sigmoid": (
         {CENTRE: ("DS", "1500"), WIDTH: ("DS", "2000"), FUNCTION: ("CS", "SIGMOID")},

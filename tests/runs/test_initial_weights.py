@@ -312,17 +312,24 @@ def test_weights_of_another_precision_are_read_as_the_network_s(
         assert np.array_equal(tensor.numpy(), stored[name].double().numpy().astype(np.float32))
 
 
-def test_a_second_set_of_weights_in_a_checkpoint_is_said(
-    tmp_path: Path, weights: dict[str, torch.Tensor]
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_sets_of_weights_in_a_checkpoint_the_first_is_taken_and_the_other_said(
+    tmp_path: Path, weights: dict[str, torch.Tensor], order: tuple[int, int]
 ) -> None:
-    averaged = {name: tensor + 1 for name, tensor in weights.items()}
+    """The one after the shorter prefix was, wherever it stood, or the one with more tensors beside the network's."""
+    averaged = {"decay": torch.ones(1), **{name: tensor + 1 for name, tensor in weights.items()}}
+    sets = [("state_dict.module.", weights), ("ema.", averaged)]
+    first, second = (sets[number] for number in order)
+    checkpoint = {"ema": averaged, "state_dict": _before("module.", weights)}
+    place = first[0].partition(".")[0]
+    checkpoint = {place: checkpoint.pop(place), **checkpoint}
+    torch.save(checkpoint, tmp_path / "c.pt")
     said = list[str]()
-    torch.save({"ema": averaged, "state_dict": _before("module.", weights)}, tmp_path / "c.pt")
     found = initial_weights.read(str(tmp_path / "c.pt"), weights.keys(), said.append)
-    assert weights_sha256(found) == weights_sha256(averaged)
+    assert weights_sha256(found) == weights_sha256(first[1])
     assert said == [
-        "--init: c.pt has such names after 'state_dict.module.' too, left out",
-        "--init: the weights are those after 'ema.' in the names of c.pt",
+        f"--init: c.pt has such names after {second[0]!r} too, left out",
+        f"--init: the weights are those after {first[0]!r} in the names of c.pt",
     ]
 
 
