@@ -125,7 +125,11 @@ LOSSLESS = {
 def test_pixels_of_lossless_jpegs_are_those_of_another_decoder(tmp_path: Path, syntax: str) -> None:
     down, right = np.mgrid[:5, :7]
     pixels = ((down * right * 97 + right * 31 + down * 300) % 4096).astype(np.int16)
-    bits = {(0x0028, 0x0101): ("US", [12]), (0x0028, 0x0102): ("US", [11]), (0x0028, 0x0103): ("US", [0])}
+    bits = {
+        (0x0028, 0x0101): ("US", [12]),
+        (0x0028, 0x0102): ("US", [11]),
+        (0x0028, 0x0103): ("US", [0]),
+    }
     file = write(tmp_path / "s" / "x.dcm", slice_of(pixels, 0, {**bits, **scaled("0.5", "-3.25")}))
     dataset = pydicom.dcmread(file)
     dataset.file_meta.TransferSyntaxUID = syntax
@@ -133,7 +137,9 @@ def test_pixels_of_lossless_jpegs_are_those_of_another_decoder(tmp_path: Path, s
     dataset["PixelData"].VR = "OB"
     dataset["PixelData"].is_undefined_length = True
     dataset.save_as(file)
-    assert np.array_equal(read_volume(str(tmp_path / "s"))[0, ..., 0].numpy(), pixels.T * 0.5 - 3.25)
+    assert np.array_equal(
+        read_volume(str(tmp_path / "s"))[0, ..., 0].numpy(), pixels.T * 0.5 - 3.25
+    )
     assert np.array_equal(read_picture(file), np.rint(pixels / pixels.max() * 255))
 
 

@@ -286,14 +286,26 @@ def test_further_spellings(text: str, words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["WAHR FALSCH", "VRAI FAUX", "OUI NON", "JA NEIN", "VERDADERO FALSO", "VERO FALSO", "WAAR ONWAAR", "s\u00ed no"]
+    "words",
+    [
+        "WAHR FALSCH",
+        "VRAI FAUX",
+        "OUI NON",
+        "JA NEIN",
+        "VERDADERO FALSO",
+        "VERO FALSO",
+        "WAAR ONWAAR",
+        "s\u00ed no",
+    ],
 )
 def test_yes_and_no_as_spreadsheets_of_other_languages_write_them(
     words: str, tmp_path: Path
 ) -> None:
     """They were no findings: "no column of classes, findings or numbers"."""
     yes, no = words.split()
-    found = read(tmp_path, f"file;Mass;Flu\n0;{yes};{yes}\n1;{no};{yes.title()}\n2;{no.lower()};{no}\n")
+    found = read(
+        tmp_path, f"file;Mass;Flu\n0;{yes};{yes}\n1;{no};{yes.title()}\n2;{no.lower()};{no}\n"
+    )
     assert found.task == "multilabel"
     assert [*found.targets.values()] == [(1, 1), (0, 1), (0, 0)]
 
