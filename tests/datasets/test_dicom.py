@@ -286,6 +286,14 @@ def test_a_picture_is_as_a_viewer_shows_it(tmp_path: Path, name: str) -> None:
     assert pixels.ravel().tolist() == np.rint(np.array(expected) * 255).tolist()
 
 
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_a_picture_of_several_frames_is_refused(tmp_path: Path, count: int) -> None:
+    frames = np.zeros((count, 3, 4), np.uint16)
+    path = write(tmp_path / "x.dcm", slice_of(frames, 0, {(0x0028, 0x0008): ("IS", str(count))}))
+    with pytest.raises(InputError, match="has several frames; one picture in a file; save each"):
+        read_picture(path)
+
+
 # Places
 
 
