@@ -15,19 +15,17 @@ def text(log: VerifiedLog) -> list[str]:
         [
             *(
                 printable(entry.get(key, "-"), 40)
-                for key in ("time", "site", "round", "direction", "kind")
+                for key in ("time", "site", "round", "direction", "kind", "bytes", "tensors")
             ),
-            *(printable(entry.get(key, "-"), 20) for key in ("bytes", "tensors")),
             printable(str(entry.get("sha256", "-"))[:12]),
             _content(entry),
         ]
         for entry in log.entries
     ]
 
+    lines = [f"the last {len(rows)} of {log.lines} lines, all of them verified"]
     if rows:
-        lines = tables.text_table(head, rows, spare=["site"])
-    else:
-        lines = ["no line"]
+        lines += tables.text_table(head, rows, spare=["site"])
 
     lines += ["", *(f"note: {note}" for note in log.notes)]
     words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]

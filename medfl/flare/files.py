@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,11 +85,11 @@ def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     """Change the list of classes that FLARE may instantiate at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
-    from medfl.storage.files import write_atomic
+    from medfl.storage.files import write_json
 
     document = read_resources(resources)
     # a list in the file replaces FLARE's default, so it must contain the default
     listed = list(document.get("class_allow_list") or DEFAULT_CLASS_ALLOW_LIST)
     document["class_allow_list"] = listed + not_among(classes, listed)
     resources.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(resources, json.dumps(document, indent=4).encode())
+    write_json(resources, document)

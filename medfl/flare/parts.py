@@ -58,7 +58,7 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.run_folder import SITES, RunFolder
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             (folder / DONE_FILE).touch()
         except Exception as error:  # reported to the process that started the job, and to FLARE
             if folder is not None:
-                write_atomic(folder / ERROR_FILE, json.dumps(error_document(error)).encode())
+                write_json(folder / ERROR_FILE, error_document(error))
             if not isinstance(error, MedflError):
                 raise
             self.panic(str(error))

@@ -8,7 +8,6 @@ kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operator u
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -320,9 +319,9 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
 def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        from medfl.storage.files import write_atomic
+        from medfl.storage.files import write_json
 
-        write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
+        write_json(path, _permissions(path, kind))
 
     for role, right in _granted(read_kit_file(path), _NEVER[kind]):
         raise InputError(
@@ -388,7 +387,7 @@ def _nobody(expression: Any) -> bool:
 
 
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
-    from medfl.storage.files import write_atomic
+    from medfl.storage.files import write_json
 
     document = read_resources(path)
     document["class_list_enforcement_mode"] = "enforce"
@@ -399,4 +398,4 @@ def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     if kind == "site":
         document["app_validator"] = {"path": _SENTRY, "args": {"classes": list(classes)}}
 
-    write_atomic(path, json.dumps(document, indent=4).encode())
+    write_json(path, document)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -27,7 +26,7 @@ from medfl.safety.sandbox import (
     program_files,
     python_and_system,
 )
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.places import cache_folder
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
@@ -164,7 +163,7 @@ def _internal_port(path: Path) -> int:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         resources["port"] = port
-        write_atomic(path, json.dumps(document, indent=4).encode())
+        write_json(path, document)
 
     return port
 

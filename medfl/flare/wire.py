@@ -168,10 +168,12 @@ def from_model(model: Any, sender: str) -> Payload:
     tensors = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
-        problem = f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor"
-        _require(isinstance(value, Tensor) and value.layout == torch.strided, sender, problem)
-        _require(not (value.is_quantized or value.is_nested), sender, problem)
-        _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
+        problem = f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor of real numbers"
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        odd = dense and (
+            value.is_quantized or value.is_nested or value.is_meta or value.is_complex()
+        )
+        _require(dense and not odd, sender, problem)
         tensors[name] = value.detach()
 
     for name in metrics:

@@ -262,46 +262,48 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     if channels:
         heights.append(2.8)
 
-    figure = site_chart.figure_of(len(sites), len(federation.classes), sum(heights[1:]))
-    figure.suptitle(
-        f"{shorten(federation.bundle, 40)}: {len(sites)} sites",
-        x=0.01,
-        ha="left",
-        size=13,
-        weight="bold",
-        color=INK,
-    )
-    upper, *lower = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
+    with site_chart.figure_of(len(sites), len(federation.classes), sum(heights[1:])) as figure:
+        figure.suptitle(
+            f"{shorten(federation.bundle, 40)}: {len(sites)} sites",
+            x=0.01,
+            ha="left",
+            size=13,
+            weight="bold",
+            color=INK,
+        )
+        upper, *lower = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
 
-    if federation.classes:
-        widths = (site_chart.width_of(len(federation.classes)), 3.0)
-        class_axes, size_axes = upper.subplots(1, 2, sharey=True, width_ratios=widths)
-        estimated = np.stack([site.estimated for site in sites])
-        # None becomes NaN
-        reported = np.array([list(site.classes.values()) for site in sites], np.float64)
-        site_chart.draw_counts(class_axes, names, federation.classes, estimated, reported)
-        class_axes.set_title("Training images; colour: share of the site's", loc="left", size=10)
-        _write_distances(class_axes, federation)
-    else:
-        size_axes = upper.subplots()
+        if federation.classes:
+            widths = (site_chart.width_of(len(federation.classes)), 3.0)
+            class_axes, size_axes = upper.subplots(1, 2, sharey=True, width_ratios=widths)
+            estimated = np.stack([site.estimated for site in sites])
+            # None becomes NaN
+            reported = np.array([list(site.classes.values()) for site in sites], np.float64)
+            site_chart.draw_counts(class_axes, names, federation.classes, estimated, reported)
+            class_axes.set_title(
+                "Training images; colour: share of the site's", loc="left", size=10
+            )
+            _write_distances(class_axes, federation)
+        else:
+            size_axes = upper.subplots()
 
-    sizes = {}
-    for section in sites[0].images:
-        sizes[section] = [site.images.get(section) for site in sites]
+        sizes = {}
+        for section in sites[0].images:
+            sizes[section] = [site.images.get(section) for site in sites]
 
-    site_chart.draw_sizes(size_axes, names, sizes)
-    size_axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
-    for part in lower:
-        _draw_intensities(part.subplots(1, channels, squeeze=False)[0], federation)
+        site_chart.draw_sizes(size_axes, names, sizes)
+        size_axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
+        for part in lower:
+            _draw_intensities(part.subplots(1, channels, squeeze=False)[0], federation)
 
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--out {printable(path)} ({error})",
-            "a file that can be drawn to, as FILE.png",
-            "check its ending and folder",
-        ) from error
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"--out {printable(path)} ({error})",
+                "a file that can be drawn to, as FILE.png",
+                "check its ending and folder",
+            ) from error
 
 
 def _write_distances(axes: Axes, federation: FederationStatistics) -> None:

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from medfl.core.message import Message
 
 _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
-_BLOCK = 1 << 16
+_MOST_LINES = 10_000  # that are kept
 _LINE_BYTES = 1 << 20  # maximum for a reader
 _MOST_BYTES = 1 << 18  # maximum for a writer
 _NAMES = 3  # of tensors that represent a group
@@ -56,11 +57,6 @@ class Audit:
         """
         self.path = Path(path)
         self.site = site
-        if not self.path.parent.is_dir():
-            raise InputError(
-                f"audit log {printable(path)}", "a file in a folder that exists", "make the folder"
-            )
-
         with self._open(InputError) as handle:
             if _tail(handle)[1]:
                 say(
@@ -108,8 +104,8 @@ class Audit:
             if kind is InputError:
                 raise InputError(
                     f"audit log {printable(self.path)} ({reason})",
-                    "a file that can be written",
-                    "check its rights",
+                    "a file that can be written, in a folder that exists",
+                    "make the folder, or check the file's rights",
                 ) from error
 
             raise RunError(
@@ -194,12 +190,10 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     if not size:
         return None, False
 
-    # From the end in blocks: the log may be large. The last byte may be the line's own end.
-    end = b""
-    start = size
-    while start and b"\n" not in end[:-1]:
-        start = max(0, start - _BLOCK)
-        end = os.pread(handle, size - start, start)
+    # The last byte may be the line's own end.
+    end = os.pread(handle, _LINE_BYTES, max(0, size - _LINE_BYTES))
+    if len(end) < size and b"\n" not in end[:-1]:
+        raise OSError(f"its last line has more than {_LINE_BYTES} bytes")
 
     return _sha256(end.removesuffix(b"\n").rpartition(b"\n")[2]), not end.endswith(b"\n")
 
@@ -216,7 +210,8 @@ class VerifiedLog:
     """Contents of a log file.
 
     Attributes:
-        entries: its lines, without torn ones.
+        entries: its last 10,000 lines, without torn ones.
+        lines: how many there are.
         problems: one line each, in the file's order: where the log differs from the one that was written.
         notes: torn lines.
         last: sha256 of the last line, "" for an empty log; to be noted somewhere else.
@@ -224,6 +219,7 @@ class VerifiedLog:
 
     path: Path
     entries: tuple[Mapping[str, object], ...]
+    lines: int
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     last: str
@@ -236,7 +232,8 @@ class VerifiedLog:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "last": self.last,
-            "entries": list(map(dict, self.entries)),
+            "lines": self.lines,
+            "entries": list(self.entries),
         }
 
     def require(self) -> None:
@@ -267,11 +264,12 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "give those",
         )
 
-    entries = []
+    entries: deque[Mapping[str, object]] = deque(maxlen=_MOST_LINES)
     problems = []
     notes = []
-    hashes: list[str] = []
-    torn = False
+    number = 0
+    last = ""
+    is_found = torn = False
 
     try:
         with open_plain(path) as file:
@@ -282,7 +280,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
                 entry = _entry(body) if body != line else None
                 if entry is not None:
                     entries.append(entry)
-                    if entry.get("before") != (hashes[-1] if hashes else None):
+                    if entry.get("before") != (last or None):
                         problems.append(f"line {number} does not follow the one before it")
                     if torn and not entry.get("after_torn"):
                         problems.append(f"line {number} follows a damaged line and does not say so")
@@ -292,7 +290,11 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
                     notes.append(f"line {number} was cut short, by a crash perhaps")
 
                 torn = entry is None
-                hashes.append(_sha256(body))
+                last = _sha256(body)
+                is_found |= last.startswith((noted or "").lower())
+                if len(problems) + len(notes) > _MOST_LINES:
+                    problems.append("what follows is not read: too much of it is damaged")
+                    break
     except OSError as error:
         raise InputError(
             f"audit log {printable(path)} ({error.strerror or error})",
@@ -300,11 +302,10 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
             "check the path",
         ) from error
 
-    if noted is not None and not any(digest.startswith(noted.lower()) for digest in hashes):
+    if noted and not is_found:
         problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
 
-    last = hashes[-1] if hashes else ""
-    return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), last)
+    return VerifiedLog(path, tuple(entries), number, tuple(problems), tuple(notes), last)
 
 
 def _entry(line: bytes) -> Mapping[str, object] | None:

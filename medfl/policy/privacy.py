@@ -25,12 +25,15 @@ from pathlib import Path
 
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
+from medfl.core.mappings import pick
 from medfl.core.names import listed
 from medfl.core.release import pip_install
+from medfl.core.type_checks import Count, matches_type
 from medfl.core.untrusted import Refused, json_values, printable
 from medfl.storage.files import write_json
 
 _NAMED = 4
+_KEPT = ("noised", "plain", "uncovered", "answers", "case_epsilon")
 
 
 def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
@@ -107,17 +110,17 @@ class Account:
 
     def refresh(self) -> None:
         """Read the file again, as `open` does: other jobs on the same images spend too."""
-        if self.path is None or not self.path.is_file():
-            return
-        vars(self).update(_read(self.path))
+        # Whatever stands there is not taken for a new account
+        if self.path is not None and os.path.lexists(self.path):
+            vars(self).update(_read(self.path))
 
     def merge_site_account(self, other: Path) -> None:
         """Add the per-site account kept by earlier versions, and move that file aside."""
-        if self.path is None or not other.is_file():
+        if self.path is None:
             return
         with self._locked():
-            # Again under the lock: another job may have taken it meanwhile.
-            if other.is_file():
+            # Under the lock: another job may have taken it.
+            if os.path.lexists(other):
                 for name, value in _read(other).items():
                     setattr(self, name, getattr(self, name) + value)
                 self._write()
@@ -186,7 +189,7 @@ class Account:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A separate file: the account itself is replaced, and a lock would stay on the old one.
             lock_file = self.path.with_name(f".{self.path.name}.lock")
-            lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise RunError(
                 f"the privacy account {self.path} cannot be locked ({error.strerror})"
@@ -230,10 +233,7 @@ class Account:
     def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         epsilon = self.epsilon()
-        noised = []
-        for z, n in sorted(self.noised.items()):
-            noised.append({"multiplier": z, "replies": n})
-
+        noised = [{"multiplier": z, "replies": n} for z, n in sorted(self.noised.items())]
         of_cases = {"case_epsilon": self.case_epsilon} if self.case_epsilon else {}
         return {
             "replies": self.replies,
@@ -251,17 +251,24 @@ class Account:
 def _read(path: Path) -> Document:
     """Return the contents of an account file, by the names of the attributes."""
     try:
-        document = json_values(path)
-        noised = {float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}
-        uncovered = {str(name): int(times) for name, times in document["uncovered"].items()}
-        return {
-            "noised": Counter(noised),
-            "plain": int(document["plain"]),
-            "uncovered": Counter(uncovered),
-            "answers": int(document.get("answers", 0)),
-            "case_epsilon": float(document.get("case_epsilon", 0)),
-        }
-    except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        # earlier versions had no answers and no fingerprints
+        account = pick({"answers": 0, "case_epsilon": 0, **json_values(path)}, _KEPT)
+        replies = account["noised"]
+        noised = {item["multiplier"]: item["replies"] for item in replies}
+        uncovered = Counter(account["uncovered"])
+        counts = [account["plain"], account["answers"], *noised.values(), *uncovered.values()]
+        amounts = [account["case_epsilon"], *noised]
+
+        # Others, as negative ones, would give back what was spent
+        if not (
+            matches_type(counts, list[Count])
+            and len(noised) == len(replies)
+            and all(0 <= amount < math.inf for amount in amounts)
+        ):
+            raise Refused("its numbers are not those of releases")
+
+        return {**account, "noised": Counter(noised), "uncovered": uncovered}
+    except (Refused, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"the privacy account {path} cannot be read ({error}); restore it from a copy"
         ) from error

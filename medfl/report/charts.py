@@ -230,7 +230,9 @@ def _svg(
     from matplotlib.ticker import MaxNLocator
 
     # texts stay texts, in the page's font; identical charts get identical ids, so that reports have the same bytes
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}):
+    with mpl.rc_context(
+        {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10}
+    ):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)

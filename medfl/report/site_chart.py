@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,17 @@ ROOM = 24
 """Maximum number of sites, and of columns, whose numbers fit."""
 
 
-def figure_of(sites: int, columns: int, lower: float = 0.0) -> Figure:
-    """Return an empty figure for this number of sites and columns, with `lower` inches below them."""
+@contextmanager
+def figure_of(sites: int, columns: int, lower: float = 0.0) -> Iterator[Figure]:
+    """Provide an empty figure for this number of sites and columns, with `lower` inches below them."""
     # imported here: it takes longer than most commands
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     size = (width_of(columns) + 5.4, height_of(sites) + lower + 0.9)
-    return Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
+    # names of classes and sites may contain a dollar sign
+    with mpl.rc_context({"text.parse_math": False}):
+        yield Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
 
 
 def height_of(sites: int) -> float:
@@ -150,21 +155,29 @@ def plot(
         sizes[name] = [len(parts[name]) for parts in sites.values()]
 
     matrix = np.array([counts[site] for site in sites], np.float64)
-    figure = figure_of(len(sites), len(classes))
-    widths = (width_of(len(classes)), 3.0)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=widths)
-    draw_counts(left, list(sites), classes, matrix, matrix)
-    draw_sizes(right, list(sites), sizes)
-
-    text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
-    text += f"{sum(sizes['train']):,} training images"
-    figure.suptitle(
-        f"Training images{kind} at each site", x=0.01, ha="left", size=13, weight="bold", color=INK
-    )
-    left.set_title(text, loc="left", size=9.5, color=SOFT)
-    right.set_title("Images", loc="left", size=10, color=INK)
     file = io.BytesIO()
-    figure.savefig(file, format=path.suffix[1:])
+    with figure_of(len(sites), len(classes)) as figure:
+        widths = (width_of(len(classes)), 3.0)
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=widths)
+        draw_counts(left, list(sites), classes, matrix, matrix)
+        draw_sizes(right, list(sites), sizes)
+
+        text = (
+            f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
+        )
+        text += f"{sum(sizes['train']):,} training images"
+        figure.suptitle(
+            f"Training images{kind} at each site",
+            x=0.01,
+            ha="left",
+            size=13,
+            weight="bold",
+            color=INK,
+        )
+        left.set_title(text, loc="left", size=9.5, color=SOFT)
+        right.set_title("Images", loc="left", size=10, color=INK)
+        figure.savefig(file, format=path.suffix[1:])
+
     write_atomic(path, file.getvalue())
 
 

@@ -69,14 +69,11 @@ def test_metrics_that_a_run_folder_would_not_be_read_with(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_tensor_of_tensors_is_not_dense() -> None:
-    model = SimpleNamespace(
-        params={"message/weights/a": torch.nested.nested_tensor([torch.ones(2)])},
-        meta={},
-        metrics={},
-    )
-    with pytest.raises(RunError, match="expected a dense tensor"):
-        wire.from_model(model, "site 'a'")
+def test_a_tensor_of_tensors_or_without_numbers_is_not_dense() -> None:
+    for value in (torch.nested.nested_tensor([torch.ones(2)]), torch.tensor(1, device="meta")):
+        model = SimpleNamespace(params={"kept/a": value}, meta={}, metrics={})
+        with pytest.raises(RunError, match="expected a dense tensor of real numbers"):
+            wire.from_model(model, "site 'a'")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def test_distances_are_jensen_shannon_s_from_all_together(files: list[Path]) -> 
     assert found.intensity_distances() == pytest.approx(expected)
 
 
+def test_names_of_files_and_classes_are_no_formulas_of_tex(tmp_path: Path) -> None:
+    paths = [told(tmp_path / f"$\\{n}$.json", {"$\\a$": 60, "$b": 40}, 100) for n in "xy"]
+    draw(read(paths), tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {name} -->" in drawn for name in ("$\\a$", "$b", "$\\x$"))
+
+
 def test_equal_sites_have_no_distance(tmp_path: Path) -> None:
     """The last bits of the divergence of equal rows may be below zero."""
     paths = [

@@ -16,6 +16,7 @@ from medfl.cli import verbs as cli
 from medfl.cli.audit_log import text
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
+from medfl.policy import audit
 from medfl.policy.audit import Audit, describe_message, verify
 
 
@@ -224,6 +225,45 @@ def test_a_hostile_message_stays_a_line_that_can_be_read(tmp_path: Path) -> None
     assert came["sha256"] == hashlib.sha256(message.encode()).hexdigest()
     assert (len(refused["reason"]), refused["cut"] > 1_000_000) == (4000, True)
     assert max(len(line) for line in (tmp_path / "log").read_bytes().splitlines()) < 1 << 19
+
+
+def test_a_last_line_that_no_log_has_is_refused_and_not_searched(tmp_path: Path) -> None:
+    """To look for its beginning in a file of gigabytes took hours."""
+    path = written(tmp_path / "log")
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size + 2**21)
+    with pytest.raises(InputError, match="its last line has more than 1048576 bytes"):
+        Audit(path, "clinic")
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(InputError, match="its last line has more than 1048576 bytes"):
+        Audit(path, "clinic")
+
+
+def test_a_long_log_is_verified_whole_and_its_last_lines_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_LINES", 3)
+    path = written(tmp_path / "log", 9)
+    noted = hashlib.sha256(path.read_bytes().splitlines()[1]).hexdigest()
+    found = verify(path, noted)
+    assert [entry["round"] for entry in found.entries] == [6, 7, 8]
+    assert (found.lines, found.problems) == (9, ())
+    assert text(found)[0] == "the last 3 of 9 lines, all of them verified"
+    assert found.as_dict()["lines"] == 9
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    assert verify(path).problems == ("line 1 does not follow the one before it",)
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n"])
+def test_a_log_of_nothing_but_damage_is_not_read_to_its_end(
+    line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_LINES", 3)
+    path = tmp_path / "log"
+    path.write_bytes(line * 1000)
+    found = verify(path)
+    assert len(found.problems) + len(found.notes) < 10
+    assert found.problems[-1] == "what follows is not read: too much of it is damaged"
 
 
 @pytest.mark.parametrize("noted", ["", "abc", "xyz12345", "0" * 65])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,61 @@ def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
         Account.open(path, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        {"noised": [{"multiplier": math.nan, "replies": 3}]},
+        {"noised": [{"multiplier": math.inf, "replies": 3}]},
+        {"noised": [{"multiplier": -1.0, "replies": 3}]},
+        {"noised": [{"multiplier": "1", "replies": 3}]},
+        {"noised": [{"multiplier": 1.0, "replies": -3}]},
+        {"noised": [{"multiplier": 1.0, "replies": 0.9}]},
+        {"noised": [{"multiplier": 1.0, "replies": 3}, {"multiplier": 1.0, "replies": 0}]},
+        {"plain": -1},
+        {"plain": 0.9},
+        {"uncovered": {"scalars/steps": -1}},
+        {"answers": -1000},
+        {"answers": 2**200},
+        {"case_epsilon": -5.0},
+        {"case_epsilon": math.nan},
+    ],
+)
+def test_numbers_that_no_account_has_give_back_no_budget(
+    edited: dict[str, object], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.privacy.json"
+    Account.open(path, 1e-5).spend(1.0)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edited}))
+    with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
+        Account.open(path, 1e-5)
+
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/null"),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_stands_in_the_place_of_an_account_is_no_new_one(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.privacy.json"
+    PLACES[kind](path)
+    with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
+        Account.open(path, 1e-5)
+    with pytest.raises(RunError, match=r"the privacy account .* cannot be read"):
+        Account.open(tmp_path / "data.privacy.json", 1e-5).merge_site_account(path)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".x.privacy.json.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"the privacy account .* cannot be locked"):
+        Account.open(tmp_path / "x.privacy.json", 1e-5).spend(None)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the_budget(

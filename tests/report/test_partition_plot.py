@@ -13,6 +13,7 @@ from PIL import Image
 
 from medfl.data.partition.rules import assign
 from medfl.data.partition.table import shorten, table
+from medfl.report import charts
 from medfl.report.site_chart import plot
 
 
@@ -114,6 +115,22 @@ def test_plot_writes_the_count_of_every_class_at_every_site(tmp_path):
     # the ticks below the sizes are numbers too
     assert cells <= written
     assert sum(cells.values()) == 24
+
+
+def test_names_of_centres_and_classes_are_no_formulas_of_tex(tmp_path):
+    """A name with two dollar signs ended the run that drew it."""
+    names = ("$\\input{mel}$", "$nv")
+    sections = {
+        "train": [
+            {"id": f"{i}", "label": i % 2, "centre": f"${chr(92)}ward{i % 2}$"} for i in range(8)
+        ]
+    }
+    partition = assign("centre", sections, sites=None, classes=names, seed=0)
+    plot(partition, sections, names, tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    for name in ("$\\input{mel}$", "$nv", "$\\ward0$", "$\\ward1$"):
+        assert f"<!-- {name} -->" in text
+    charts.agreement("x", np.ones(3), np.ones(3), ("$\\x$", "$\\y$"), [])
 
 
 def test_plot_without_labels(tmp_path):

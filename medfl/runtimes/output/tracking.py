@@ -12,7 +12,6 @@ The default store is that of MLflow's own variable MLFLOW_TRACKING_URI, else an 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import time
@@ -26,7 +25,7 @@ from medfl.core.mappings import map_values
 from medfl.core.release import pip_install
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
-from medfl.storage.files import write_atomic
+from medfl.storage.files import write_json
 from medfl.storage.run_folder import RunFolder
 
 FILE = "mlflow.json"
@@ -106,7 +105,7 @@ class Tracking:
 
     def _note(self) -> None:
         document = {"uri": self.recorded, "run_id": self.id}
-        write_atomic(self.folder.path / FILE, json.dumps(document).encode())
+        write_json(self.folder.path / FILE, document)
 
     def _known(self) -> dict[str, str]:
         """Return the contents of the file in the run folder, {} if it cannot be read."""
