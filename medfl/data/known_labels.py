@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
+from medfl.networks.deep_supervision import carried, carrying
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class AnnotatedClasses:
         """
         if isinstance(output, list | tuple):
             return list(map(self.marginal_logits, output))
+
+        stack = carried(output)
+        if stack is not output:
+            levels = list(map(self.marginal_logits, stack.unbind(1)))
+            return carrying(torch.stack(levels, 1))
         if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
             raise InputError(
                 f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",

@@ -221,6 +221,7 @@ class Gaussian(nn.Module):
         self.network = network
         self.names = sorted(rho)
         self.noise = noise
+        self.places = _places(network, self.names)
         self.mu: list[Tensor] = [parameters[name] for name in self.names]
         self.rho = nn.ParameterList(
             rho[name].to(parameters[name].device, copy=True) for name in self.names
@@ -247,7 +248,11 @@ class Gaussian(nn.Module):
 
     def forward(self, x: Tensor) -> Collated:
         """Run the network with weights drawn for this pass."""
-        return functional_call(self.network, self.drawn(), (x,))
+        drawn = self.drawn()
+        weights = dict(zip(self.places, map(drawn.__getitem__, self.places.values()), strict=True))
+
+        # of a layer with several names PyTorch restores the tied weights wrongly
+        return functional_call(self.network, weights, (x,), tie_weights=False)
 
 
 class Averaged(nn.Module):
@@ -284,6 +289,20 @@ class Averaged(nn.Module):
             return total[:, 1:] - total[:, :1]
 
         return total - math.log(len(self.drawn))
+
+
+def _places(network: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return the name of each parameter of each layer, once -> its name among these, which a tied one shares."""
+    parameters = dict(network.named_parameters())
+    name_of = {id(parameters[name]): name for name in names}
+
+    places = {}
+    for prefix, layer in network.named_modules():
+        for place, parameter in layer.named_parameters(prefix, recurse=False):
+            if id(parameter) in name_of:
+                places[place] = name_of[id(parameter)]
+
+    return places
 
 
 def gaussian_names(network: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ LAYERS = (
     nn.ConvTranspose3d,
 )
 """Possible heads: linear and convolution layers."""
+_COARSER = "deep_supervision_heads."
 Head: TypeAlias = nn.Linear | _ConvNd
 
 
@@ -33,7 +34,10 @@ def head_name(network: nn.Module) -> str:
         InputError: the network has neither.
     """
     modules = network.named_modules()
-    names: list[str] = [name for name, module in modules if isinstance(module, LAYERS)]
+    # deep supervision: the outputs of coarser levels are registered after that of full size
+    names = [
+        name for name, module in modules if isinstance(module, LAYERS) and _COARSER not in name
+    ]
     if names:
         return names[-1]
 

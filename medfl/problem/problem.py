@@ -23,6 +23,7 @@ from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import Cases, summarise
+from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.policy import Policy
 from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
@@ -271,7 +272,7 @@ class Problem:
             samples = prepare([item], source, data.collate, data.prepare_batch)
             try:
                 x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
-                network = self.network()
+                network = with_full_size(self.network())
                 self.optimizer(network)  # also reveals an optimiser that cannot be built
                 # training mode would refuse batch statistics of a single item, so it is in the batch twice
                 prediction = network.train()(moved(x, self.device))

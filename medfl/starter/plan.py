@@ -36,13 +36,12 @@ _REDRAWN = 50
 _SURE = 45
 _DIFFERS = 1.5  # ratio of a site's median length to the overall one
 _FIXED = (
-    "loss: Dice, over the batch without background, and cross-entropy",
+    "loss: Dice, over the batch without background, and cross-entropy; deep supervision but at the two coarsest levels",
     "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01, poly schedule over the rounds",
     "volumes: every third patch is around a voxel with a class; mirrored, turned, scaled, of other contrast",
     "volumes: inference in windows that overlap by half, weighted by a Gaussian",
 )
 _LEFT_OUT = (
-    "deep supervision: our training scores one output of the network",
     "normalisation within a mask of what is not 0, and cropping to it",
     "cascades, ensembles of folds, mirroring at inference and choice of post-processing by validation",
 )
@@ -81,6 +80,13 @@ class Network:
         return cls(tuple(strides), tuple(kernels), tuple(filters))
 
     @property
+    def level_weights(self) -> tuple[float, ...]:
+        """Weights of the levels in the loss, finest first: 1, 1/2, ... of sum 1, without the two coarsest."""
+        count = len(self.strides) - 2
+        total = 2 - 2.0 ** (1 - count)
+        return tuple(round(0.5**level / total, 6) for level in range(count))
+
+    @property
     def factors(self) -> Floats:
         """Factors of which each side of a patch must be a multiple."""
         factors: Floats = np.prod(self.strides, axis=0)
@@ -97,9 +103,9 @@ class Network:
             weights += 6 * np.prod(kernel) * filters[level] * filters[max(0, level - 1)]
 
         largest = 4 * (voxels * filters).max()
-        return float(
-            4 * (batch * (activations.sum() + largest + 6 * outputs * voxels[0]) + 3 * weights)
-        )
+        # of each level with a loss, resized to the full size
+        scored = 6 * outputs * voxels[0] * len(self.level_weights)
+        return float(4 * (batch * (activations.sum() + largest + scored) + 3 * weights))
 
 
 @dataclass(frozen=True)

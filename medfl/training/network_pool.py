@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medfl.core.message import Tensors, Weights
 from medfl.core.seeding import stream
+from medfl.networks.deep_supervision import with_full_size
 
 
 class Networks:
@@ -46,7 +47,7 @@ class Networks:
             network = self._factory()
         if self._start is not None and not path:
             network.load_state_dict(self._start)
-        return network.to(self.device)
+        return with_full_size(network).to(self.device)
 
     @property
     def initial(self) -> Tensors:

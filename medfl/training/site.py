@@ -25,6 +25,7 @@ from medfl.core.task import Task
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Shard, moved
 from medfl.data.public import Public
+from medfl.networks.deep_supervision import carried
 from medfl.networks.heads import entering_head
 from medfl.storage.files import State
 from medfl.training.accelerate.compiled import NetworkCalls
@@ -478,6 +479,7 @@ def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ).startswith("binary_cross_entropy")
 
     def loss(prediction: Collated, target: Collated) -> Tensor:
+        prediction = carried(prediction)
         is_vector = isinstance(target, Tensor) and target.ndim <= 2 and target.is_floating_point()
         if is_vector and isinstance(prediction, Tensor) and prediction.numel() == target.numel():
             target = target.reshape(prediction.shape)

@@ -18,7 +18,7 @@ from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
-from medfl.training.site import Site
+from medfl.training.site import Site, snapshot
 from tests.support.toy import (
     Toy,
     adam,
@@ -477,3 +477,25 @@ def test_sites_part_from_each_other() -> None:
                 for one in (name, other)
             ]
         assert losses[0] < 0.5 < 1.5 < losses[1]
+
+
+def test_a_layer_with_several_names_keeps_its_mean() -> None:
+    """MONAI's DynUNet has each layer in two places: a pass with drawn weights leaves the mean in both."""
+    layer = nn.Linear(3, 3)
+    tied = nn.Linear(3, 3)
+    tied.weight = layer.weight
+    network = nn.Sequential(layer, nn.Sequential(layer, tied))
+    before = snapshot(network)
+    names = gaussian_names(network)
+    rho = {name: torch.zeros_like(before[name]) for name in names}
+    q = Gaussian(network, rho, torch.Generator().manual_seed(0))
+    output = q(torch.ones(1, 3))
+    assert bits(snapshot(network)) == bits(before)
+
+    q.noise.manual_seed(0)
+    drawn = q.drawn()
+    x = torch.ones(1, 3)
+    for bias in ("0.bias", "0.bias", "1.1.bias"):
+        x = x @ drawn["0.weight"].T + drawn[bias]
+
+    torch.testing.assert_close(output, x)

@@ -16,14 +16,17 @@ import jsonschema
 import nibabel as nib
 import numpy as np
 import pytest
-from monai.bundle import verify_net_in_out
+import torch
+from monai.bundle import ConfigParser, verify_net_in_out
 from PIL import Image
 
 import medfl
+from medfl.bundle.open import open_problem
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.inspection import inspect
 from medfl.problem.fingerprint import Cases, _released as released, gather
 from medfl.starter import plan as rules, starter
@@ -311,6 +314,29 @@ def test_names_of_classes_that_mean_something_in_a_bundle_are_refused(
     site = replace(hospital((64, 64, 64), (1, 1, 1)), classes={1: name, 2: "tumour"})
     with pytest.raises(InputError, match="choose other names"):
         starter.write(tmp_path / "planned", Survey.of_plan(plan({"a": site}), 1))
+
+
+def test_it_is_supervised_deeply_as_by_monai_alone(tmp_path: Path) -> None:
+    """Of all levels but the two coarsest with nnU-Net's weights, by the configuration itself."""
+    planned = plan({"a": hospital((32, 32, 32), (1, 1, 1))})
+    bundle = starter.write(tmp_path / "deep", Survey.of_plan(planned, 1))
+    inspect(bundle).require()
+    parser = ConfigParser()
+    parser.read_config(bundle / "configs/train.yaml")
+    network = parser.get_parsed_content("network_def").train()
+    levels = network.deep_supr_num + 1
+    assert levels == len(network.strides) - 2 == 2
+    x = torch.randn(2, 1, *parser["patch_size"])
+    y = (x > 1).to(torch.uint8)
+    outputs = network(x)
+    loss = parser.get_parsed_content("loss")(outputs, y)
+    of_output = parser.get_parsed_content("loss_of_output")
+    by_hand = torch.stack([of_output(outputs[:, level], y) / 2**level for level in range(levels)])
+    torch.testing.assert_close(loss, by_hand.sum() / (2 - 2.0 ** (1 - levels)))
+
+    mine = with_full_size(network)(x)
+    assert torch.equal(mine, outputs[:, 0])
+    assert torch.equal(open_problem(str(bundle)).loss(mine, y), loss)
 
 
 def test_from_folders_to_a_round(
