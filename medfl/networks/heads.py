@@ -35,7 +35,7 @@ def head_name(network: nn.Module) -> str:
     """
     modules = network.named_modules()
     # deep supervision: the outputs of coarser levels are registered after that of full size
-    names = [
+    names: list[str] = [
         name for name, module in modules if isinstance(module, LAYERS) and _COARSER not in name
     ]
     if names:
