@@ -58,16 +58,12 @@ def with_noise(empty: Fingerprint, singles: Sequence[Floats], epsilon: float) ->
     # whole steps of a grid, since the noise is of whole numbers; each number has an equal part of epsilon
     total = np.rint(np.array(singles) * _GRID).sum(0)
     noise = geometric(len(total), epsilon / len(total) / _GRID)
-    fingerprint = replace(empty, noise=math.sqrt(2) * len(total) / epsilon)
-    return _of_numbers(fingerprint, (total + noise) / _GRID)
+    sums = (total + noise) / _GRID
 
-
-def _of_numbers(fingerprint: Fingerprint, sums: Floats) -> Fingerprint:
-    """Return a fingerprint of the same task whose sums are these, or as close as possible."""
     cases = max(1, round(sums[0]))
     # in the order of `numbers`
     means = iter(np.clip(sums[1:] / cases, -1, 1).tolist())
-    axes = range(AXES[fingerprint.kind])
+    axes = range(AXES[empty.kind])
     sizes = [_tally(cases, *_SIZE, next(means), -1) for _ in axes]
     spacings = [_tally(cases, *_SPACING, next(means), next(means)) for _ in axes]
     extents = []
@@ -75,15 +71,15 @@ def _of_numbers(fingerprint: Fingerprint, sums: Floats) -> Fingerprint:
     for i in axes:
         extents.append(_tally(cases, 0, 1, sizes[i].mean + spacings[i].mean, -1))
 
-    channels = range(fingerprint.channels)
+    channels = range(empty.channels)
     foreground = [_tally(cases, *_VALUE, next(means), next(means)) for _ in channels]
     volumes = {}
-    for value in fingerprint.classes:
+    for value in empty.classes:
         volumes[value] = Tally(max(0, round(next(means) * cases)))
 
     return replace(
-        fingerprint, cases=cases, sizes=tuple(sizes), spacings=tuple(spacings), extents=tuple(extents),
-        foreground=tuple(foreground), volumes=volumes,
+        empty, cases=cases, sizes=tuple(sizes), spacings=tuple(spacings), extents=tuple(extents),
+        foreground=tuple(foreground), volumes=volumes, noise=math.sqrt(2) * len(total) / epsilon,
     )  # fmt: skip
 
 
@@ -93,9 +89,3 @@ def _tally(cases: int, centre: float, half: float, mean: float, square: float) -
     return Tally(
         cases, round(value * UNIT) * cases, math.ceil((value**2 + variance) * UNIT) * cases
     )
-
-
-def redrawn(fingerprint: Fingerprint, draws: np.random.Generator) -> Fingerprint:
-    """Return another possible release: noise of the same scale is added to a fingerprint with noise."""
-    sums = numbers(fingerprint)
-    return _of_numbers(fingerprint, sums + draws.normal(0, fingerprint.noise, len(sums)))

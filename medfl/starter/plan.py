@@ -8,9 +8,7 @@ are not cropped; pictures are resized to one side and not cut; resampling is lin
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -20,7 +18,6 @@ import numpy as np
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError
 from medfl.data.fingerprint import Fingerprint, Tally, is_present
-from medfl.problem.noised_fingerprint import redrawn
 
 _ANISOTROPIC = 3  # ratio of a spacing, or of an axis' voxels, to the others
 _LEAST_EDGE = 4  # voxels of the deepest feature map
@@ -32,8 +29,6 @@ _LEAST_BATCH = 2
 _SHARE_OF_VOXELS = 0.05  # maximum share of all training voxels in a batch
 _MOST_BATCH = 64
 _GB = 2**30
-_REDRAWN = 50
-_SURE = 45
 _DIFFERS = 1.5  # ratio of a site's median length to the overall one
 _FIXED = (
     "loss: Dice, over the batch without background, and cross-entropy; deep supervision but at the two coarsest levels",
@@ -186,14 +181,18 @@ def plan(
     if not 0.5 <= memory <= 1000:
         raise InputError(f"--memory {memory:g}", "0.5 to 1000 GB", "give for example --memory 8")
 
-    planned = _planned(replace(pooled, channel_names=names), memory)
+    differences = _differences(sites, pooled)
     if pooled.noise:
-        planned = replace(planned, choices=_doubted(planned, memory))
+        # in the sum over its cases of a number from -1 to 1
+        deviation = f"noise with a deviation of {pooled.noise:.3g} cases in {pooled.cases}"
+        differences += (
+            f"all sites: figures have {deviation}; choices near a limit of their rule may be others without it",
+        )
 
     return replace(
-        planned,
+        _planned(replace(pooled, channel_names=names), memory),
         sites={name: sites[name].cases for name in sorted(sites)},
-        differences=_differences(sites, pooled),
+        differences=differences,
     )
 
 
@@ -227,48 +226,6 @@ def _planned(pooled: Fingerprint, memory: float) -> Plan:
         pooled,
     )
     return replace(planned, choices=_choices(planned, shape, memory))
-
-
-def _doubted(planned: Plan, memory: float) -> tuple[Choice, ...]:
-    """Return the choices of a plan from noisy figures, with their confidence.
-
-    The same amount of noise is added again to the released figures, several times; the share of repetitions with an
-    unchanged choice is its confidence.
-    """
-    # always the same draws: a plan says the same each time
-    draws = np.random.default_rng(0)
-    stays = Counter[str]()
-    for _ in range(_REDRAWN):
-        with suppress(InputError):  # for figures that no images have: another choice
-            redrawn_choices = _planned(redrawn(planned.pooled, draws), memory).choices
-            for choice, second in zip(planned.choices, redrawn_choices, strict=True):
-                stays[choice.choice] += _is_alike(choice.value, second.value)
-
-    choices = []
-    for choice in planned.choices:
-        count = stays[choice.choice]
-        sure = f"; with noise: {count} of {_REDRAWN} plans under as much noise again have it too, to 5 %"
-        if count < _SURE:
-            sure += ", so that without noise it could be another"
-
-        choices.append(replace(choice, because=choice.because + sure))
-
-    return tuple(choices)
-
-
-def _is_alike(value: object, other: object) -> bool:
-    if value == other:
-        return True
-
-    first = _figures(value)
-    second = _figures(other)
-    return first.shape == second.shape and np.allclose(second, first, rtol=0.05, atol=0)
-
-
-def _figures(value: object) -> Floats:
-    """Return the numbers in a choice's value."""
-    parts = value.values() if isinstance(value, Mapping) else [value]
-    return np.hstack([np.array(part).ravel() for part in parts])
 
 
 def _target_spacing(pooled: Fingerprint) -> tuple[Floats, int | None]:

@@ -1,4 +1,4 @@
-"""Fingerprints with noise: what one case changes is bounded, nothing else is told, and the plan says what it doubts."""
+"""Fingerprints with noise: what one case changes is bounded, nothing else is told, the plan tells the noise."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ def test_what_is_told_is_read_as_it_was(cases: Cases, tmp_path: Path) -> None:
         fingerprint.read(told.encoded().replace(b'"noise": ', b'"noise": -'), "x")
 
 
-def test_a_plan_says_what_it_doubts(cases: Cases) -> None:
-    """Of figures that are almost exact nothing; of a dozen cases with an epsilon of 10 the patch."""
-    sure = plan({"a": gather(EMPTY, cases, 0, 1e9)}, memory=1)
-    assert all("with noise: 50 of 50 plans" in choice.because for choice in sure.choices)
-    assert not any("could be another" in choice.because for choice in sure.choices)
+def test_a_plan_says_how_much_noise_its_figures_have(cases: Cases) -> None:
+    (told,) = plan({"a": gather(EMPTY, cases, 0, 1e9)}, memory=1).differences
+    assert f"noise with a deviation of {2**0.5 * NUMBERS / 1e9:.3g} cases in 12;" in told
 
-    unsure = plan({"a": gather(EMPTY, cases, 0, 10), "b": gather(EMPTY, cases, 0, 10)}, memory=1)
-    (patch,) = [choice for choice in unsure.choices if choice.choice == "patch"]
-    assert "so that without noise it could be another" in patch.because
-    assert unsure.pooled.noise == pytest.approx(2 * NUMBERS / 10)
+    noised = plan({"a": gather(EMPTY, cases, 0, 10), "b": gather(EMPTY, cases, 0, 10)}, memory=1)
+    assert noised.pooled.noise == pytest.approx(2 * NUMBERS / 10)
+    said = f"noise with a deviation of 3 cases in {noised.pooled.cases}; choices near a limit"
+    assert any(said in line for line in noised.differences)
+
+    assert not any("noise" in line for line in plan({"a": gather(EMPTY, cases, 0)}).differences)
     with pytest.raises(InputError, match="with and without noise"):
         plan({"a": gather(EMPTY, cases, 0, 10), "b": gather(EMPTY, cases, 0)})
 
