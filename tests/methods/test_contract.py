@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -289,6 +290,33 @@ def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, 
     assert finite(outcome.states)
     for reply in outcome.replies.values():
         assert all(is_finite(tensor) for tensor in reply.flat().values())
+
+
+SHARING = [
+    ("fedproto", {}), ("pfedpm", {}), ("pfedpm", {"predict": "relation"}), ("fedmr", {}), ("fedproc", {}),
+    ("moon", {"prototypes": True}),
+]  # fmt: skip
+"""Methods and options by which sites share prototypes."""
+
+
+@pytest.mark.parametrize(("name", "options"), SHARING)
+def test_sites_with_one_class_each_share_no_prototype(name: str, options: dict) -> None:
+    """A site's last batch is of one sample, and what it is judged by is finite."""
+    data = blobs({"a": 7, "b": 4, "c": 1}, labels={"a": (0,), "b": (1,), "c": (2,)})
+    method = load(name, options)
+    toy = Toy(data, classifier(), cross_entropy, sgd(0.1), batch_size=3).adapted(method)
+    outcome = simulate(method, toy, 2)
+    assert finite(outcome.server)
+    assert finite(outcome.states)
+    for site, reply in outcome.replies.items():
+        assert reply.flat()
+        assert all(is_finite(tensor) for tensor in reply.flat().values())
+        assert all(map(math.isfinite, reply.scalars.values()))
+        with toy.networks.scope():
+            down = method.broadcast(toy.host(3), outcome.server, site)
+            network = method.predictor(toy.site(site, 3), outcome.states[site], down).eval()
+            for x, _ in data.values():
+                assert is_finite(network(x))
 
 
 @every_method

@@ -220,8 +220,9 @@ def test_statistics_count_every_image(
 PARTS = {"train": "train", "eval": "validate"}
 
 
-def test_statistics_of_a_workflow(places: Path) -> None:
+def test_statistics_of_a_workflow(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shades of what is no background are those of the images of the other classes."""
+    monkeypatch.setattr(datasets, "datalist", partial(some_items, datasets.datalist))
     algo = MonaiAlgoStats(root_of("mednist"), workflow=workflow("mednist", places, TRAIN))
     algo.initialize({**NAMED, ExtraItems.APP_ROOT: str(places)})
     found = algo.get_data_stats(extra=ASKED).statistics["train"]["data_stats"]
