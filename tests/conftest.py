@@ -245,6 +245,39 @@ def figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def kept() -> Any:
+    """Return where prepared images are kept."""
+    from tests.support.prepared import Kept
+
+    return Kept()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prepare the images of runs once for all of them."""
+    from tests.support.prepared import are_kept, keep_prepared
+
+    with pytest.MonkeyPatch.context() as patch:
+        if are_kept(request.path):
+            keep_prepared(patch, request.getfixturevalue("kept"))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Draw each small cohort once for all processes of a session."""
+    from tests.support.cohorts import common
+    from tests.support.phantoms import are_drawn_once, draw_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        if are_drawn_once(request.path):
+            draw_once(patch, common(tmp_path_factory, "small-cohorts"))
+        yield
+
+
+@pytest.fixture(scope="session")
 def real_data() -> Path:
     """Return the folder of the real images; skips without it."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +38,39 @@ def draw_small(patch: pytest.MonkeyPatch, **otherwise: int) -> None:
     cache = "-".join(["small", *(f"{name}-{count}" for name, count in sorted(otherwise.items()))])
     patch.setenv("XDG_CACHE_HOME", str(Path(os.environ["XDG_CACHE_HOME"]) / cache))
     small_by_default(patch, PER_CLASS | otherwise)
+
+
+DRAWING = {"datasets", "tools"}
+"""Folders whose tests are of the drawing itself."""
+
+SMALL = 64
+"""Pixels per side up to which a cohort is kept."""
+
+
+def are_drawn_once(path: Path) -> bool:
+    """Tell whether the small cohorts of a test file are copied where they were drawn before."""
+    return path.as_posix().rpartition("tests/")[2].partition("/")[0] not in DRAWING
+
+
+def draw_once(patch: pytest.MonkeyPatch, place: Path) -> None:
+    """Copy a cohort of a given size that was drawn before into a new folder; `place` is where they are kept."""
+    write = datasets.write_phantom
+
+    def once(name: str, folder: Path, **given: Any) -> Path:
+        target = Path(folder)
+        if target.exists() or not 0 < (given.get("size") or 0) <= SMALL:
+            return write(name, folder, **given)
+
+        drawn = place / "-".join([name, *(f"{key}-{given[key]}" for key in sorted(given))])
+        if drawn.is_dir():
+            shutil.copytree(drawn, target, copy_function=shutil.copyfile)
+            return target
+
+        made = write(name, folder, **given)
+        with tempfile.TemporaryDirectory(dir=place) as beside:
+            copy = shutil.copytree(made, Path(beside) / name, copy_function=shutil.copyfile)
+            if not drawn.is_dir():  # another process may have been faster
+                os.rename(copy, drawn)
+        return made
+
+    patch.setattr(datasets, "write_phantom", once)
