@@ -21,7 +21,6 @@ from torch import nn
 
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.seeding import stream
-from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Group, Method, option
@@ -48,14 +47,11 @@ class CCVR(Method):
         "Non-IID Data (Luo et al., 2021)"
     )
     tasks = ("classification",)
+    adapt = staticmethod(with_class_head)  # one output per class
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the moments of each class's features, which go up."""
         return (Group("statistics", down=False),)
-
-    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output per class."""
-        return with_class_head(network, task)
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """If due, compute the features' statistics under the received model; then train as FedAvg does."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from medfl.core.message import Message, Messages, Weights
-from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
 from medfl.methods.base import MEANS, Collated, Group, Method, option, sent
@@ -45,14 +44,11 @@ class FedProc(Method):
 
     paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
     tasks = ("classification",)
+    adapt = staticmethod(with_class_head)  # one output per class
 
     def groups(self) -> tuple[Group, ...]:
         """Declare class prototypes, both ways."""
         return (Group("prototypes", smaller=True),)
-
-    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output per class."""
-        return with_class_head(network, task)
 
     def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""

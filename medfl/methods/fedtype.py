@@ -37,7 +37,6 @@ from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
@@ -74,6 +73,7 @@ class FedType(PrivateModels):
         "(Wang et al., 2024)"
     )
     tasks = ("classification",)
+    adapt = staticmethod(with_class_head)  # one output per class
 
     def __post_init__(self) -> None:
         """Refuse a coverage that only sets of all classes reach."""
@@ -81,10 +81,6 @@ class FedType(PrivateModels):
             raise InputError(
                 f"coverage={self.coverage:g}", "a part of the labels, 0 to below 1", "take 0.9"
             )
-
-    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output per class."""
-        return with_class_head(network, task)
 
     def init_site(self, site: Site) -> State:
         """Start the large model from the initial weights; its training accuracy can only rise."""

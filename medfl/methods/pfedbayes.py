@@ -249,7 +249,7 @@ class Gaussian(nn.Module):
     def forward(self, x: Tensor) -> Collated:
         """Run the network with weights drawn for this pass."""
         drawn = self.drawn()
-        weights = dict(zip(self.places, map(drawn.__getitem__, self.places.values()), strict=True))
+        weights = {place: drawn[name] for place, name in self.places.items()}
 
         # of a layer with several names PyTorch restores the tied weights wrongly
         return functional_call(self.network, weights, (x,), tie_weights=False)
@@ -293,9 +293,7 @@ class Averaged(nn.Module):
 
 def _places(network: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the name of each parameter of each layer, once -> its name among these, which a tied one shares."""
-    parameters = dict(network.named_parameters())
-    name_of = {id(parameters[name]): name for name in names}
-
+    name_of = {id(network.get_parameter(name)): name for name in names}
     places = {}
     for prefix, layer in network.named_modules():
         for place, parameter in layer.named_parameters(prefix, recurse=False):

@@ -19,7 +19,7 @@ class FullSizeDynUNet(DynUNet):
 
     def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return logits (B, C, ...), which carry those of all levels in training mode."""
-        outputs = super().__call__(x)
+        outputs: Tensor = super().__call__(x)
         if not self.training:
             return outputs
 

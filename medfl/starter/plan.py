@@ -183,10 +183,10 @@ def plan(
 
     differences = _differences(sites, pooled)
     if pooled.noise:
-        # in the sum over its cases of a number from -1 to 1
-        deviation = f"noise with a deviation of {pooled.noise:.3g} cases in {pooled.cases}"
+        # deviation of the sum over the cases of a number from -1 to 1
         differences += (
-            f"all sites: figures have {deviation}; choices near a limit of their rule may be others without it",
+            f"all sites: noise with a deviation of {pooled.noise:.3g} cases in {pooled.cases}; choices near a limit of "
+            "their rule may be others without it",
         )
 
     return replace(

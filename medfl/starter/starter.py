@@ -292,9 +292,7 @@ def write(
         )
 
     side = size or (128 if segments else 64)
-    level_weights: tuple[float, ...] = ()
     if content.plan:
-        level_weights = content.plan.network.level_weights
         _check_structures(content.classes[1:])  # named by sites
         side = content.patch[0]
 
@@ -319,7 +317,7 @@ def write(
     words = dict(
         asdict(content), kind_text=kind_text, noun=noun, key_metric=key_metric, items_call=content.items_call,
         items_end=content.items_end, name=root.name, network=chosen, size=side,
-        level_weights=level_weights,
+        plan=content.plan,  # with its properties
     )  # fmt: skip
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"),

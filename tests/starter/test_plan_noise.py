@@ -97,7 +97,7 @@ def test_a_plan_says_how_much_noise_its_figures_have(cases: Cases) -> None:
 
     noised = plan({"a": gather(EMPTY, cases, 0, 10), "b": gather(EMPTY, cases, 0, 10)}, memory=1)
     assert noised.pooled.noise == pytest.approx(2 * NUMBERS / 10)
-    said = f"noise with a deviation of 3 cases in {noised.pooled.cases}; choices near a limit"
+    said = f"noise with a deviation of {2 * NUMBERS / 10:.3g} cases in {noised.pooled.cases}; choices near a limit"
     assert any(said in line for line in noised.differences)
 
     assert not any("noise" in line for line in plan({"a": gather(EMPTY, cases, 0)}).differences)

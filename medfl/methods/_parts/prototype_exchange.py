@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN
@@ -29,10 +28,7 @@ class PrototypeExchange(OwnNetworks):
     """Networks stay at their sites; class prototypes are sent."""
 
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-
-    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output per class."""
-        return with_class_head(network, task)
+    adapt = staticmethod(with_class_head)  # one output per class
 
     def introduce(self, site: Site) -> Message:
         """Send the length d of a feature, if networks differ."""
