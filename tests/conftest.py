@@ -245,7 +245,7 @@ def figures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kept() -> Any:
+def kept_samples() -> Any:
     """Return where prepared images are kept."""
     from tests.support.prepared import Kept
 
@@ -259,7 +259,7 @@ def prepared_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if are_kept(request.path):
-            keep_prepared(patch, request.getfixturevalue("kept"))
+            keep_prepared(patch, request.getfixturevalue("kept_samples"))
         yield
 
 
