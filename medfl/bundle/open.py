@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,14 @@ from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.datasets.readers import cases, conventions, matching, pairs, tables, volumes
-from medfl.datasets.readers.checking import CheckReport, counted, targets_told, warnings_of
-from medfl.datasets.readers.reading import JOINED, read_pixels
+from medfl.datasets.readers.checking import (
+    CheckReport,
+    counted,
+    read_case,
+    targets_told,
+    warnings_of,
+)
+from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.policy.policy import Policy
@@ -438,7 +444,8 @@ def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record
         if own.path_below(root, str(ids["labels"])).is_file():
             return ()
 
-        return own.unlabelled(tables.image_files(images))
+        pictures = tables.image_files(images)
+        return own.unlabelled(pictures or joined(named([images]), channels).items())
 
     has_class = any(name in ids["classes"] for name in own.image_folders(root))
     if has_class:
@@ -497,14 +504,18 @@ def check_folder(
     assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
 
+    solid = is_volumes(bundle.metadata)
+    # pictures are converted to those of the network
+    channels = ids["in_channels"] if solid else None
     changes = []
     for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
-            changes.append(volumes.changes_of(_read(root, ids)(record)))
+            case = read_case(record, solid, ids.get("mask_values") or len(classes), channels)
+            changes.append(volumes.changes_of(case))
         except InputError as error:
             problems.append(str(error))
 
-    if ids.get("masks") and not own.is_volumes(own.path_below(root, str(ids["images"]))):
+    if ids.get("masks") and not solid:
         try:
             masks = (record.mask for record in dataset.records)
             pairs.check_palettes(masks, ids.get("mask_colours") or ())
@@ -521,7 +532,7 @@ def check_folder(
     return CheckReport(
         name=bundle.name,
         folder=root,
-        layout=_layout(ids),
+        layout=_layout(ids, solid),
         split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None,
         classes=columns,
@@ -556,7 +567,7 @@ def ids_of(bundle: Problem) -> Document:
     return {"classes": None, "group_by": None, "in_channels": None, **values}
 
 
-def _layout(ids: Config) -> str:
+def _layout(ids: Config, solid: bool) -> str:
     images, masks = (f"{ids.get(name) or '.'}/".removeprefix("./") for name in ("images", "masks"))
     files = "<class>/<picture>"
     if ids.get("masks") == conventions.NNUNET_FILE:
@@ -564,20 +575,9 @@ def _layout(ids: Config) -> str:
     elif ids.get("masks"):
         files = f"{images}<name> + {masks}<name>{'_mask' * (images == masks)}"
     elif ids.get("labels"):
-        files = f"{images}<picture> + {ids['labels']}"
+        files = f"{images}<{'volume' if solid else 'picture'}> + {ids['labels']}"
 
     return f"{files} [+ cases.csv]"
-
-
-def _read(root: Path, ids: Config) -> Callable[[Record], Iterable[object]]:
-    """Return a function that reads an image, with its mask if it has one."""
-    if not ids.get("masks"):
-        return lambda record: read_pixels(record.image)
-    classes = ids.get("mask_values") or len(ids["classes"])
-    if own.is_volumes(own.path_below(root, str(ids["images"]))):
-        channels = ids["in_channels"]
-        return lambda record: volumes.read_pair(record.image, record.mask, classes, channels)
-    return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 
 def _notes(
@@ -590,7 +590,7 @@ def _notes(
 
     notes += [*own.odd(root), *cases.notes(dataset.rows)]
     groups = {record.group for record in records}
-    if any(record.group != record.id for record in records):
+    if own.are_patients_known(map(item_of, records), dataset.rows):
         notes.append(f"{len(groups)} patients, each in one section")
     elif records:
         notes.append(own.UNKNOWN_PATIENTS)

@@ -34,7 +34,7 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "write a bundle for your own images: pictures with labels, findings or numbers, or images with masks"
+    text = "write a bundle for your own images, with classes, findings, numbers or masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     new.add_path("bundle", "BUNDLE_DIR", "new folder; its name becomes the name of the bundle")
     new.add_path("--images", "DIR", "folder of the images", existing, required=True)
@@ -48,7 +48,7 @@ def add(verbs: Any) -> None:
     new.add_path(
         "--labels",
         "CSV",
-        "table of the pictures' classes, findings or numbers, in --images or beside it: a column of file names, "
+        "table of the images' classes, findings or numbers, in --images or beside it: a column of file names, "
         "and a column called label, class or diagnosis, columns of 0 and 1, a column with | between findings, or "
         "a column of numbers",
         existing,
@@ -56,7 +56,7 @@ def add(verbs: Any) -> None:
     new.add_text(
         "--task",
         "classification|multilabel|regression",
-        "what the table holds: one class, several findings, or a number per picture; default: inferred from columns",
+        "what the table holds: one class, several findings, or a number per image; default: inferred from columns",
         choices=("classification", "multilabel", "regression"),
     )
     new.add_text(
@@ -197,7 +197,7 @@ def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str
         counts += f" (training: {_scale(survey)})"
 
     colour = {1: "grey", 3: "colour"}.get(survey.channels, f"{survey.channels} channels")
-    unit = "voxels" if survey.kind == "volumes" else "pixels"
+    unit = "voxels" if survey.is_solid else "pixels"
     lines = [
         f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
         *survey.said,

@@ -1,4 +1,4 @@
-"""A user's own folder: pictures in one folder per class, pictures with a table of labels, or images with masks.
+"""A user's own folder: pictures in one folder per class, images with a table of labels, or images with masks.
 
 An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name if
 it is unique, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
@@ -34,6 +34,7 @@ from medfl.datasets.readers import (
 from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.reading import (
     JOINED,
+    Files,
     by_name,
     files_of,
     is_hidden,
@@ -124,7 +125,7 @@ def listed(
     blank: str = "ignore",
     columns: Mapping[str, str] | None = None,
 ) -> list[Item]:
-    """Return the items of a section of the pictures below `<folder>/<images>` with a label in `<folder>/<labels>`.
+    """Return the items of a section of the images below `<folder>/<images>` with a label in `<folder>/<labels>`.
 
     The table is read as `medfl.datasets.readers.label_columns.read` does; the other arguments are those of `labelled`.
 
@@ -222,11 +223,15 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         InputError: the table has other classes, or as `medfl.datasets.readers.label_columns.read`.
     """
     table = path_below(root, labels)
-    files = tables.image_files(path_below(root, images))
     if not table.is_file():
         raise InputError(
             f"{table} is not there", "the table of the images' labels", f"restore it{_ALONE}"
         )
+
+    folder = path_below(root, images)
+    files = tables.image_files(folder) or _with_channels(
+        volume_paths(folder), tables.read_csv(table, ())
+    )
 
     labelling = label_columns.read(table, [path for path, _ in files], wanted)
     names = list(labelling.names or wanted.names) or sorted(set(labelling.classes.values()))
@@ -274,6 +279,14 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         labelling.task,
         labelling.column,
     )
+
+
+def _with_channels(files: Files, rows: Iterable[Mapping[str, str]]) -> Files:
+    """Return volumes with x_0000, x_0001, ... as channels of x, unless a table names such a file as an image."""
+    images = conventions.channels(files, [], True)
+    cells = {cases.key(cell or "").rpartition("/")[2] for row in rows for cell in row.values()}
+    channels = {path.rpartition("/")[2] for path, _ in {*files}.difference(images)}
+    return images if cells.isdisjoint(channels) else files
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
@@ -337,10 +350,16 @@ def notes(
     # a site that trains on its unlabelled images does not leave them out
     if used_images == images:
         lines = [*dataset.notes, *lines]
-    if all(item.get("group") == item["id"] for item in items):
+    if not are_patients_known(items, dataset.rows):
         lines.append(UNKNOWN_PATIENTS)
 
     return tuple(lines)
+
+
+def are_patients_known(items: Iterable[Mapping[str, object]], rows: cases.Rows) -> bool:
+    """Tell whether a table or file names say whose images these are, even if each has one of its own name."""
+    has_column = any(row.get("patient") for row in rows.values())
+    return has_column or any(item.get("group") != item["id"] for item in items)
 
 
 NO_PATIENTS = (
@@ -578,7 +597,7 @@ def sections_of(
     sections = rule(stratified(records))
     if empty := next((section for section in SECTIONS if section not in sections), None):
         of_patients = ""
-        if any(record.group != record.id for record in records):
+        if are_patients_known(map(item_of, records), dataset.rows):
             of_patients = f" of {len({record.group for record in records})} patients"
 
         raise InputError(

@@ -14,6 +14,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text, listed, slug
 from medfl.core.terminal import bar
 from medfl.datasets import own
+from medfl.datasets.base import item_of
 from medfl.datasets.readers import (
     cases,
     conventions,
@@ -35,9 +37,10 @@ from medfl.datasets.readers import (
     tables,
     volumes,
 )
+from medfl.datasets.readers.checking import read_case
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
-from medfl.datasets.readers.reading import is_text, read_pixels
+from medfl.datasets.readers.reading import is_text
 from medfl.datasets.readers.splitting import Record
 from medfl.starter.survey import (
     PictureFacts,
@@ -46,8 +49,6 @@ from medfl.starter.survey import (
     depth_notes,
     duplicate_notes,
     metadata_of,
-    own_depth,
-    sides,
 )
 from medfl.storage.places import require_new_bundle
 
@@ -196,8 +197,6 @@ _MOST_SHADES = 20  # unnamed structures of pictures up to white; more are shades
 _LOSSY = (".jpg", ".jpeg")  # which keep no values
 _FEW = 10  # test images, below which folds are offered
 _FOLDS = 5
-_PATCH = 64  # voxels a side of a patch at most
-_STEP = 8  # sides are multiples of this: a U-Net halves them three times
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _LABELLED = {
     "classification": "labelled pictures",
@@ -229,7 +228,7 @@ def survey(
             or of both, as in `medfl.starter.find`.
         masks: folder of the masks, named like their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
-        labels: table of the pictures' classes, findings or numbers, likewise.
+        labels: table of the images' classes, findings or numbers, likewise.
         group_by: expression whose group in a file name is the patient.
         wanted: how to read the table.
         progress: show a bar on stderr.
@@ -296,9 +295,11 @@ def write(
         _check_structures(content.classes[1:])  # named by sites
         side = content.patch[0]
 
-    if content.kind == "volumes" and size is not None:
+    if content.is_solid and size is not None:
         raise InputError(
-            f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
+            f"--size {size} for volumes",
+            "a size of pictures; the configurations have that of volumes",
+            "leave it out",
         )
 
     places = [content.images, content.masks, content.labels, content.label_column]
@@ -312,6 +313,9 @@ def write(
             )
 
     kind_text = _LABELLED[content.task] if not segments else _KINDS[content.kind]
+    if content.is_solid:
+        kind_text = kind_text.replace("pictures", "volumes")
+
     noun = {"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes")
     key_metric = KINDS["segmentation" if segments else content.task].key_metric
     words = dict(
@@ -387,9 +391,8 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
             source = _SOURCES[task] if layout.labels else "class folder"
             raise InputError(f"{source} {name!r}", allowed, "rename it")
 
-    facts = _read_all(
-        index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
-    )
+    solid = not tables.image_files(own.path_below(root, layout.images))
+    facts = [facts for _, facts in _read_all(index.records, partial(_read, solid), progress)]
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
     in_test = [record for record, section in divided if section == "test"]
@@ -401,13 +404,14 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
 
     notes = [*index.notes, *own.odd(root), *cases.notes(index.rows)]
     notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
+    notes += volumes.changes_told(image.changes for image in facts)
     if not layout.labels:
         notes = [*own.beside_classes(root, index.records), *notes]
 
     if untested:
         notes.append(f"no test image of {', '.join(untested)}: too few images or patients")
 
-    fields = _patients(index, divided, group_by)
+    fields = _patients(index, divided, group_by) | common_facts(facts)
     if task == "regression":
         training = [record.target for record, section in divided if section == "train"]
         fields |= _scale(index.classes, training)
@@ -418,12 +422,10 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
         str(root),
         index.classes,
         counts,
-        *common_facts(facts),
         images=layout.images,
         labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""),
         notes=tuple(notes),
-        own_depth=own_depth(facts),
         said=columns,
         task=task,
         label_column=index.column,
@@ -518,7 +520,7 @@ def _patients(
     if fields["tested"] < _FEW and fewest > 1 and not divides_itself:
         fields["folds"] = min(_FOLDS, len(groups))
 
-    if any(record.group != record.id for record, _ in divided):
+    if own.are_patients_known((item_of(record) for record, _ in divided), dataset.rows):
         return {**fields, "patients": len(groups)}
 
     names = defaultdict[str, list[str]](list)
@@ -537,15 +539,11 @@ def _segmented(
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)
-    endings: tuple[str, ...] = tables.IMAGE_SUFFIXES
-    reader: Callable[[Record], Any] = _picture
-    if solid:
-        endings = volumes.SUFFIXES
-        reader = _volume
+    endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
 
     # swapped folders fail as bad masks do: the error tells which it was
     try:
-        pairs_read = _read_all(records, reader, progress)
+        pairs_read = _read_all(records, partial(_read, solid), progress)
         present = stored = [values for values, _ in pairs_read]
         name_count = max(len(structures), len(layout.classes) - 1)
         # with names for several structures, 255 is one of their values
@@ -610,31 +608,17 @@ def _segmented(
         "channel_titles": layout.channels,
         "normalised": way,
         **_patients(dataset, divided, group_by),
+        **common_facts(facts),
     }
-    where = str(layout.folder)
-    titles = tuple(names.values())
+    if solid and layout.channels and fields["channels"] != len(layout.channels):
+        notes += (
+            f"{conventions.NNUNET_FILE} names the channels {listed(layout.channels)}, "
+            f"images have {fields['channels']}",
+        )
 
-    if solid:
-        shapes = [picture.shape[1:] for picture in facts]
-        channels = {picture.shape[0] for picture in facts}
-        if len(channels) > 1:
-            raise InputError(
-                f"images of {' and '.join(map(str, sorted(channels)))} channels in {images}",
-                "as many of each image",
-                "move the others away",
-            )
-
-        if layout.channels and channels != {len(layout.channels)}:
-            notes += (
-                f"{conventions.NNUNET_FILE} names the channels {listed(layout.channels)}, "
-                f"images have {max(channels)}",
-            )
-
-        fields |= {"patch": _patch(shapes), "notes": notes}
-        return Survey("volumes", where, titles, counts, channels.pop(), 0, sides(shapes), **fields)
-
-    fields |= {"notes": notes + depth_notes(facts), "own_depth": own_depth(facts)}
-    return Survey("pictures", where, titles, counts, *common_facts(facts), **fields)
+    fields["notes"] = notes + depth_notes(facts)
+    kind = "volumes" if solid else "pictures"
+    return Survey(kind, str(layout.folder), tuple(names.values()), counts, **fields)
 
 
 def otherwise_normalised(channels: Sequence[str]) -> str:
@@ -753,7 +737,7 @@ def _swapped(record: Record, solid: bool) -> bool:
     """Tell whether an image has few values, like a mask, and its mask many."""
 
     def values(uri: str) -> int:
-        pixels = volumes.read_volume(uri).numpy() if solid else read_pixels(uri)
+        (pixels,) = read_case(replace(record, image=uri, mask=""), solid, ANY)
         return len(np.unique(pixels))
 
     try:
@@ -762,23 +746,9 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _picture(record: Record) -> tuple[set[int], PictureFacts]:
-    pixels, mask, _ = pairs.read_pair(record.image, record.mask, classes=ANY)
-    return _values(mask), PictureFacts.of(pixels)
-
-
-def _volume(record: Record) -> tuple[set[int], PictureFacts]:
-    image, mask = volumes.read_pair(record.image, record.mask, ANY)
-    facts = PictureFacts.of(image.numpy())
-    return _values(mask.numpy()), facts._replace(changes=volumes.changes_of((image, mask)))
-
-
-def _values(mask: NDArray[Any]) -> set[int]:
-    return {*np.unique(mask).tolist()}
-
-
-def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return a patch that fits in most volumes: the median along each axis, a multiple of 8, 16 to 64."""
-    median = np.median(np.array(shapes), axis=0)
-    patch = np.clip(median // _STEP * _STEP, 16, _PATCH)
-    return tuple(map(int, patch))
+def _read(solid: bool, record: Record) -> tuple[set[int], PictureFacts]:
+    """Return the values of the mask, if there is one, and facts about the image."""
+    case = read_case(record, solid, ANY)
+    facts = PictureFacts.of(np.asarray(case[0]))
+    values = {*np.unique(np.asarray(case[1])).tolist()} if record.mask else set[int]()
+    return values, facts._replace(changes=volumes.changes_of(case))

@@ -27,14 +27,14 @@ class Survey:
     """Contents of a folder of images.
 
     Attributes:
-        kind: "labelled" pictures, or "pictures" or "volumes" with masks.
+        kind: "labelled" pictures or volumes, or "pictures" or "volumes" with masks.
         folder: the value of --data.
         classes: names in label order, of findings or of numbers; for masks with the background first.
         counts: images with each class, finding or number; for masks, images in which it occurs.
         channels: of an image.
         brightest: largest possible value of a picture, of types other than 8 and 16 bits; 1 with `own_depth`.
         sides: smallest and largest side of the images, in pixels or voxels.
-        patch: for volumes, a training patch.
+        patch: for volumes, a training patch; of labelled ones, the size of all.
         images, masks: names of the folders in `folder`, "" for labelled pictures.
         phantom: the phantom cohort that some of them belong to, "" if all may be real.
         notes: for the user, e.g. about excluded files.
@@ -120,6 +120,11 @@ class Survey:
         )
 
     @property
+    def is_solid(self) -> bool:
+        """Whether the images are volumes."""
+        return len(self.patch) > 2
+
+    @property
     def items_call(self) -> str:
         """The call of `medfl.datasets.own` that lists the items, up to the section."""
         if self.kind != "labelled":
@@ -153,7 +158,7 @@ def _numbered(names: Sequence[str]) -> dict[str, str]:
 def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     """Return the content of metadata.json."""
     segments = survey.kind != "labelled"
-    is_volumes = survey.kind == "volumes"
+    is_volumes = survey.is_solid
     shape = [*survey.patch] if is_volumes else [side, side]
     colours = [f"channel {index}" for index in range(survey.channels)]
     if len(survey.channel_titles) == survey.channels:
@@ -171,7 +176,7 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
         "spatial_shape": shape,
         "dtype": "float32",
         "value_range": [-10, 10],
-        "is_patch_data": is_volumes,
+        "is_patch_data": is_volumes and segments,
         "channel_def": _numbered(colours),
     }
     pred = {
@@ -182,7 +187,7 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
         "spatial_shape": [],
         "dtype": "float32",
         "value_range": [0, 1],
-        "is_patch_data": is_volumes,
+        "is_patch_data": is_volumes and segments,
         "channel_def": _numbered(survey.classes),
     }
     task = "Classification"
@@ -242,6 +247,11 @@ class PictureFacts(NamedTuple):
         return cls(pixels.shape, pixels.dtype, float(pixels.max()), digest)
 
     @property
+    def is_solid(self) -> bool:
+        """Whether it is a volume (C, D1, D2, D3)."""
+        return len(self.shape) > 3
+
+    @property
     def brightest(self) -> int:
         """Largest possible value of such pictures; floats in 0 to 1 have 1, and 16 bits are often 12."""
         if self.dtype == np.uint8:
@@ -250,19 +260,50 @@ class PictureFacts(NamedTuple):
         return next((value for value in usual if self.largest <= value), math.ceil(self.largest))
 
 
+_PATCH = 64  # voxels a side of a patch at most
+_STEP = 8  # sides are multiples of this: a U-Net halves them three times
 DEPTHS = (255, 1023, 4095, 16383, 65535)
 """Largest values of 8, 10, 12, 14 and 16 bits."""
 
 
-def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
-    """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
+def common_facts(facts: Sequence[PictureFacts]) -> Document:
+    """Return what a survey has of the shapes and values of pictures (H, W, C), or of volumes (C, D1, D2, D3).
+
+    Raises:
+        InputError: volumes with different numbers of channels, or as `own_depth`.
+    """
+    if facts[0].is_solid:
+        several = sorted({volume.shape[0] for volume in facts})
+        if several[1:]:
+            raise InputError(
+                f"volumes of {' and '.join(map(str, several))} channels",
+                "as many of each image",
+                "move the others away",
+            )
+
+        shapes = [volume.shape[1:] for volume in facts]
+        # fits in most volumes
+        patch = np.clip(np.median(shapes, axis=0) // _STEP * _STEP, 16, _PATCH)
+        return {
+            "channels": several[0],
+            "brightest": 0,
+            "sides": _sides(shapes),
+            "patch": tuple(map(int, patch)),
+        }
+
     # one picture in colour has all read so: a network has as many inputs for each
     channels = 3 if any(picture.shape[-1] > 1 for picture in facts) else 1
     brightest = 1  # each picture is divided by the largest value of its own depth
-    if not own_depth(facts):
+    depth = own_depth(facts)
+    if not depth:
         brightest = max(picture.brightest for picture in facts)
 
-    return channels, brightest, sides([picture.shape[:2] for picture in facts])
+    return {
+        "channels": channels,
+        "brightest": brightest,
+        "sides": _sides([picture.shape[:2] for picture in facts]),
+        "own_depth": depth,
+    }
 
 
 def own_depth(facts: Sequence[PictureFacts]) -> int:
@@ -286,6 +327,9 @@ def own_depth(facts: Sequence[PictureFacts]) -> int:
 
 def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
     """Return notes if pictures have different depths, or use only a part of their 16 bits."""
+    if facts[0].is_solid:
+        return ()
+
     depth = own_depth(facts)
     several = len({picture.dtype for picture in facts}) > 1
     notes = []
@@ -314,7 +358,7 @@ def _depths(facts: Sequence[PictureFacts]) -> str:
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
 
 
-def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+def _sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Return the smallest and the largest side."""
     return min(map(min, shapes)), max(map(max, shapes))
 

@@ -78,7 +78,7 @@ def test_every_problem_is_one_line_naming_the_file(phantoms, tmp_path):
         (gone.stem, "is missing"),
         (rows[6][1], "is listed 2 times"),
         (cut.name, "cannot be read"),
-        (grey.name, "has 1 channels, ham10000 has 3"),
+        (grey.name, "has 1 channels; the data set has 3"),
         (text.name, "cannot be read"),
     )
     for name, problem in expected:

@@ -226,6 +226,23 @@ def of_table(root: Path, head: str, line: Callable[[int], str]) -> Path:
     return federated(starter.write(root / "mine", survey, size=32), root / "data", root / "run")
 
 
+def of_volumes(root: Path) -> Path:
+    """A run of `medfl new` on volumes of two channels with a table of numbers."""
+    (root / "data/images").mkdir(parents=True)
+    lines = ["file,length"]
+    for number in range(20):
+        for channel in range(2):
+            deep = np.repeat(drawn((30, 34), number + channel, number > 9)[..., None], 20, 2)
+            image = nibabel.Nifti1Image(deep.astype(np.int16), np.diag([-1.5, 1, 2, 1]))
+            nibabel.save(image, root / f"data/images/c{number}_{channel:04d}.nii.gz")
+
+        lines.append(f"c{number},{number + 0.5}")
+
+    (root / "data/table.csv").write_text("\n".join(lines) + "\n")
+    survey = starter.survey(root / "data/images", labels=root / "data/table.csv")
+    return federated(starter.write(root / "mine", survey), root / "data", root / "run")
+
+
 def of_masks(root: Path, suffix: str, channels: int = 1, values: tuple[int, ...] = (0, 1)) -> Path:
     """A run of `medfl new` on pictures or volumes with masks."""
     for folder in ("images", "masks"):
@@ -275,6 +292,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "grey masks": lambda root: of_masks(root, ".png"),
     "colour masks": lambda root: of_masks(root, ".png", 3, (0, 100, 200)),
     "volumes": lambda root: of_masks(root, ".nii.gz", 1, (0, 3, 7)),
+    "volumes with numbers": of_volumes,
     "volumes of two channels": lambda root: of_masks(root, ".nii.gz", 2),
 }
 

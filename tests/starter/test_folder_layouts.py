@@ -265,14 +265,6 @@ def test_a_wrong_table_of_labels_is_refused(text: str, told: str, tmp_path: Path
         starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
 
 
-def test_a_table_of_volumes_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """It said that the table names none of 0 images, and to check the folder, whose volumes were passed over."""
-    volume(tmp_path / "images" / "p1.nii.gz")
-    (tmp_path / "ef.csv").write_text("image,ef\np1,0.4\n")
-    with pytest.raises(InputError, match="medfl new takes tables of pictures only"):
-        starter.survey(tmp_path / "images", labels=tmp_path / "ef.csv")
-
-
 def test_columns_have_the_names_that_are_given(tmp_path: Path) -> None:
     """The bundle keeps them, for the folders of other sites; a wrong name lists the columns and the flag."""
     lines = ["picture no,kind,who,where,label"]

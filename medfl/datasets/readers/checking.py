@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
 from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers import pairs, volumes
+from medfl.datasets.readers.mask_values import Classes
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
-from medfl.datasets.readers.volumes import is_volume, read_volume
 
 
 @dataclass(frozen=True)
@@ -155,38 +156,37 @@ def targets_told(
     return lines
 
 
-def read_with_mask(dataset: DataSet, image: str, mask: str) -> None:
-    """Read an image and its mask as this data set has them; InputError names what is wrong with them."""
-    classes = len(dataset.classes)
-    channels = dataset.channels
-    if is_volume(mask):
-        volumes.read_pair(image, mask, classes, channels)
-    else:
-        convert = dataset.mixed_channels
-        pairs.read_pair(image, mask, channels=channels, classes=classes, convert=convert)
+def read_case(
+    record: Record,
+    solid: bool,
+    classes: Classes,
+    channels: int | None = None,
+    convert: bool = False,
+) -> tuple[Any, ...]:
+    """Return an image, and its mask if it has one: of volumes `solid`, as `volumes.read_pair`, else `pairs.read_pair`.
+
+    Raises:
+        InputError: as these, without a mask as `read_volume` or `read_pixels`.
+    """
+    image, mask = record.image, record.mask
+    if solid and mask:
+        return volumes.read_pair(image, mask, classes, channels)
+    if solid:
+        return (volumes.read_volume(image, channels),)
+    if mask:
+        return pairs.read_pair(image, mask, channels=channels, classes=classes, convert=convert)
+
+    return (read_pixels(image, None, channels, convert),)
 
 
 def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:
     problems = []
     for record in bar(records, desc=f"reading {dataset.name}", unit="image", shown=progress):
         try:
-            if dataset.task == "segmentation":
-                read_with_mask(dataset, record.image, record.mask)
-                continue
-
-            if is_volume(record.image):
-                read_volume(record.image)
-                continue
-
-            pixels = read_pixels(record.image)
+            solid = volumes.is_volume(record.mask or record.image)
+            read_case(record, solid, len(dataset.classes), dataset.channels, dataset.mixed_channels)
         except InputError as error:
             problems.append(str(error))
-            continue
-
-        if pixels.shape[-1] != dataset.channels and not dataset.mixed_channels:
-            problems.append(
-                f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}"
-            )
 
     return problems
 

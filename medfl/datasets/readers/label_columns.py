@@ -679,7 +679,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
-            "name the column with --file-column, or check the folder; medfl new takes tables of pictures only",
+            "name the column with --file-column, or check the folder",
         )
 
     index = matches[column]

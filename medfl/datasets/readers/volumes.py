@@ -82,28 +82,31 @@ _PLACE = tuple(_WORDS.split())
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
-def read_volume(uri: str) -> MetaTensor:
+def read_volume(uri: str, channels: int | None = None) -> MetaTensor:
     """Read an image: (C, D1, D2, D3) float32, its affine from index to mm, RAS; `CHANGES` of its meta are said.
 
-    Its channels are a fourth axis, or files of one shape and place, their URIs joined by ` | `.
+    Its channels are a fourth axis, or files of one shape and place, their URIs joined by ` | `. C is `channels`, if
+    given.
 
     Raises:
         InputError: unreadable or truncated; not three axes, or four (others of length 1 are dropped, a single slice is
             given a third); NaN or infinite values; one value everywhere; an affine that cannot be inverted; a unit
             that is no length; a folder with no or several DICOM series; channels that differ in shape or place.
     """
-    first, *more_uris = uri.split(JOINED)
-    return _with_channels(_read(first), first, more_uris)
+    return _with_channels(_read(uri.split(JOINED)[0]), uri, channels)
 
 
-def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
+def _with_channels(raw: _Raw, image: str, count: int | None) -> MetaTensor:
+    uri, *more_uris = image.split(JOINED)
     channels = [_values(uri, raw)]
     for channel_uri in more_uris:
         channel = _aligned(f"channel {channel_uri}", _read(channel_uri), f"channel {uri}", raw)
         channels.append(_values(channel_uri, channel))
         raw = raw._replace(changes=raw.changes + channel.changes)
 
-    return _tensor(uri, np.concatenate(channels), raw)
+    voxels = np.concatenate(channels)
+    _require_channels(f"image {image}", len(voxels), count or len(voxels))
+    return _tensor(uri, voxels, raw)
 
 
 def read_pair(
@@ -117,12 +120,11 @@ def read_pair(
         InputError: as `read_volume`, or the two differ in shape or place, or the mask has other values, or one of them
             other channels.
     """
-    first, *more_uris = image.split(JOINED)
+    first = image.split(JOINED)[0]
     raw = _read(first)
     labels = _aligned(f"its mask {mask}", _read(mask), f"image {first}", raw)
-    tensor = _with_channels(raw, first, more_uris)
     _require_channels(f"mask {mask}", labels.voxels.shape[3], 1)
-    _require_channels(f"image {image}", len(tensor), channels or len(tensor))
+    tensor = _with_channels(raw, image, channels)
 
     indices = class_indices(mask, labels.voxels[..., 0], classes)[None]
     return tensor, _tensor(mask, indices, labels)
