@@ -21,7 +21,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print, bar
+from medfl.core.terminal import Print
 from medfl.data.prepared import Item
 from medfl.data.source import NO_LABEL
 from medfl.datasets import own
@@ -31,6 +31,7 @@ from medfl.datasets.readers import cases, conventions, matching, pairs, tables, 
 from medfl.datasets.readers.checking import (
     CheckReport,
     counted,
+    read_all,
     read_case,
     targets_told,
     warnings_of,
@@ -507,13 +508,13 @@ def check_folder(
     solid = is_volumes(bundle.metadata)
     # pictures are converted to those of the network
     channels = ids["in_channels"] if solid else None
-    changes = []
-    for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
-        try:
-            case = read_case(record, solid, ids.get("mask_values") or len(classes), channels)
-            changes.append(volumes.changes_of(case))
-        except InputError as error:
-            problems.append(str(error))
+
+    def read(record: Record) -> str:
+        case = read_case(record, solid, ids.get("mask_values") or len(classes), channels)
+        return volumes.changes_of(case)
+
+    changes, errors = read_all(dataset.records, read, progress)
+    problems += map(str, errors)
 
     if ids.get("masks") and not solid:
         try:

@@ -34,7 +34,6 @@ from medfl.datasets.readers import (
 from medfl.datasets.readers.label_columns import Wanted
 from medfl.datasets.readers.reading import (
     JOINED,
-    Files,
     by_name,
     files_of,
     is_hidden,
@@ -229,9 +228,8 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         )
 
     folder = path_below(root, images)
-    files = tables.image_files(folder) or _with_channels(
-        volume_paths(folder), tables.read_csv(table, ())
-    )
+    # of volumes x_0000, x_0001, ... are the channels of x
+    files = tables.image_files(folder) or conventions.channels(volume_paths(folder), [], True)
 
     labelling = label_columns.read(table, [path for path, _ in files], wanted)
     names = list(labelling.names or wanted.names) or sorted(set(labelling.classes.values()))
@@ -279,14 +277,6 @@ def in_table(root: Path, images: str, labels: str, wanted: Wanted) -> OwnImages:
         labelling.task,
         labelling.column,
     )
-
-
-def _with_channels(files: Files, rows: Iterable[Mapping[str, str]]) -> Files:
-    """Return volumes with x_0000, x_0001, ... as channels of x, unless a table names such a file as an image."""
-    images = conventions.channels(files, [], True)
-    cells = {cases.key(cell or "").rpartition("/")[2] for row in rows for cell in row.values()}
-    channels = {path.rpartition("/")[2] for path, _ in {*files}.difference(images)}
-    return images if cells.isdisjoint(channels) else files
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:

@@ -12,11 +12,10 @@ import operator
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 from medfl.core.documents import Document
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text, listed, slug
-from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.base import item_of
 from medfl.datasets.readers import (
@@ -37,7 +35,7 @@ from medfl.datasets.readers import (
     tables,
     volumes,
 )
-from medfl.datasets.readers.checking import read_case
+from medfl.datasets.readers.checking import read_all, read_case
 from medfl.datasets.readers.label_columns import Wanted, unit_of
 from medfl.datasets.readers.mask_values import ANY
 from medfl.datasets.readers.reading import is_text
@@ -392,7 +390,7 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
             raise InputError(f"{source} {name!r}", allowed, "rename it")
 
     solid = not tables.image_files(own.path_below(root, layout.images))
-    facts = [facts for _, facts in _read_all(index.records, partial(_read, solid), progress)]
+    facts = [facts for _, facts in _read_all(index.records, solid, progress)]
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
     in_test = [record for record, section in divided if section == "test"]
@@ -543,7 +541,7 @@ def _segmented(
 
     # swapped folders fail as bad masks do: the error tells which it was
     try:
-        pairs_read = _read_all(records, partial(_read, solid), progress)
+        pairs_read = _read_all(records, solid, progress)
         present = stored = [values for values, _ in pairs_read]
         name_count = max(len(structures), len(layout.classes) - 1)
         # with names for several structures, 255 is one of their values
@@ -686,22 +684,17 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
         )
 
 
-def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
-    """Read all entries; unreadable ones are reported together."""
-    results = []
-    errors = []
-    for entry in bar(entries, desc="reading images", unit="image", shown=progress):
-        try:
-            results.append(reader(entry))
-        except InputError as error:
-            errors.append(error)
-
+def _read_all(
+    records: Sequence[Record], solid: bool, progress: bool
+) -> list[tuple[set[int], PictureFacts]]:
+    """Read all images; unreadable ones are reported together."""
+    results, errors = read_all(records, partial(_read, solid), progress)
     if len(errors) > 1:
         problems, allowed, advice = zip(*(error._parts for error in errors), strict=True)
         details = tables.several(problems, "files")
         one_advice = advice[0] if len({*advice}) == 1 else "restore or remove these"
         raise InputError(
-            f"{len(errors)} of {len(entries)} images: {details}", allowed[0], one_advice
+            f"{len(errors)} of {len(records)} images: {details}", allowed[0], one_advice
         )
 
     if errors:

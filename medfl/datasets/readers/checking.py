@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from medfl.core.documents import Document
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
-from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
+from medfl.datasets.base import choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes
 from medfl.datasets.readers.reading import read_pixels
@@ -91,7 +91,12 @@ def check(
         problems.append(str(error))
 
     counts = counted(columns, records, assigned, dataset.centres)
-    problems += _unreadable(dataset, records, progress)
+
+    def read(record: Record) -> None:
+        solid = volumes.is_volume(record.mask or record.image)
+        read_case(record, solid, len(dataset.classes), dataset.channels, dataset.mixed_channels)
+
+    problems += map(str, read_all(records, read, progress)[1])
     warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
         name, root, layout.text, split, is_phantom(root), columns, counts, tuple(problems), tuple(warnings),
@@ -179,16 +184,19 @@ def read_case(
     return (read_pixels(image, None, channels, convert),)
 
 
-def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:
-    problems = []
-    for record in bar(records, desc=f"reading {dataset.name}", unit="image", shown=progress):
+def read_all(
+    records: Sequence[Record], reader: Callable[[Record], Any], progress: bool
+) -> tuple[list[Any], list[InputError]]:
+    """Return what `reader` returns of each record, and the errors of those that it cannot read."""
+    results = []
+    errors = []
+    for record in bar(records, desc="reading images", unit="image", shown=progress):
         try:
-            solid = volumes.is_volume(record.mask or record.image)
-            read_case(record, solid, len(dataset.classes), dataset.channels, dataset.mixed_channels)
+            results.append(reader(record))
         except InputError as error:
-            problems.append(str(error))
+            errors.append(error)
 
-    return problems
+    return results, errors
 
 
 def warnings_of(
