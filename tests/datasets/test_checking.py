@@ -131,4 +131,4 @@ def test_progress_goes_to_stderr(phantoms, capsys):
     datasets.check("pneumonia", phantoms["pneumonia"], progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "reading pneumonia" in shown.err
+    assert "reading images" in shown.err
