@@ -15,7 +15,9 @@ import pytest
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
 from medfl.datasets.phantoms.phantom import draw_medmnist, save
-from medfl.datasets.readers.checking import read_with_mask
+from medfl.datasets.readers.checking import read_case
+from medfl.datasets.readers.splitting import Record
+from medfl.datasets.readers.volumes import is_volume
 from medfl.problem.tasks import KINDS
 from tests.support.sweeps import mostly_slow
 
@@ -128,9 +130,11 @@ def test_cases_of_every_split(phantoms, name):
             [item["id"] for item in part] == sorted(item["id"] for item in part)
             for part in found.values()
         )
-        read_with_mask(dataset, items[0]["image"], items[0]["label"])
+        image, mask = items[0]["image"], items[0]["label"]
+        known = (is_volume(mask), len(dataset.classes), dataset.channels, dataset.mixed_channels)
+        read_case(Record(image, 0, "x", "", "x", mask=mask), *known)
         with pytest.raises(InputError):
-            read_with_mask(dataset, items[0]["image"], items[0]["label"] + ".gone")
+            read_case(Record(image, 0, "x", "", "x", mask=f"{mask}.gone"), *known)
 
 
 def test_lesion_split_keeps_lesions_together_and_the_published_ones_do_not(phantoms):
