@@ -505,18 +505,19 @@ def check_folder(
     assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
 
-    solid = is_volumes(bundle.metadata)
+    as_volumes = is_volumes(bundle.metadata)
     # pictures are converted to those of the network
-    channels = ids["in_channels"] if solid else None
+    channels = ids["in_channels"] if as_volumes else None
 
     def read(record: Record) -> str:
-        case = read_case(record, solid, ids.get("mask_values") or len(classes), channels)
+        """Return what reading a case changed in it; InputError if it cannot be read."""
+        case = read_case(record, as_volumes, ids.get("mask_values") or len(classes), channels)
         return volumes.changes_of(case)
 
     changes, errors = read_all(dataset.records, read, progress)
     problems += map(str, errors)
 
-    if ids.get("masks") and not solid:
+    if ids.get("masks") and not as_volumes:
         try:
             masks = (record.mask for record in dataset.records)
             pairs.check_palettes(masks, ids.get("mask_colours") or ())
@@ -533,7 +534,7 @@ def check_folder(
     return CheckReport(
         name=bundle.name,
         folder=root,
-        layout=_layout(ids, solid),
+        layout=_layout(ids, as_volumes),
         split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None,
         classes=columns,
@@ -568,7 +569,7 @@ def ids_of(bundle: Problem) -> Document:
     return {"classes": None, "group_by": None, "in_channels": None, **values}
 
 
-def _layout(ids: Config, solid: bool) -> str:
+def _layout(ids: Config, as_volumes: bool) -> str:
     images, masks = (f"{ids.get(name) or '.'}/".removeprefix("./") for name in ("images", "masks"))
     files = "<class>/<picture>"
     if ids.get("masks") == conventions.NNUNET_FILE:
@@ -576,7 +577,7 @@ def _layout(ids: Config, solid: bool) -> str:
     elif ids.get("masks"):
         files = f"{images}<name> + {masks}<name>{'_mask' * (images == masks)}"
     elif ids.get("labels"):
-        files = f"{images}<{'volume' if solid else 'picture'}> + {ids['labels']}"
+        files = f"{images}<{'volume' if as_volumes else 'picture'}> + {ids['labels']}"
 
     return f"{files} [+ cases.csv]"
 

@@ -23,7 +23,7 @@ def text(log: VerifiedLog) -> list[str]:
         for entry in log.entries
     ]
 
-    lines = [f"the last {len(rows)} of {log.lines} lines, all of them verified"]
+    lines = [f"{log.lines} lines read; the last {len(rows)} of them:"]
     if rows:
         lines += tables.text_table(head, rows, spare=["site"])
 

@@ -197,7 +197,7 @@ def _lines(folder: Path, survey: Survey, command: str, unknown: str) -> list[str
         counts += f" (training: {_scale(survey)})"
 
     colour = {1: "grey", 3: "colour"}.get(survey.channels, f"{survey.channels} channels")
-    unit = "voxels" if survey.is_solid else "pixels"
+    unit = "voxels" if survey.has_volumes else "pixels"
     lines = [
         f"{counts}; {colour}, sides of {survey.sides[0]} to {survey.sides[1]} {unit}; each of these was read",
         *survey.said,

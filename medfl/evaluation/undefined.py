@@ -97,7 +97,7 @@ def of_tests(
 
 
 def told_by(said: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Return each line once, with those who say it; `said` has pairs of speaker and lines."""
+    """Return each line once, with the first three who say it; `said` has pairs of speaker and lines."""
     names: dict[str, list[str]] = {}
     for name, lines in said:
         for line in lines:

@@ -17,6 +17,7 @@ _STACK = "outputs_of_levels"
 class FullSizeDynUNet(DynUNet):
     """A DynUNet that returns its output of full size in training too."""
 
+    # Not `forward`, which --compile traces. PyTorch declares `__call__` as a value, which mypy lets no method override.
     def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return logits (B, C, ...), which carry those of all levels in training mode."""
         outputs: Tensor = super().__call__(x)

@@ -293,7 +293,7 @@ def write(
         _check_structures(content.classes[1:])  # named by sites
         side = content.patch[0]
 
-    if content.is_solid and size is not None:
+    if content.has_volumes and size is not None:
         raise InputError(
             f"--size {size} for volumes",
             "a size of pictures; the configurations have that of volumes",
@@ -311,7 +311,7 @@ def write(
             )
 
     kind_text = _LABELLED[content.task] if not segments else _KINDS[content.kind]
-    if content.is_solid:
+    if content.has_volumes:
         kind_text = kind_text.replace("pictures", "volumes")
 
     noun = {"multilabel": "findings", "regression": "numbers"}.get(content.task, "classes")
@@ -389,8 +389,8 @@ def _labelled(layout: UserLayout, group_by: str | None, wanted: Wanted, progress
             source = _SOURCES[task] if layout.labels else "class folder"
             raise InputError(f"{source} {name!r}", allowed, "rename it")
 
-    solid = not tables.image_files(own.path_below(root, layout.images))
-    facts = [facts for _, facts in _read_all(index.records, solid, progress)]
+    as_volumes = not tables.image_files(own.path_below(root, layout.images))
+    facts = [facts for _, facts in _read_all(index.records, as_volumes, progress)]
     counts = _counts(index.records, len(index.classes), task)
     divided = own.sections_of(root, index, group_by)
     in_test = [record for record, section in divided if section == "test"]
@@ -536,28 +536,28 @@ def _segmented(
     _check_structures([*layout.classes.values()][1:])
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
-    solid = own.is_volumes(images)
-    endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
+    as_volumes = own.is_volumes(images)
+    endings = volumes.SUFFIXES if as_volumes else tables.IMAGE_SUFFIXES
 
     # swapped folders fail as bad masks do: the error tells which it was
     try:
-        pairs_read = _read_all(records, solid, progress)
+        pairs_read = _read_all(records, as_volumes, progress)
         present = stored = [values for values, _ in pairs_read]
         name_count = max(len(structures), len(layout.classes) - 1)
         # with names for several structures, 255 is one of their values
         if name_count < 2:
-            present = _white_as_one(present, solid)
+            present = _white_as_one(present, as_volumes)
 
         values = set[int]().union(*present)
         is_lossy = any(record.mask.lower().endswith(_LOSSY) for record in records)
         # volumes are never JPEG: many values are many structures
-        most_shades = ANY if solid else max(name_count, 1 if is_lossy else _MOST_SHADES)
+        most_shades = ANY if as_volumes else max(name_count, 1 if is_lossy else _MOST_SHADES)
         _check_values(masks, values, most_shades, is_lossy)
         # a volume has no palette
-        colours = pairs.check_palettes(record.mask for record in records if not solid)
+        colours = pairs.check_palettes(record.mask for record in records if not as_volumes)
         _refuse_ignored(layout, present)
     except InputError as error:
-        if images != masks and _swapped(records[0], solid):
+        if images != masks and _swapped(records[0], as_volumes):
             raise InputError(
                 f"the files in {images} look like masks, those in {masks} like their images",
                 "--images is the folder of the images, --masks that of the masks",
@@ -590,7 +590,7 @@ def _segmented(
         )
 
     way = conventions.normalised(layout.channels)
-    if way != "zscore" and not (way and solid):
+    if way != "zscore" and not (way and as_volumes):
         notes += (otherwise_normalised(layout.channels),)
 
     notes += duplicate_notes(facts, records)
@@ -608,14 +608,14 @@ def _segmented(
         **_patients(dataset, divided, group_by),
         **common_facts(facts),
     }
-    if solid and layout.channels and fields["channels"] != len(layout.channels):
+    if as_volumes and layout.channels and fields["channels"] != len(layout.channels):
         notes += (
             f"{conventions.NNUNET_FILE} names the channels {listed(layout.channels)}, "
             f"images have {fields['channels']}",
         )
 
     fields["notes"] = notes + depth_notes(facts)
-    kind = "volumes" if solid else "pictures"
+    kind = "volumes" if as_volumes else "pictures"
     return Survey(kind, str(layout.folder), tuple(names.values()), counts, **fields)
 
 
@@ -663,11 +663,11 @@ def _names_of_values(
     return {0: "background", **dict(zip(shown, names, strict=True))}
 
 
-def _white_as_one(present: list[set[int]], solid: bool) -> list[set[int]]:
+def _white_as_one(present: list[set[int]], as_volumes: bool) -> list[set[int]]:
     """Replace 255 by 1 in masks with only 0 and 255, or 0 and 1; for volumes some must have the latter."""
     white = [values <= {0, 255} for values in present]
     binary = [values <= {0, 1} for values in present]
-    if all(map(operator.or_, white, binary)) and not (solid and all(white)):
+    if all(map(operator.or_, white, binary)) and not (as_volumes and all(white)):
         return [{min(value, 1) for value in values} for values in present]
 
     return present
@@ -685,10 +685,10 @@ def _refuse_ignored(layout: UserLayout, present: Sequence[set[int]]) -> None:
 
 
 def _read_all(
-    records: Sequence[Record], solid: bool, progress: bool
+    records: Sequence[Record], as_volumes: bool, progress: bool
 ) -> list[tuple[set[int], PictureFacts]]:
     """Read all images; unreadable ones are reported together."""
-    results, errors = read_all(records, partial(_read, solid), progress)
+    results, errors = read_all(records, partial(_read, as_volumes), progress)
     if len(errors) > 1:
         problems, allowed, advice = zip(*(error._parts for error in errors), strict=True)
         details = tables.several(problems, "files")
@@ -726,11 +726,11 @@ def _check_values(masks: Path, values: set[int], shades: int, is_lossy: bool) ->
     )
 
 
-def _swapped(record: Record, solid: bool) -> bool:
+def _swapped(record: Record, as_volumes: bool) -> bool:
     """Tell whether an image has few values, like a mask, and its mask many."""
 
     def values(uri: str) -> int:
-        (pixels,) = read_case(replace(record, image=uri, mask=""), solid, ANY)
+        (pixels,) = read_case(replace(record, image=uri, mask=""), as_volumes, ANY)
         return len(np.unique(pixels))
 
     try:
@@ -739,9 +739,9 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _read(solid: bool, record: Record) -> tuple[set[int], PictureFacts]:
+def _read(as_volumes: bool, record: Record) -> tuple[set[int], PictureFacts]:
     """Return the values of the mask, if there is one, and facts about the image."""
-    case = read_case(record, solid, ANY)
+    case = read_case(record, as_volumes, ANY)
     facts = PictureFacts.of(np.asarray(case[0]))
     values = {*np.unique(np.asarray(case[1])).tolist()} if record.mask else set[int]()
     return values, facts._replace(changes=volumes.changes_of(case))

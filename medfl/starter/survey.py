@@ -120,7 +120,7 @@ class Survey:
         )
 
     @property
-    def is_solid(self) -> bool:
+    def has_volumes(self) -> bool:
         """Whether the images are volumes."""
         return len(self.patch) > 2
 
@@ -158,7 +158,7 @@ def _numbered(names: Sequence[str]) -> dict[str, str]:
 def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     """Return the content of metadata.json."""
     segments = survey.kind != "labelled"
-    is_volumes = survey.is_solid
+    is_volumes = survey.has_volumes
     shape = [*survey.patch] if is_volumes else [side, side]
     colours = [f"channel {index}" for index in range(survey.channels)]
     if len(survey.channel_titles) == survey.channels:
@@ -247,7 +247,7 @@ class PictureFacts(NamedTuple):
         return cls(pixels.shape, pixels.dtype, float(pixels.max()), digest)
 
     @property
-    def is_solid(self) -> bool:
+    def is_volume(self) -> bool:
         """Whether it is a volume (C, D1, D2, D3)."""
         return len(self.shape) > 3
 
@@ -272,7 +272,7 @@ def common_facts(facts: Sequence[PictureFacts]) -> Document:
     Raises:
         InputError: volumes with different numbers of channels, or as `own_depth`.
     """
-    if facts[0].is_solid:
+    if facts[0].is_volume:
         several = sorted({volume.shape[0] for volume in facts})
         if several[1:]:
             raise InputError(
@@ -327,7 +327,7 @@ def own_depth(facts: Sequence[PictureFacts]) -> int:
 
 def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
     """Return notes if pictures have different depths, or use only a part of their 16 bits."""
-    if facts[0].is_solid:
+    if facts[0].is_volume:
         return ()
 
     depth = own_depth(facts)

@@ -248,7 +248,7 @@ def test_a_long_log_is_verified_whole_and_its_last_lines_are_shown(
     found = verify(path, noted)
     assert [entry["round"] for entry in found.entries] == [6, 7, 8]
     assert (found.lines, found.problems) == (9, ())
-    assert text(found)[0] == "the last 3 of 9 lines, all of them verified"
+    assert text(found)[0] == "9 lines read; the last 3 of them:"
     assert found.as_dict()["lines"] == 9
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
     assert verify(path).problems == ("line 1 does not follow the one before it",)

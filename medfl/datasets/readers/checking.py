@@ -93,8 +93,11 @@ def check(
     counts = counted(columns, records, assigned, dataset.centres)
 
     def read(record: Record) -> None:
-        solid = volumes.is_volume(record.mask or record.image)
-        read_case(record, solid, len(dataset.classes), dataset.channels, dataset.mixed_channels)
+        """Read a case and forget it; InputError if it cannot be read."""
+        as_volumes = volumes.is_volume(record.mask or record.image)
+        read_case(
+            record, as_volumes, len(dataset.classes), dataset.channels, dataset.mixed_channels
+        )
 
     problems += map(str, read_all(records, read, progress)[1])
     warnings = warnings_of(columns, records, assigned, counts)
@@ -163,20 +166,27 @@ def targets_told(
 
 def read_case(
     record: Record,
-    solid: bool,
+    as_volumes: bool,
     classes: Classes,
     channels: int | None = None,
     convert: bool = False,
 ) -> tuple[Any, ...]:
-    """Return an image, and its mask if it has one: of volumes `solid`, as `volumes.read_pair`, else `pairs.read_pair`.
+    """Return an image, and its mask if it has one, as `volumes.read_pair` or `pairs.read_pair` does.
+
+    Args:
+        record: the case.
+        as_volumes: read (C, D1, D2, D3), not pictures (H, W, C).
+        classes: of the mask.
+        channels: that the image must have; default: any.
+        convert: turn a picture of other channels into one of `channels`.
 
     Raises:
         InputError: as these, without a mask as `read_volume` or `read_pixels`.
     """
     image, mask = record.image, record.mask
-    if solid and mask:
+    if as_volumes and mask:
         return volumes.read_pair(image, mask, classes, channels)
-    if solid:
+    if as_volumes:
         return (volumes.read_volume(image, channels),)
     if mask:
         return pairs.read_pair(image, mask, channels=channels, classes=classes, convert=convert)

@@ -42,8 +42,10 @@ _TAKEN = {
     "zeros": "taken as absent",
     "ones": "taken as present",
 }
-_NO = "0 0.0 false no n nein non falsch faux falso onwaar absent negative neg"
-_YES = "1 1.0 true yes y ja oui s\u00ed si wahr vrai vero verdadero waar present positive pos"
+_NO = "0 0.0 false no n nein nee non falsch faux falso onwaar absent negative neg"
+_YES = (
+    "1 1.0 true yes y ja oui s\u00ed s\u00ec si wahr vrai vero verdadero waar present positive pos"
+)
 _SURE = dict.fromkeys(_NO.split(), 0.0) | dict.fromkeys(_YES.split(), 1.0)
 _UNSURE = {"-1", "-1.0", "?", "u", "uncertain", "unklar"}
 _EMPTY = {"", "unknown", "unbekannt", *cases.NOTHING}
