@@ -296,6 +296,8 @@ def test_further_spellings(text: str, words: str, tmp_path: Path) -> None:
         "VERO FALSO",
         "WAAR ONWAAR",
         "s\u00ed no",
+        "s\u00ec no",
+        "JA NEE",
     ],
 )
 def test_yes_and_no_as_spreadsheets_of_other_languages_write_them(
