@@ -196,6 +196,7 @@ def has_fedavg_server(method: Method | type[Method]) -> bool:
     cls = method if isinstance(method, type) else type(method)
     return (
         not cls.pools_data
+        and not hasattr(cls, "weights")
         and cls.broadcast is Method.broadcast
         and cls.aggregate is Method.aggregate
     )
