@@ -740,7 +740,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     for name in names:
         alike[_SURE.get(name.lower(), name.casefold())].append(name)
 
-    if twice := [" and ".join(map(repr, same)) for same in alike.values() if same[1:]]:
+    if twice := [" and ".join(map(repr, group)) for group in alike.values() if group[1:]]:
         notes.append(f"names that may say the same: {'; '.join(twice)}; they count as different")
     for name in dict.fromkeys(classes.values()):
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
