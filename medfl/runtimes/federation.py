@@ -580,7 +580,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             similar = len(adapted.state_dict()) == len(bundle.start)
             network = adapted if similar else plain
             raise InputError(
-                f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
+                f"weights of another network than bundle {bundle.name!r}: {_differences(network, bundle.start)}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
                 "give weights of this network, or choose it with --config network=NAME",
             )
