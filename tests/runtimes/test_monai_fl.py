@@ -725,6 +725,49 @@ def test_other_bad_input_is_one_line() -> None:
         site.train(broadcast(made, "x"))
 
 
+@pytest.mark.parametrize(
+    ("ask", "extra", "text"),
+    [
+        ("train", 5, "judge in extra is '5'; keys and values, there list"),
+        ("train", [("judge", "test")], "judge in extra is"),
+        ("train", {"judge": 5}, "judge in extra is '5'"),
+        ("train", {"judge": "test"}, "judge in extra is 'test'"),
+        ("evaluate", {"section": np.array([1, 2])}, "section in extra is"),
+        ("evaluate", {"section": ["test"]}, "section in extra is"),
+        ("get_weights", "best", "fl_model_type in extra is 'best'"),
+        ("get_weights", {ExtraItems.MODEL_TYPE: "a\nb"}, r"model type a\\nb; a site keeps no such model"),
+        ("get_data_stats", np.ones(2), "fingerprint in extra is"),
+        ("get_data_stats", {"fingerprint": np.ones(2)}, "fingerprint in extra is"),
+        ("initialize", {ExtraItems.CLIENT_NAME: 5}, "fl_client_name in extra is '5'"),
+        ("initialize", "x", "fl_client_name in extra is 'x'"),
+    ],
+)  # fmt: skip
+def test_what_a_host_says_beside_a_question_is_checked(ask: str, extra: Any, text: str) -> None:
+    made = federation()
+    site = started(made)["x"]
+    message = (broadcast(made, "x"),) if ask in ("train", "evaluate") else ()
+    with pytest.raises(InputError, match=text) as caught:
+        getattr(site, ask)(*message, extra)
+    assert "\n" not in str(caught.value)
+
+
+def test_types_that_no_setter_of_monai_s_has_seen_are_refused() -> None:
+    made = federation()
+    site = started(made)["x"]
+    for name, value in (
+        ("_statistics", 5),
+        ("_statistics", np.ones(2)),
+        ("_weight_type", np.ones(2)),
+        ("_weight_type", []),
+    ):
+        message = broadcast(made, "x")
+        setattr(message, name, value)
+        with pytest.raises(
+            RunError, match="site 'x': the server's message: its (statistics|weight type)"
+        ):
+            site.train(message)
+
+
 # Stopping
 
 
