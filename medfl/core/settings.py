@@ -259,6 +259,11 @@ class ProtocolSettings:
         "and need no files; default: every site has all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, parse=setting_values.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
+    site_spacing: str = setting(
+        "mm to which each listed site resamples its volumes; default: every site to the bundle's spacing",
+        "SITE=XxYxZ;...",
+        group=SITES, default="", later=True, parse=setting_values.spacings, longest=10_000,
+    )  # fmt: skip
     partial_loss: str = setting(
         "how unannotated structures enter the loss: marginal (default; merged with background) or naive "
         "(treated as absent)", "marginal|naive",
