@@ -329,6 +329,15 @@ class ProtocolSettings:
         parse=setting_values.by_site("--site-channels"),
         longest=10_000,
     )
+    site_spacing: str = setting(
+        "mm to which each listed site resamples its volumes; default: every site to the bundle's spacing",
+        "SITE=XxYxZ;...",
+        group=SITES,
+        default="",
+        later=True,
+        parse=setting_values.spacings,
+        longest=10_000,
+    )
     partial_loss: str = setting(
         "how unannotated structures enter the loss: marginal (default; merged with background) or naive "
         "(treated as absent)",

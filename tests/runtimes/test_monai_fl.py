@@ -277,8 +277,8 @@ def said(weights: Mapping[str, Any], round_: int | None = None, **settings: Any)
 def broadcast(made: Federation, name: str, round_: int = 1) -> ExchangeObject:
     """What the server of a run that has just begun says to a site."""
     host = made.host(0)
+    introductions = {site: introduce(made, site) for site in made.participants}
     with made.scope():
-        introductions = {name: Message() for name in made.participants}
         server = made.method.init_server(host, made.networks.initial, introductions)
         return said(
             {k: v.clone() for k, v in made.method.broadcast(host, server, name).flat().items()},
