@@ -37,6 +37,7 @@ from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.runtimes.step import introduce
 from medfl.storage.files import load_state, load_weights
 from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_smaller_messages import Wide
