@@ -143,7 +143,7 @@ def _sees(line: str, *texts: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "texts"),
     [
-        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are asymfedavg, ccvr, central, condistfl", "dotted path")),
+        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are asymfedavg, ccvr, central", "dotted path")),
         (("--method", "no.such.module"), ("method 'no.such.module'", "importable module")),
         (("--method", "medfl.core.errors"), ("module 'medfl.core.errors'", "METHOD = ")),
         (("--method", "fedprox", "--set", "nu=1"), ("option 'nu' of method 'fedprox'", "lite, margin, mu, mu2")),
