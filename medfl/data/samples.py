@@ -174,7 +174,7 @@ def resample_each(source: Source) -> Source:
         InputError: no transform resamples.
     """
     steps = []
-    for step in Compose(source.transforms).flatten().transforms:  # type: ignore[no-untyped-call]
+    for step in Compose(source.transforms).flatten().transforms:  # type: ignore[no-untyped-call]  # MONAI declares no types for it
         steps.append(_OwnSpacing(step) if isinstance(step, Spacingd) else step)
 
     if not any(isinstance(step, _OwnSpacing) for step in steps):
@@ -201,7 +201,7 @@ class _OwnSpacing(MonaiTransform):
             step.spacing_transform = copy(step.spacing_transform)
             step.spacing_transform.pixdim = np.array(data[SPACING])
 
-        return step(without(data, [SPACING]))  # type: ignore[arg-type, return-value]
+        return step(without(data, [SPACING]))  # type: ignore[arg-type, return-value]  # MONAI asks for keys of its own kind
 
 
 class StandInLabel(MonaiTransform):

@@ -24,6 +24,7 @@ import yaml
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.mappings import pick
 from medfl.core.task import SECTIONS
+from medfl.core.untrusted import LOADER
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -60,9 +61,13 @@ class Download:
 
 
 def sheet(name: str) -> dict[str, Any]:
-    """Return what `sheets/<name>.yaml` says: the attributes of a data set that need no code."""
+    """Return what `sheets/<name>.yaml` says: the attributes of a `DataSet` that need no code, by their names.
+
+    Raises:
+        FileNotFoundError: the data set has no sheet.
+    """
     text = (Path(__file__).parent / "sheets" / f"{name}.yaml").read_text("utf-8")
-    entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    entries = yaml.load(text, LOADER)
     if "downloads" in entries:
         entries["downloads"] = tuple(Download(**file) for file in entries["downloads"])
 

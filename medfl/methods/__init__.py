@@ -196,7 +196,8 @@ def has_fedavg_server(method: Method | type[Method]) -> bool:
     cls = method if isinstance(method, type) else type(method)
     return (
         not cls.pools_data
-        and not hasattr(cls, "weights")
+        and not hasattr(cls, "weights")  # an option for another mean
+        and cls.groups is Method.groups
         and cls.broadcast is Method.broadcast
         and cls.aggregate is Method.aggregate
     )

@@ -117,7 +117,7 @@ def _key(name: str, tensor: Tensor) -> str:
 
 
 def _by_shape(weights: Weights) -> Tensors:
-    return dict(zip(map(_key, weights, weights.values()), weights.values(), strict=True))
+    return {_key(name, tensor): tensor for name, tensor in weights.items()}
 
 
 def _checked(key: str, tensor: Tensor, sender: str) -> Tensor:

@@ -193,8 +193,9 @@ def _flipped(packed: bytes) -> bytes:
         (lambda packed: packed[: len(packed) // 2], "ended before"),
         (lambda packed: packed[:20], "ended before"),
         (gzip.compress, "no NIfTI file"),
+        (lambda packed: packed + b"more", "Not a gzipped file"),
     ],
-    ids=["bits", "sum", "without its sum", "half", "start", "packed twice"],
+    ids=["bits", "sum", "without its sum", "half", "start", "packed twice", "more behind it"],
 )
 def test_a_damaged_packed_file_is_refused_as_python_unpacks_it(
     damage: Callable[[bytes], bytes], reason: str, name: str, tmp_path: Path

@@ -192,7 +192,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
         view = self._ready()
-        sections = _entry(extra, SCORED_SECTIONS, list, tuple, set, frozenset) or ()
+        sections = _entry(extra, SCORED_SECTIONS, list, tuple, set) or ()
         score_on = tuple(section for section in SECTIONS if section in sections)
         # before anything can fail: `get_weights` must not send the last round's reply again
         self._reply = None
@@ -566,8 +566,8 @@ def _entry(extra: object, key: str, *kinds: type) -> Any:
         return value
 
     raise InputError(
-        f"{key} in extra is {printable(value, 40)!r}",
-        f"keys and values, there {either([kind.__name__ for kind in kinds])}",
+        f"extra {printable(extra, 60)}",
+        f"keys and values, {key} of type {either([kind.__name__ for kind in kinds])}",
         "change what the host sends",
     )
 
