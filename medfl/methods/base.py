@@ -114,8 +114,7 @@ class Method:
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Return what the server sends to one site (default: the weights, and its groups that go down)."""
-        sent = ["weights", *(group.name for group in self.groups() if group.down)]
-        return Message(pick_known(server, sent))
+        return Message(pick_known(server, group_names(self, "down")))
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Return the server's next State: the mean by sample counts (FedAvg), or by the option `weights`."""
@@ -193,6 +192,11 @@ def _complete(state: State, down: Message) -> Weights:
 
 # Means over a group of replies. Sites are added in sorted order, never in order of arrival, so that the sums have the
 # same bits on every run.
+
+
+def group_names(method: Method, flag: str) -> list[str]:
+    """Return `weights` and the method's groups with this flag of `Group`: "up", "down", "like_weights", "smaller"."""
+    return ["weights", *(group.name for group in method.groups() if getattr(group, flag))]
 
 
 def sample_shares(replies: Messages) -> dict[str, float]:
