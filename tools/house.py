@@ -80,16 +80,22 @@ def modules(folder: Path = PACKAGE) -> list[Path]:
 def imported(path: Path) -> Iterator[Path]:
     """Yield the modules to be read that a module imports: names that a room hands out lie where it has them from."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(READ):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and (node.module == "medfl.core" or node.module.startswith(READ))
+        ):
             file = ROOT / (node.module.replace(".", "/") + ".py")
             if file.is_file():
                 yield file
                 continue
             names = {alias.name for alias in node.names}
-            for inner in ast.parse((file.with_suffix("") / "__init__.py").read_text()).body:
+            room = ast.parse((file.with_suffix("") / "__init__.py").read_text())
+            for inner in ast.walk(room):
                 if (
                     isinstance(inner, ast.ImportFrom)
                     and inner.module
+                    and inner.module.startswith(READ)
                     and names & {one.name for one in inner.names}
                 ):
                     yield ROOT / (inner.module.replace(".", "/") + ".py")

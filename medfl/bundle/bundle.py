@@ -36,11 +36,16 @@ from medfl.bundle.files import (
 from medfl.bundle.sections import BundleSections, UnlabelledEntries
 from medfl.bundle.zoo import compatibility, custom_trainer
 from medfl.bundle.zoo.notes import notes
-from medfl.core.errors import InputError, RunError, as_text, root_cause
-from medfl.core.mappings import without
-from medfl.core.release import version_of
-from medfl.core.seeding import stream
-from medfl.core.task import OF_VECTORS
+from medfl.core import (
+    OF_VECTORS,
+    InputError,
+    RunError,
+    as_text,
+    root_cause,
+    stream,
+    version_of,
+    without,
+)
 from medfl.data.prepare import DiskCache, budget, sample_key
 from medfl.evaluation.evaluators import (
     CaseEvaluator,

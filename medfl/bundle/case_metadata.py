@@ -13,9 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.names import as_number, composed, listed
+from medfl.core import Document, InputError, as_number, composed, listed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 

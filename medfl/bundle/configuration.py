@@ -26,11 +26,16 @@ from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
 from medfl.bundle.zoo import compatibility, conventions, monai_networks
 from medfl.bundle.zoo.failures import explained
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, as_text, did_you_mean
-from medfl.core.mappings import pick_known
-from medfl.core.seeding import stream
-from medfl.core.untrusted import printable
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    as_text,
+    did_you_mean,
+    pick_known,
+    printable,
+    stream,
+)
 from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.components import replace_removed
 from medfl.policy.policy import Policy

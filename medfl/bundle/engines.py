@@ -9,8 +9,7 @@ from monai.inferers import SimpleInferer
 from monai.metrics import DiceMetric
 
 from medfl.bundle.configuration import Configuration, target_name
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import Config, InputError
 from medfl.evaluation.mask_metrics import KINDS
 from medfl.evaluation.metrics import METRICS, higher_is_better
 

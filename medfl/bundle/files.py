@@ -11,11 +11,19 @@ from pathlib import Path
 import yaml
 
 from medfl import datasets
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.mappings import pick
-from medfl.core.type_checks import type_errors
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    Refused,
+    decode_text,
+    did_you_mean,
+    pick,
+    printable,
+    read_bytes,
+    read_plain,
+    type_errors,
+)
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 from medfl.storage.places import config_file as config_file
 

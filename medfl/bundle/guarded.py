@@ -27,7 +27,7 @@ from monai.utils import ensure_tuple
 from monai.utils.enums import MetaKeys
 
 import medfl.data.samples  # noqa: F401 - a reader that warns is taken out of MONAI's there
-from medfl.core.untrusted import Refused, printable
+from medfl.core import Refused, printable
 from medfl.datasets.readers.reading import names_other_file
 from medfl.policy.components import check_arguments, check_place, component, is_never_made
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported

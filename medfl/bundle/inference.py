@@ -14,8 +14,7 @@ from torch import nn
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.files import config_file, read_metadata
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import Config, InputError
 from medfl.policy import admission
 from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy

@@ -15,9 +15,7 @@ from monai.transforms import Transform
 from PIL import Image
 from torch import Tensor, nn
 
-from medfl.core.arrays import Array
-from medfl.core.errors import InputError
-from medfl.core.task import OF_TARGETS
+from medfl.core import OF_TARGETS, Array, InputError
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.samples import allow_missing_labels

@@ -16,12 +16,17 @@ from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import UnlabelledEntries
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.run import DataRecord, Run
-from medfl.core.seeding import stream
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print
+from medfl.core import (
+    SECTIONS,
+    Config,
+    DataRecord,
+    Document,
+    InputError,
+    Print,
+    Run,
+    RunError,
+    stream,
+)
 from medfl.data.prepared import Item
 from medfl.data.source import NO_LABEL
 from medfl.datasets import own

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.mappings import map_values
-from medfl.core.settings import ProtocolSettings
+from medfl.core import Config, Document, InputError, ProtocolSettings, did_you_mean, map_values
 
 _DEFAULTS: Config = {
     "sites": 4,

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import without
+from medfl.core import Document, InputError, without
 from medfl.data.prepared import Item
 from medfl.data.samples import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart

@@ -20,11 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, refusing
-from medfl.core.names import not_among
-from medfl.core.release import pip_install
-from medfl.core.seeding import stream
-from medfl.core.untrusted import read_json
+from medfl.core import InputError, not_among, pip_install, read_json, refusing, stream
 from medfl.problem.prompts import Text
 from medfl.storage.files import (
     file_sha256,

@@ -16,11 +16,16 @@ from medfl.compare.grid import Grid, compare as run_grid
 from medfl.compare.search import Entry, parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched, tune as run_search
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import map_values, present
-from medfl.core.terminal import Print
-from medfl.core.type_checks import check_arguments
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    Print,
+    RunError,
+    check_arguments,
+    map_values,
+    present,
+)
 from medfl.policy.admission import trusting
 from medfl.problem.parts import Parts, given
 from medfl.runs.launch import federate

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import present
-from medfl.core.names import split_commas
-from medfl.core.settings import (
+from medfl.core import (
     COMPUTING,
     OF_PROTOCOL,
     ROBUSTNESS,
     SETTINGS,
     SITES,
     TRAINING,
+    Document,
+    InputError,
     check_limits,
+    present,
+    split_commas,
 )
 from medfl.storage.places import weights_file
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from medfl.core import tables, terminal
-from medfl.core.documents import Config
-from medfl.core.untrusted import printable
+from medfl.core import Config, printable, tables, terminal
 from medfl.policy.audit import VerifiedLog
 
 

@@ -10,10 +10,7 @@ import re
 from medfl import datasets
 from medfl.bundle.files import find, read, read_protocol, shipped
 from medfl.cli.arguments import as_flag_text
-from medfl.core import tables, terminal
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.mappings import pick_known, present
+from medfl.core import Document, InputError, did_you_mean, pick_known, present, tables, terminal
 
 _COUNTED = {"segmentation": "masks", "multilabel": "findings", "regression": "number"}
 

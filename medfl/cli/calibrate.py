@@ -10,10 +10,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.setting_values import WAYS, check_coverage
+from medfl.core import WAYS, Document, InputError, check_coverage, tables, terminal
 from medfl.storage.places import check_which
 
 _EXAMPLES = """\

@@ -10,10 +10,8 @@ from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
 from medfl.compare import papers
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
+from medfl.core import Document, InputError, map_values
 from medfl.core.importing import without_gc
-from medfl.core.mappings import map_values
 from medfl.runtimes.launch import Launch
 
 _EXAMPLES = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 from medfl.cli.parser import add_verb, show
 from medfl.cli.walls import Use, hold
-from medfl.core.errors import InputError
+from medfl.core import InputError
 
 
 def add(verbs: Any) -> None:

@@ -9,10 +9,7 @@ from typing import Any
 
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.cli.walls import Use, hold
-from medfl.core import tables, terminal
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.names import listed
+from medfl.core import Config, InputError, listed, tables, terminal
 
 EXAMPLES = """\
 examples

@@ -10,12 +10,8 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.run import launch_of, result_lines
 from medfl.cli.walls import Use, hold
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import Config, InputError, Run, listed, printable
 from medfl.core.importing import without_gc
-from medfl.core.names import listed
-from medfl.core.run import Run
-from medfl.core.untrusted import printable
 from medfl.storage.places import is_run, require_unused
 from medfl.storage.run_documents import read_run
 

@@ -9,7 +9,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
-from medfl.core.documents import Config
+from medfl.core import Config
 from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\

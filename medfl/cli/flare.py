@@ -9,9 +9,7 @@ from medfl.cli import run
 from medfl.cli.arguments import given_settings, names_of_group, parse_names, parse_pairs
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.settings import COMPUTING, SITES
+from medfl.core import COMPUTING, SITES, Config, InputError
 from medfl.storage.places import require_unused
 
 _SIMULATE = """\

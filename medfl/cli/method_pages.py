@@ -10,12 +10,18 @@ from pathlib import Path
 
 import medfl
 from medfl.cli.arguments import as_flag_text
-from medfl.core import tables, terminal
-from medfl.core.declared import Declared, read_options
-from medfl.core.documents import Config, Document
-from medfl.core.mappings import without
-from medfl.core.names import check_method_name, method_names
-from medfl.core.task import TASKS
+from medfl.core import (
+    TASKS,
+    Config,
+    Declared,
+    Document,
+    check_method_name,
+    method_names,
+    read_options,
+    tables,
+    terminal,
+    without,
+)
 
 CATALOGUE = Path(__file__).with_name("methods.json")
 """Facts about the shipped methods and their messages; `make docs` refreshes it, a test compares it with the classes."""

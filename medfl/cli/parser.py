@@ -12,11 +12,18 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from medfl.cli.arguments import Flags
-from medfl.core import terminal
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.tables import on_screen, screen_width, wrap
-from medfl.core.untrusted import visible
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    did_you_mean,
+    either,
+    on_screen,
+    screen_width,
+    terminal,
+    visible,
+    wrap,
+)
 
 _MARGIN = re.compile("^ *(?=[^ ])")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.site import add_pairs, of_folder
-from medfl.core.errors import InputError
+from medfl.core import InputError
 from medfl.storage.places import require_new_bundle
 
 if TYPE_CHECKING:

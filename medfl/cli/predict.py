@@ -11,10 +11,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import within
-from medfl.core.tables import text_table
+from medfl.core import Config, InputError, RunError, text_table, within
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
-from medfl.core.errors import InputError
+from medfl.core import InputError
 
 _EXAMPLES = """\
 examples

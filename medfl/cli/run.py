@@ -14,12 +14,8 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
-from medfl.core import portable
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import SETTINGS, Config, InputError, Refused, json_values, portable
 from medfl.core.importing import without_gc
-from medfl.core.settings import SETTINGS
-from medfl.core.untrusted import Refused, json_values
 from medfl.runtimes.launch import Launch
 from medfl.storage.places import FOLDS, default_run_folder, record_of
 from medfl.storage.run_documents import read_run

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.cli.arguments import bundle_folder, existing, parse_names, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, log, show
 from medfl.cli.walls import Use, hold
-from medfl.core import tables
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.names import check_name
-from medfl.core.terminal import hanging_indent
-from medfl.core.untrusted import printable
+from medfl.core import Config, Document, InputError, check_name, hanging_indent, printable, tables
 from medfl.flare import serve
 
 if TYPE_CHECKING:
@@ -345,7 +340,7 @@ def _counts(parts: Config) -> list[str]:
 
 def _config(texts: list[str]) -> Document:
     """Parse --config as YAML values, as MONAI does."""
-    from medfl.core.untrusted import Refused, typed_value
+    from medfl.core import Refused, typed_value
 
     values = parse_pairs("--config", texts)
     try:

@@ -34,9 +34,7 @@ from medfl.cli import (
     tune,
 )
 from medfl.cli.parser import Parser, intact, log, warn
-from medfl.core import portable, terminal
-from medfl.core.errors import MedflError
-from medfl.core.release import VERSION
+from medfl.core import VERSION, MedflError, portable, terminal
 
 EXAMPLES = """\
 examples

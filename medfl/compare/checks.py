@@ -9,10 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from medfl.compare.labels import labels
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.run import Run
-from medfl.core.untrusted import Refused, json_values, printable
+from medfl.core import Config, InputError, Refused, Run, did_you_mean, json_values, printable
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
 from medfl.storage.places import GRID, require_unused

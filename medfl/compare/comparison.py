@@ -19,7 +19,7 @@ from scipy import stats
 
 from medfl.compare.checks import differing_settings, require_same
 from medfl.compare.labels import labels
-from medfl.core.errors import InputError, either
+from medfl.core import InputError, either
 from medfl.evaluation import metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from medfl.compare.checks import require_same
 from medfl.compare.labels import labels
-from medfl.core.errors import InputError
+from medfl.core import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFiles

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from medfl.compare.checks import differing_names, require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
-from medfl.core import tables
-from medfl.core.errors import InputError
-from medfl.core.names import split_commas
+from medfl.core import InputError, split_commas, tables
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.evaluation.undefined import told_by

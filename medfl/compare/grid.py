@@ -33,10 +33,7 @@ from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.left_out import WITHOUT
 from medfl.compare.search import Entry
-from medfl.core import terminal
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, MedflError
-from medfl.core.names import not_among, trust_module
+from medfl.core import Config, Document, InputError, MedflError, not_among, terminal, trust_module
 from medfl.report.formatting import time_left
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan

@@ -16,11 +16,16 @@ from typing import Any
 import numpy as np
 
 from medfl.compare.comparison import Comparison
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import listed, split_commas
-from medfl.core.seeding import derive
-from medfl.core.tables import markdown_table, markdown_text
+from medfl.core import (
+    Document,
+    InputError,
+    derive,
+    did_you_mean,
+    listed,
+    markdown_table,
+    markdown_text,
+    split_commas,
+)
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting

@@ -9,12 +9,19 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.names import check_method_name, refuse_untrusted_module, split_commas
-from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
-from medfl.core.type_checks import type_errors
-from medfl.core.untrusted import Refused, json_values
+from medfl.core import (
+    SETTINGS,
+    Config,
+    InputError,
+    ProtocolSettings,
+    Refused,
+    check_limits,
+    check_method_name,
+    json_values,
+    refuse_untrusted_module,
+    split_commas,
+    type_errors,
+)
 
 BEST = "best.json"
 """The result of a search."""

@@ -19,9 +19,7 @@ from medfl.compare.labels import TRAINING, unique_labels
 from medfl.compare.left_out import notes, rows_of, table
 from medfl.compare.sites import matrices
 from medfl.compare.tables import all_tables
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values
-from medfl.core.tables import formatted_table
+from medfl.core import InputError, formatted_table, map_values
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.undefined import told_by
 from medfl.report import RunFiles, charts

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from medfl.compare.comparison import Comparison
-from medfl.core.tables import markdown_table, markdown_text
+from medfl.core import markdown_table, markdown_text
 from medfl.evaluation import metrics
 from medfl.report import cross_site, formatting
 from medfl.report.cross_site import Cell, Matrix

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row, scale_of
 from medfl.compare.cost_curves import cost_curves
-from medfl.core.documents import Document
-from medfl.core.tables import formatted_table, latex_text, markdown_text
+from medfl.core import Document, formatted_table, latex_text, markdown_text
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic

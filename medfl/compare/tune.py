@@ -9,8 +9,7 @@ from dataclasses import replace
 from medfl.compare.comparison import Comparison
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, Entry, trials
-from medfl.core.documents import Document
-from medfl.core.errors import RunError
+from medfl.core import Document, RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch

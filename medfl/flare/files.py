@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.names import not_among
-from medfl.core.run import Run
-from medfl.core.type_checks import matches_type, type_errors
-from medfl.core.untrusted import read_json
+from medfl.core import (
+    Document,
+    InputError,
+    MedflError,
+    Run,
+    RunError,
+    matches_type,
+    not_among,
+    read_json,
+    type_errors,
+)
 from medfl.storage import run_documents
 
 RUN_FILE = "run.json"

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.release import pip_install
-from medfl.core.run import Run
-from medfl.core.terminal import Print
-from medfl.core.untrusted import read_json
+from medfl.core import Document, InputError, Print, Run, RunError, pip_install, read_json
 from medfl.flare.files import allow_classes, participants, raise_error
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names

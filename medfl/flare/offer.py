@@ -11,10 +11,16 @@ from typing import Any
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.names import check_name, is_name
-from medfl.core.run import DataRecord, PartitionRecord, Run
+from medfl.core import (
+    Config,
+    DataRecord,
+    Document,
+    InputError,
+    PartitionRecord,
+    Run,
+    check_name,
+    is_name,
+)
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
 from medfl.flare.remote import federation_of_names

@@ -31,10 +31,16 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from medfl.core.errors import InputError, MedflError, errors_safe_to_send
-from medfl.core.names import NO_WALLS
-from medfl.core.run import Run, examines, without_round_limit
-from medfl.core.terminal import Print
+from medfl.core import (
+    NO_WALLS,
+    InputError,
+    MedflError,
+    Print,
+    Run,
+    errors_safe_to_send,
+    examines,
+    without_round_limit,
+)
 from medfl.flare import wire
 from medfl.flare.files import error_document, participants, read_run
 from medfl.flare.remote import ReportedRunFolder, write_fingerprints

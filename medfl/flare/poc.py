@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medfl.core.errors import RunError
-from medfl.core.terminal import Print
+from medfl.core import Print, RunError
 from medfl.flare.files import allow_classes
 from medfl.flare.job import EACH_SITE_IS_A_PROCESS, execute_with, follow, require_flare
 from medfl.runtimes.registry import Runtime

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import torch
 
-from medfl.core.documents import Config, Document, Metrics
-from medfl.core.errors import RunError
-from medfl.core.run import Run
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print
+from medfl.core import SECTIONS, Config, Document, Metrics, Print, Run, RunError
 from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import Asking, FlareWorkers
 from medfl.methods.base import Method

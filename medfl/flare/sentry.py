@@ -17,8 +17,7 @@ from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
 from nvflare.private.fed.client.sys_cmd import ReportEnvProcessor
 from nvflare.private.fed.client.training_cmds import ConfigureJobLogProcessor
 
-from medfl.core.documents import Document
-from medfl.core.untrusted import Refused, json_values, not_plain, printable
+from medfl.core import Document, Refused, json_values, not_plain, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the submitter's signature
 _CONFIGURATION = "config_fed_client.json"

@@ -20,10 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.names import NO_WALLS
-from medfl.core.untrusted import not_plain, printable
+from medfl.core import NO_WALLS, Document, InputError, RunError, not_plain, printable
 from medfl.flare.files import read_kit_file, read_resources
 from medfl.safety.bounds import end_with_parent
 

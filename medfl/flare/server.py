@@ -17,13 +17,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Document, Metrics
-from medfl.core.errors import MedflError, RunError
-from medfl.core.mappings import map_values
-from medfl.core.message import Message, Tensors, Weights
-from medfl.core.run import examines
-from medfl.core.terminal import Print
+from medfl.core import (
+    Config,
+    Document,
+    Floats,
+    MedflError,
+    Message,
+    Metrics,
+    Print,
+    RunError,
+    Tensors,
+    Weights,
+    examines,
+    map_values,
+)
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint
 from medfl.evaluation import conformal, tally

@@ -16,10 +16,19 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics, WeightType
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
-from medfl.core.message import Message, Tensors, cpu_copies
-from medfl.core.untrusted import printable
+from medfl.core import (
+    Document,
+    InputError,
+    MedflError,
+    Message,
+    Metrics,
+    RunError,
+    Tensors,
+    cpu_copies,
+    error_id,
+    errors_safe_to_send,
+    printable,
+)
 from medfl.evaluation import tally
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases

@@ -35,17 +35,26 @@ from medfl import methods
 from medfl.bundle.files import find, read_protocol, sha256_of, shipped_folders, ships_unchanged
 from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
-from medfl.core import portable
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, errors_safe_to_send
-from medfl.core.names import is_name
-from medfl.core.run import DataRecord, Run, examines
-from medfl.core.setting_values import site_names
-from medfl.core.settings import SETTINGS
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print
-from medfl.core.type_checks import matches_type
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
+from medfl.core import (
+    SECTIONS,
+    SETTINGS,
+    Config,
+    DataRecord,
+    InputError,
+    Print,
+    Refused,
+    Run,
+    decode_text,
+    errors_safe_to_send,
+    examines,
+    is_name,
+    matches_type,
+    portable,
+    printable,
+    read_bytes,
+    read_plain,
+    site_names,
+)
 from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names

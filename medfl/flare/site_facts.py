@@ -11,12 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Config
-from medfl.core.errors import RunError
-from medfl.core.mappings import pick
-from medfl.core.message import Tensors
-from medfl.core.names import slug
-from medfl.core.untrusted import printable
+from medfl.core import Config, RunError, Tensors, pick, printable, slug
 from medfl.flare.wire import Payload
 from medfl.problem.problem import Problem
 from medfl.runtimes import site_channels

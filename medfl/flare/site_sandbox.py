@@ -12,8 +12,7 @@ from pathlib import Path
 import yaml
 
 from medfl.bundle.files import find
-from medfl.core.run import Run
-from medfl.core.terminal import Print
+from medfl.core import Print, Run
 from medfl.flare.files import read_kit_file
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig
 from medfl.policy.policy import Policy

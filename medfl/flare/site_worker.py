@@ -17,7 +17,7 @@ def open_job(job: State) -> tuple[Federation, str]:
     """Return the federation as the site of a job sees it, and the site's name."""
     import torch
 
-    from medfl.core.run import Run
+    from medfl.core import Run
     from medfl.flare.site_config import SiteConfig, open_site
 
     run = Run.from_dict(job["run"])

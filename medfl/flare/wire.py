@@ -16,13 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import RunError
-from medfl.core.mappings import within
-from medfl.core.message import Message, Tensors, Weights, cpu_copies
-from medfl.core.names import is_name
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import printable
+from medfl.core import (
+    SECTIONS,
+    Document,
+    Message,
+    Metrics,
+    RunError,
+    Tensors,
+    Weights,
+    cpu_copies,
+    is_name,
+    printable,
+    within,
+)
 from medfl.evaluation.metrics import Cases, CasesByName
 
 (

@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from medfl.core.declared import Declared, read_options
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values, within, without
-from medfl.core.names import check_method_name, method_names as names
+from medfl.core import (
+    Config,
+    Declared,
+    Document,
+    InputError,
+    check_method_name,
+    map_values,
+    method_names as names,
+    read_options,
+    within,
+    without,
+)
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,

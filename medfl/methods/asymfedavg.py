@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import pick_known
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core import InputError, Message, Messages, RunError, Tensors, Weights, pick_known
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import Group, sample_shares, weighted_mean
 from medfl.storage.files import State

@@ -10,12 +10,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from medfl.core import (
+    TASKS,
+    Config,
+    InputError,
+    Message,
+    Messages,
+    RunError,
+    Task,
+    Tensors,
+    Weights,
+    pick,
+    pick_known,
+    without,
+)
 from medfl.core.declared import declared
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import pick, pick_known, without
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 from medfl.training.site import Collated as Collated

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.seeding import stream
+from medfl.core import Message, Messages, Tensors, Weights, stream
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Group, Method, option

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from medfl.core.message import Message
+from medfl.core import Message
 from medfl.methods.base import Method, option
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core import InputError, Message
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import frozen

@@ -28,8 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core import InputError, Message
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.public import public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.task import Task
+from medfl.core import InputError, Message, Messages, Task, Weights
 from medfl.methods._parts.text_classifier import COVARIANCES
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import option

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.mappings import map_values
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights, map_values
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import (

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fft import fftn, ifftn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core import InputError, Message, Messages, Tensors, Weights
 from medfl.methods.base import Collated, Group, Method, option
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit

@@ -22,8 +22,7 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights, pick
 from medfl.data.prepared import moved
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
 from medfl.storage.files import State

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.mappings import map_values, pick_known
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights, map_values, pick_known
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, difference, moved_by, option
 from medfl.storage.files import State

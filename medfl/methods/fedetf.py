@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message
-from medfl.core.task import Task
+from medfl.core import InputError, Message, Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods._parts.phases import fit_part

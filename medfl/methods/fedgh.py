@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.mappings import without
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.seeding import stream
+from medfl.core import Message, Messages, Tensors, Weights, stream, without
 from medfl.methods._parts.class_heads import fit_head
 from medfl.methods._parts.prototype_exchange import (
     PrototypeExchange,

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights, pick
 from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together

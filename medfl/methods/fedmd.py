@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 
-from medfl.core.message import Message
+from medfl.core import Message
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import Collated, option

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.mappings import within
-from medfl.core.message import Message
+from medfl.core import InputError, Message, within
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import SharesPrototypes, Sharing
 from medfl.methods.base import Method, option, same_option

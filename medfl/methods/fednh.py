@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.task import Task
+from medfl.core import Message, Messages, Task, Weights
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, pooled_means
 from medfl.methods.base import (

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import InputError, Message, Messages, RunError, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.storage.files import State

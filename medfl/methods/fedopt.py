@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.message import Messages, Weights
+from medfl.core import Messages, Weights
 from medfl.methods.base import (
     Method,
     option,

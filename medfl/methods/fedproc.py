@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
 from medfl.methods.base import MEANS, Collated, Group, Method, option, sent

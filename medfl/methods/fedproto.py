@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Messages
+from medfl.core import Message, Messages
 from medfl.methods._parts.prototype_exchange import (
     PrototypeExchange,
     average_prototypes,

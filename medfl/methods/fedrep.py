@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.message import Message
-from medfl.core.task import Task
+from medfl.core import Message, Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods._parts.phases import fit_part
 from medfl.methods.base import option

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.message import Message
-from medfl.core.task import Task
+from medfl.core import Message, Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Collated, Method, option

@@ -31,9 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages
-from medfl.core.seeding import derive
+from medfl.core import InputError, Message, Messages, derive
 from medfl.methods._parts.extras import WithoutLabels
 from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State

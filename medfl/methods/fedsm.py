@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from medfl import networks
-from medfl.core.errors import InputError
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.seeding import stream
+from medfl.core import InputError, Message, Messages, Tensors, Weights, pick, stream
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State

@@ -33,10 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.message import Message
-from medfl.core.seeding import derive
+from medfl.core import Document, InputError, Message, derive
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns

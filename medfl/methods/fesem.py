@@ -21,10 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.seeding import stream
-from medfl.core.task import Task
+from medfl.core import InputError, Message, Messages, Task, Weights, stream
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import MEANS, Method, mean_shares, option, sent, weighted_mean
 from medfl.storage.files import State

@@ -20,10 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.errors import InputError
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.seeding import stream
+from medfl.core import InputError, Message, Messages, Weights, pick, stream
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, copied, fit, snapshot

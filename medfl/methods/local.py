@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from medfl.core.message import Message
+from medfl.core import Message
 from medfl.methods._parts.extras import WholeCohort
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import option

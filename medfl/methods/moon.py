@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
-from medfl.core.message import Message
-from medfl.core.task import Task
+from medfl.core import Message, Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head

@@ -32,8 +32,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message
-from medfl.core.seeding import stream
+from medfl.core import Message, stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Collated, Method, option

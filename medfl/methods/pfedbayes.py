@@ -33,10 +33,7 @@ from torch.func import functional_call
 from torch.nn.functional import softplus
 from torch.optim import Optimizer
 
-from medfl.core.errors import InputError
-from medfl.core.mappings import without
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.seeding import stream
+from medfl.core import InputError, Message, Messages, Tensors, Weights, stream, without
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Messages
+from medfl.core import Message, Messages
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods.base import Collated, option

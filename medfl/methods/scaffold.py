@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medfl.core.message import Message, Messages, Weights
+from medfl.core import Message, Messages, Weights
 from medfl.methods.base import (
     MEANS,
     Group,

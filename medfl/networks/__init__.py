@@ -15,8 +15,7 @@ from monai.networks.nets.efficientnet import EfficientNetBN
 from monai.networks.nets.resnet import ResNet
 from torch import nn
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core import Document, InputError, did_you_mean
 from medfl.networks.heads import head_names as head_names
 from medfl.networks.residual import CifarResNet, WideResNet
 from medfl.networks.small_cnn import SmallCNN

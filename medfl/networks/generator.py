@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from medfl.core.errors import InputError
-from medfl.core.message import Weights
-from medfl.core.task import Constants
+from medfl.core import Constants, InputError, Weights
 from medfl.networks.heads import frozen
 
 _STEPS = 16  # four doublings

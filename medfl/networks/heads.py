@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from medfl.core.errors import InputError
+from medfl.core import InputError
 
 LAYERS = (
     nn.Linear,

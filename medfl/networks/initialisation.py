@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import Config, InputError
 from medfl.networks.heads import LAYERS
 
 INIT_WEIGHTS = "init_weights"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from medfl.core.documents import Config as Config, Document as Document
-from medfl.core.type_checks import type_errors
+from medfl.core import Config as Config, Document as Document, type_errors
 
 MOST_CHANNELS = 1000
 CHANNEL_INDEX = re.compile("[0-9]{1,6}")

@@ -13,12 +13,7 @@ from dataclasses import replace
 import numpy as np
 from nibabel import orientations
 
-from medfl.core import tables, terminal
-from medfl.core.arrays import Array, Floats
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import present
-from medfl.core.untrusted import printable
+from medfl.core import Array, Document, Floats, InputError, present, printable, tables, terminal
 from medfl.data.fingerprint import Fingerprint, Tally, Volume
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes

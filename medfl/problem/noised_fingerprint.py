@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from medfl.core.arrays import Floats
+from medfl.core import Floats
 from medfl.data.fingerprint import AXES, UNIT, Fingerprint, Tally
 from medfl.policy.suppression import geometric
 

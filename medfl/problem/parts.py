@@ -21,11 +21,7 @@ from monai.engines.utils import default_prepare_batch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.mappings import map_values
-from medfl.core.names import check_name
-from medfl.core.seeding import stream
-from medfl.core.task import OF_VECTORS
+from medfl.core import OF_VECTORS, InputError, check_name, did_you_mean, either, map_values, stream
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import METRICS, OF_CASES
 from medfl.problem.described import Config

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.seeding import derive, stream
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, InputError, derive, did_you_mean, stream
 from medfl.data.source import Source, class_index, numbers, records, take_apart
 from medfl.problem.sections import Section
 

@@ -14,9 +14,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, MedflError, as_text, root_cause
-from medfl.core.seeding import stream
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, InputError, MedflError, as_text, root_cause, stream
 from medfl.data.prepare import DiskCache, prepare
 from medfl.data.prepared import Item, Prepared, Shard, moved
 from medfl.datasets import own

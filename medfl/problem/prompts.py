@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeGuard
 
-from medfl.core.errors import InputError
-from medfl.core.names import not_among
+from medfl.core import InputError, not_among
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from monai.data import list_data_collate
 
-from medfl.core.errors import InputError
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, InputError
 from medfl.data.prepared import Item
 from medfl.data.samples import Collate, drop_label, fill_missing, resample_each
 from medfl.data.source import LACKS, NO_LABEL, SPACING, Source

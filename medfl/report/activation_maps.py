@@ -18,7 +18,7 @@ from monai.visualize import GradCAM, GradCAMpp
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
+from medfl.core import InputError
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Shard
 from medfl.report.style import INK, SOFT

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 import numpy as np
 from markupsafe import Markup, escape
 
-from medfl.core.arrays import Floats
-from medfl.core.documents import Document
+from medfl.core import Document, Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medfl.core.documents import Config
+from medfl.core import Config
 
 Table = tuple[list[str], list[list[str]]]
 """Header and rows."""

@@ -10,7 +10,7 @@ from math import isnan
 from pathlib import Path
 from statistics import fmean
 
-from medfl.core.tables import markdown_table, markdown_text
+from medfl.core import markdown_table, markdown_text
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting

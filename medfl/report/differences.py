@@ -17,9 +17,7 @@ from statistics import fmean
 
 import numpy as np
 
-from medfl.core.arrays import Floats, Integers
-from medfl.core.mappings import pick, within
-from medfl.core.seeding import derive
+from medfl.core import Floats, Integers, derive, pick, within
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Interval
 from medfl.evaluation.metrics import Cases

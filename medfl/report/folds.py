@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from medfl.core import tables, terminal
-from medfl.core.documents import Config, Document, Metrics
-from medfl.core.errors import InputError
-from medfl.core.mappings import within
-from medfl.core.task import SECTIONS
-from medfl.core.type_checks import Count
+from medfl.core import (
+    SECTIONS,
+    Config,
+    Count,
+    Document,
+    InputError,
+    Metrics,
+    tables,
+    terminal,
+    within,
+)
 from medfl.evaluation import metrics
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.undefined import told_by

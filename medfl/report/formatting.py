@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from medfl.core.documents import Config
+from medfl.core import Config
 
 
 def number(value: float | None) -> str:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.core.arrays import Integers
-from medfl.core.documents import Document
+from medfl.core import Document, Integers
 from medfl.data.partition.table import shorten
 from medfl.report.picture import (
     ENTRY,

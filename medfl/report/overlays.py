@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medfl.core.arrays import Array
-from medfl.core.documents import Config, Document
-from medfl.core.mappings import pick
+from medfl.core import Array, Config, Document, pick
 from medfl.data.partition.table import shorten
 from medfl.data.prepared import Geometry
 from medfl.evaluation.slices import Plane, planes, unit

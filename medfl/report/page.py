@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from medfl.core.documents import Config, Document, Metrics
-from medfl.core.names import slug
-from medfl.core.settings import COMPUTING, SETTINGS
-from medfl.core.task import SECTIONS
+from medfl.core import COMPUTING, SECTIONS, SETTINGS, Config, Document, Metrics, slug
 from medfl.evaluation import bootstrap, metrics
 from medfl.report import charts, coverage, cross_site, folds
 from medfl.report.charts import Chart

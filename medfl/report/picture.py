@@ -13,10 +13,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from medfl.core.arrays import Bytes
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, read_bytes
+from medfl.core import Bytes, Document, InputError, Refused, read_bytes
 from medfl.data.partition.table import shorten
 from medfl.report.style import INK, SOFT
 from medfl.storage.files import write_atomic

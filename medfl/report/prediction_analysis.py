@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from medfl.core.arrays import Array, Flags, Floats, Integers
-from medfl.core.documents import Document
-from medfl.core.seeding import derive
+from medfl.core import Array, Document, Flags, Floats, Integers, derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import DRAWS, LEAST, LEVEL, Draws, Interval
 from medfl.evaluation.numbers import agreement

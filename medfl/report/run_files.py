@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from medfl.core.arrays import Integers
-from medfl.core.mappings import within
-from medfl.core.names import listed, slug
+from medfl.core import Integers, listed, slug, within
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Draws
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from medfl.core.arrays import Floats
-from medfl.core.documents import Config
+from medfl.core import Config, Floats
 from medfl.data.partition import targets
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, SOFT, TINTS

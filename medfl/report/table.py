@@ -7,9 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core.documents import Config
-from medfl.core.mappings import pick
-from medfl.core.tables import label_row, screen_width
+from medfl.core import Config, label_row, pick, screen_width
 from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import LEAST
 from medfl.report import formatting

@@ -7,7 +7,7 @@ from functools import cache
 
 import jinja2
 
-from medfl.core.untrusted import visible
+from medfl.core import visible
 from medfl.evaluation import metrics
 from medfl.report import formatting
 

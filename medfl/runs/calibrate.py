@@ -21,14 +21,19 @@ import numpy as np
 import torch
 
 from medfl import methods
-from medfl.core import terminal
-from medfl.core.arrays import Floats
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import map_values
-from medfl.core.setting_values import WAYS, check_coverage
-from medfl.core.tables import markdown_table, markdown_text
-from medfl.core.untrusted import printable
+from medfl.core import (
+    WAYS,
+    Document,
+    Floats,
+    InputError,
+    RunError,
+    check_coverage,
+    map_values,
+    markdown_table,
+    markdown_text,
+    printable,
+    terminal,
+)
 from medfl.evaluation import conformal
 from medfl.evaluation.conformal import Scored
 from medfl.policy.gate import Gate

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.names import refuse_untrusted_module
-from medfl.core.type_checks import type_errors
+from medfl.core import Config, Document, InputError, refuse_untrusted_module, type_errors
 from medfl.datasets.readers.splitting import check_folds
 from medfl.report import folds as report
 from medfl.report.run_files import RunFiles

@@ -18,14 +18,19 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from medfl.core.errors import InputError, beginning
-from medfl.core.mappings import within, without
-from medfl.core.message import Tensors, Weights
-from medfl.core.names import listed
-from medfl.core.run import Run
-from medfl.core.seeding import stream
-from medfl.core.terminal import Print
-from medfl.core.untrusted import json_values
+from medfl.core import (
+    InputError,
+    Print,
+    Run,
+    Tensors,
+    Weights,
+    beginning,
+    json_values,
+    listed,
+    stream,
+    within,
+    without,
+)
 from medfl.problem.problem import Problem
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.files import hashed, load_pickled, save_weights, weights_sha256

@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING, Any
 from medfl import methods
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import bundle_of, ids_of, is_recorded
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.names import check_name, refuse_untrusted_module
-from medfl.core.run import Run, withdrawn_settings
-from medfl.core.settings import LOSSLESS, MEAN
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print
-from medfl.core.type_checks import check_arguments
+from medfl.core import (
+    LOSSLESS,
+    MEAN,
+    SECTIONS,
+    Config,
+    Document,
+    InputError,
+    Print,
+    Run,
+    check_arguments,
+    check_name,
+    refuse_untrusted_module,
+    withdrawn_settings,
+)
 from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared

@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from medfl import methods
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.message import Tensors
-from medfl.core.run import Run
-from medfl.core.task import Task
-from medfl.core.terminal import Print
+from medfl.core import Config, InputError, Print, Run, Task, Tensors
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs.plan import repeat

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from medfl.core.documents import Config, Document
-from medfl.core.run import Run
+from medfl.core import Config, Document, Run
 
 AUTO = "auto"
 FEW = 10

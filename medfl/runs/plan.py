@@ -24,17 +24,26 @@ from medfl.bundle.open import (
     with_data,
 )
 from medfl.bundle.protocol import options_for, resolved
+from medfl.core import (
+    SECTIONS,
+    SETTINGS,
+    Config,
+    Document,
+    GeneralSettings,
+    InputError,
+    PartitionRecord,
+    Print,
+    ProtocolSettings,
+    PublicRecord,
+    Run,
+    check_limits,
+    device,
+    did_you_mean,
+    override_value,
+    type_mismatches,
+    versions_of,
+)
 from medfl.core.compression import Compression
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.release import versions_of
-from medfl.core.run import PartitionRecord, PublicRecord, Run
-from medfl.core.setting_values import device
-from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import Print
-from medfl.core.type_checks import type_mismatches
-from medfl.core.untrusted import override_value
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy

@@ -14,14 +14,18 @@ from medfl import methods
 from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, either
-from medfl.core.names import is_plain_text, slug
-from medfl.core.setting_values import SURFACE_METRICS
-from medfl.core.task import OF_VECTORS
-from medfl.core.terminal import Print
-from medfl.core.type_checks import type_errors
-from medfl.core.untrusted import printable
+from medfl.core import (
+    OF_VECTORS,
+    SURFACE_METRICS,
+    Config,
+    InputError,
+    Print,
+    either,
+    is_plain_text,
+    printable,
+    slug,
+    type_errors,
+)
 from medfl.data.samples import allow_missing_labels
 from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import (

@@ -19,13 +19,7 @@ import torch
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import WithData, open_problem, with_data
-from medfl.core.arrays import Shape
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.run import PublicRecord
-from medfl.core.seeding import stream
-from medfl.core.task import Task
-from medfl.core.terminal import Print
+from medfl.core import Config, InputError, Print, PublicRecord, Shape, Task, stream
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method

@@ -6,9 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.mappings import without
-from medfl.core.names import as_number
+from medfl.core import InputError, as_number, without
 from medfl.datasets import own
 from medfl.datasets.readers import (
     conventions,

@@ -10,13 +10,7 @@ from pathlib import Path
 from medfl import datasets
 from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
-from medfl.core import portable
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.names import trust_module
-from medfl.core.release import version_of
-from medfl.core.run import Run
-from medfl.core.settings import check_limits
+from medfl.core import Config, InputError, Run, check_limits, portable, trust_module, version_of
 from medfl.data.partition.draw import check_centre
 from medfl.data.partition.rules import parse
 from medfl.datasets.base import read_table

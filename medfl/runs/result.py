@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
-from medfl.core.arrays import Floats, Integers
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values, pick_known
-from medfl.core.run import Run
-from medfl.core.task import OF_VECTORS, SECTIONS
-from medfl.core.type_checks import check_arguments
+from medfl.core import (
+    OF_VECTORS,
+    SECTIONS,
+    Document,
+    Floats,
+    InputError,
+    Integers,
+    Run,
+    check_arguments,
+    map_values,
+    pick_known,
+)
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator

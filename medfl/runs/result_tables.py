@@ -8,9 +8,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.run import Run
+from medfl.core import Document, InputError, Run, did_you_mean
 from medfl.evaluation.metrics import title
 
 if TYPE_CHECKING:

@@ -23,10 +23,7 @@ import torch
 from scipy.stats import binomtest
 
 from medfl.bundle import case_metadata
-from medfl.core.arrays import Array, Flags, Integers
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values, pick, without
+from medfl.core import Array, Config, Flags, InputError, Integers, map_values, pick, without
 from medfl.evaluation import bootstrap, delong, findings
 from medfl.evaluation.delong import Area
 from medfl.evaluation.metrics import Cases, summarise

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from medfl import methods
-from medfl.core.errors import InputError
-from medfl.core.run import Run, TextRecord
-from medfl.core.untrusted import json_values
+from medfl.core import InputError, Run, TextRecord, json_values
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs import initial_weights

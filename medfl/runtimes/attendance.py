@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import present
-from medfl.core.terminal import Print
+from medfl.core import Document, InputError, Print, RunError, present
 from medfl.runtimes.federation import Federation
 
 _KEPT = "; the last good round is kept"

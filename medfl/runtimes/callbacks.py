@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Tensors, Weights, byte_count
+from medfl.core import InputError, RunError, Tensors, Weights, byte_count
 from medfl.evaluation.metrics import direction
 from medfl.storage.files import atomic_replace, save_weights
 

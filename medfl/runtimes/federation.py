@@ -12,15 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
+from medfl.core import (
+    POLY,
+    SECTIONS,
+    InputError,
+    Message,
+    MessageLimits,
+    Messages,
+    Run,
+    Task,
+    Tensors,
+    Weights,
+    derive,
+    examines,
+    listed,
+    not_among,
+    stream,
+)
 from medfl.core.compression import Compression
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.message_limits import MessageLimits
-from medfl.core.names import listed, not_among
-from medfl.core.run import Run, examines
-from medfl.core.seeding import derive, stream
-from medfl.core.settings import POLY
-from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.on_device import Free, free_gpu_memory, hold

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.terminal import Print
-from medfl.core.type_checks import type_mismatches
+from medfl.core import InputError, Print, did_you_mean, type_mismatches
 
 
 @dataclass(frozen=True, kw_only=True)

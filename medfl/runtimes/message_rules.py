@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medfl.core import Message, MessageLimits, RunError, Weights, is_finite
 from medfl.core.compression import Compression
-from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights, is_finite
-from medfl.core.message_limits import MessageLimits
 
 Wire = Mapping[Any, Any]
 """What a transport restored, before any check."""

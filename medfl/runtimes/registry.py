@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from medfl.core.documents import Document as Document
-from medfl.core.errors import InputError, did_you_mean
+from medfl.core import Document as Document, InputError, did_you_mean
 from medfl.runtimes.launch import Launch
 
 if TYPE_CHECKING:

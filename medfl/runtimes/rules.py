@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message
+from medfl.core import InputError, Message
 from medfl.storage.files import State
 from medfl.training.site import Site
 

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from medfl.core import terminal
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import pick
-from medfl.core.message import Message
+from medfl.core import Document, InputError, Message, pick, terminal
 from medfl.report.formatting import time_left
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop

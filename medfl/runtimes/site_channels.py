@@ -6,10 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from medfl.core.errors import InputError
-from medfl.core.run import Run
-from medfl.core.setting_values import by_site, site_names, spacings
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, InputError, Run, by_site, site_names, spacings
 from medfl.data.prepared import Channels, Prepared
 from medfl.data.source import LACKS
 from medfl.problem.described import tensor_described

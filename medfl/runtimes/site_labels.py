@@ -9,11 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.names import slug
-from medfl.core.run import Run
-from medfl.core.setting_values import FROM_MASKS, by_site
+from medfl.core import FROM_MASKS, Config, InputError, Run, by_site, slug
 from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.methods.base import Method

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import resolved
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.run import Run
-from medfl.core.setting_values import by_site, site_names
-from medfl.core.terminal import Print
+from medfl.core import Config, Document, InputError, Print, Run, by_site, did_you_mean, site_names
 
 EMPTY: Mapping[str, str] = dict.fromkeys(
     ("site_labels", "site_channels", "site_spacing", "unlabelled"), ""

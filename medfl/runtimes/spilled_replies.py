@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from medfl.core.mappings import map_values
-from medfl.core.message import Message, Weights, byte_count
+from medfl.core import Message, Weights, byte_count, map_values
 from medfl.data.prepare import free_ram
 from medfl.storage.files import writing
 

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from torch import Tensor, nn
 from torch.func import replace_all_batch_norm_modules_
 
-from medfl.core.errors import RunError
-from medfl.core.message import Message, Tensors
-from medfl.core.names import readable_file_name
-from medfl.core.seeding import derive
+from medfl.core import Message, RunError, Tensors, derive, readable_file_name
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases, CasesByName

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from medfl.core.errors import MedflError, RunError
-from medfl.core.message import Message
+from medfl.core import MedflError, Message, RunError
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.attendance import FailedReply

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from medfl import methods
-from medfl.core.errors import InputError
-from medfl.core.run import Run
-from medfl.core.setting_values import site_names
+from medfl.core import InputError, Run, site_names
 from medfl.data.prepared import Item, Shard, unlabelled
 from medfl.data.source import NO_LABEL
 from medfl.methods.base import Method

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.names import PRIVATE_CACHE
+from medfl.core import PRIVATE_CACHE, InputError
 from medfl.safety import syscall_filter
 
 _CREATE = 444  # landlock_create_ruleset

@@ -15,8 +15,7 @@ from operator import add
 
 import numpy as np
 
-from medfl.core.arrays import Floats
-from medfl.core.errors import InputError
+from medfl.core import Floats, InputError
 from medfl.data.fingerprint import Fingerprint, Tally, is_present
 
 _ANISOTROPIC = 3  # ratio of a spacing, or of an axis' voxels, to the others

@@ -21,9 +21,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.names import is_plain_text, listed, slug
+from medfl.core import Document, InputError, RunError, is_plain_text, listed, slug
 from medfl.datasets import own
 from medfl.datasets.base import item_of
 from medfl.datasets.readers import (

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
-from medfl.core.errors import InputError
-from medfl.core.release import DISTRIBUTION, version_of
+from medfl.core import DISTRIBUTION, InputError, version_of
 from medfl.datasets.readers.reading import Pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.problem.described import Document

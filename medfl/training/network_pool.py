@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Tensors, Weights
-from medfl.core.seeding import stream
+from medfl.core import Tensors, Weights, stream
 from medfl.networks.deep_supervision import with_full_size
 
 

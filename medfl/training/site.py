@@ -18,10 +18,7 @@ from monai.losses import FocalLoss
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Tensors, Weights
-from medfl.core.seeding import stream
-from medfl.core.task import Task
+from medfl.core import InputError, Message, RunError, Task, Tensors, Weights, stream
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Shard, moved
 from medfl.data.public import Public

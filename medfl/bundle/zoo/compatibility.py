@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medfl.core.mappings import without
+from medfl.core import without
 from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"

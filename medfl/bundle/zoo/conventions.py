@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medfl.core.documents import Config
+from medfl.core import Config
 from medfl.policy.components import READERS
 
 _LIST = re.compile(

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
-from medfl.core.untrusted import Refused
+from medfl.core import (
+    Config,
+    InputError,
+    Refused,
+    as_text,
+    missing_package,
+    root_cause,
+    without_package,
+)
 from medfl.policy.components import ElsewhereRefused
 from medfl.policy.inspection import NOT_LISTED
 

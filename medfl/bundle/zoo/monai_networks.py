@@ -14,10 +14,7 @@ from typing import Any
 import monai.networks.nets
 from torch import nn
 
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import not_among
-from medfl.core.untrusted import Refused
+from medfl.core import Config, Document, InputError, Refused, did_you_mean, not_among
 from medfl.policy.components import check_arguments, component
 
 PREFIX = "monai:"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from medfl.core.errors import InputError
+from medfl.core import InputError
 
 ROOT = Path(__file__).parent
 

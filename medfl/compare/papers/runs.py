@@ -50,9 +50,7 @@ from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import ROOT, check_name
 from medfl.compare.search import Entry
 from medfl.compare.tables import write_tables
-from medfl.core.documents import Config, Document, Metrics
-from medfl.core.errors import InputError
-from medfl.core.tables import formatted_table
+from medfl.core import Config, Document, InputError, Metrics, formatted_table
 from medfl.methods import load as load_method, method_class, options_of, values_of
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from medfl.core.errors import InputError
-from medfl.core.task import Task
+from medfl.core import InputError, Task
 from medfl.networks.heads import Head, head, head_name
 
 

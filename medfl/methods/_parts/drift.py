@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medfl.core.message import Messages, Tensors, Weights
+from medfl.core import Messages, Tensors, Weights
 from medfl.methods.base import (
     difference,
     moved_by,

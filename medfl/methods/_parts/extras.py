@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, typed_value
+from medfl.core import Config, Document, InputError, Refused, typed_value
 from medfl.methods.base import option
 from medfl.storage.files import State
 from medfl.training import Host

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Config
-from medfl.core.message import Message, Weights
+from medfl.core import Config, Message, Weights
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import Collated, Method

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.message import Message
+from medfl.core import Message
 from medfl.methods._parts.extras import Bodies
 from medfl.methods.base import Method
 from medfl.storage.files import State

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.errors import InputError
-from medfl.core.task import OF_VECTORS
+from medfl.core import OF_VECTORS, InputError
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head_name, head_names
 from medfl.training import trainable

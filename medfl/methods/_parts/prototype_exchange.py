@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Tensors, Weights
+from medfl.core import InputError, Message, Messages, Tensors, Weights
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.seeding import derive
-from medfl.core.task import Task
+from medfl.core import InputError, Message, Messages, Task, Weights, derive
 from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.manifold import inter_class_loss, shaped
 from medfl.methods._parts.prototype_exchange import (

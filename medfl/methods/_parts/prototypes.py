@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, one_hot
 
-from medfl.core.message import Weights
+from medfl.core import Weights
 from medfl.data.prepared import Shard
 from medfl.methods._parts.class_heads import class_count
 from medfl.methods.base import Group

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.core.errors import InputError
+from medfl.core import InputError
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods._parts.extras import PublicData

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.seeding import stream
+from medfl.core import Message, Messages, Weights, stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import Collated, Group, option, uniform_shares, weighted_mean

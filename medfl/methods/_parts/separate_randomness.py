@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from medfl.core.seeding import stream
+from medfl.core import stream
 from medfl.training import Site
 
 

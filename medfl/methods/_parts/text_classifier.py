@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from medfl.core.errors import InputError
-from medfl.core.names import split_commas
-from medfl.core.task import Task
+from medfl.core import InputError, Task, split_commas
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Collated
 from medfl.networks.heads import Head, feature_size, features_and_output, head, replace_head

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Tensors
-from medfl.core.task import Task
+from medfl.core import (
+    InputError,
+    Message,
+    Messages,
+    RunError,
+    Task,
+    Tensors,
+    errors_safe_to_send,
+    pick,
+)
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import (

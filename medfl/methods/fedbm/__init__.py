@@ -22,11 +22,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, RunError, errors_safe_to_send
-from medfl.core.mappings import map_values
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.seeding import derive, stream
-from medfl.core.task import Constants, Task
+from medfl.core import (
+    Constants,
+    InputError,
+    Message,
+    Messages,
+    RunError,
+    Task,
+    Tensors,
+    Weights,
+    derive,
+    errors_safe_to_send,
+    map_values,
+    stream,
+)
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.text_classifier import (

@@ -31,12 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.message import Message, Tensors
-from medfl.core.names import not_among, split_commas
-from medfl.core.seeding import derive
-from medfl.core.task import Task
+from medfl.core import Config, InputError, Message, Task, Tensors, derive, not_among, split_commas
 from medfl.data.prepared import Shard
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss

@@ -20,9 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.core.mappings import pick
-from medfl.core.message import Tensors, Weights
-from medfl.core.seeding import derive, stream
+from medfl.core import Tensors, Weights, derive, pick, stream
 from medfl.data.public import cycle
 from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData

@@ -20,7 +20,7 @@ from scipy import ndimage
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from medfl.core.task import Task
+from medfl.core import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import pixel_classes
 from medfl.methods.base import Collated, Method, option

@@ -24,10 +24,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.errors import RunError
-from medfl.core.mappings import without
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.task import Task
+from medfl.core import Message, Messages, RunError, Task, Weights, without
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
 from medfl.methods.fedlora.low_rank import adapting, delta_name, named_factors

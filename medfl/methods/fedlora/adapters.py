@@ -8,12 +8,18 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.mappings import pick, within
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.names import split_commas
-from medfl.core.seeding import derive
+from medfl.core import (
+    Config,
+    InputError,
+    Message,
+    Messages,
+    Tensors,
+    Weights,
+    derive,
+    pick,
+    split_commas,
+    within,
+)
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.methods.fedlora import low_rank

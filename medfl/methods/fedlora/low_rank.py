@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from medfl.core.errors import RunError
-from medfl.core.mappings import pick
-from medfl.core.message import Tensors, Weights
+from medfl.core import RunError, Tensors, Weights, pick
 from medfl.training import train_only
 
 Pairs = dict[str, tuple[Tensor, Tensor]]

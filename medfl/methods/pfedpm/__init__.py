@@ -35,9 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, one_hot
 
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.seeding import stream
-from medfl.core.task import Task
+from medfl.core import Message, Messages, Task, Weights, stream
 from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.prototype_exchange import (
     PrototypeExchange,

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.task import TASKS
+from medfl.core import TASKS, InputError, did_you_mean
 from medfl.problem.tasks.classification import Classification
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import Multilabel

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.core.arrays import Integers
+from medfl.core import Integers
 from medfl.data.prepared import Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws

@@ -13,10 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core.arrays import Array, Floats, Integers
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values, without
+from medfl.core import Array, Config, Document, Floats, InputError, Integers, map_values, without
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws, Interval

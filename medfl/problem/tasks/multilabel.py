@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medfl.core.arrays import Array
-from medfl.core.message import Tensors
+from medfl.core import Array, Tensors
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import findings
 from medfl.evaluation.bootstrap import Draws

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError
-from medfl.core.message import Tensors
+from medfl.core import InputError, Tensors
 from medfl.data.prepared import Item, Shard
 from medfl.evaluation import numbers
 from medfl.evaluation.bootstrap import Draws

@@ -23,14 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core import terminal
-from medfl.core.arrays import Array, Shape
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.names import split_commas
-from medfl.core.seeding import stream
-from medfl.core.terminal import Print
-from medfl.core.untrusted import Refused, json_values
+from medfl.core import (
+    Array,
+    Config,
+    InputError,
+    MedflError,
+    Print,
+    Refused,
+    RunError,
+    Shape,
+    json_values,
+    split_commas,
+    stream,
+    terminal,
+)
 from medfl.problem.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions, Teacher as Teacher, public_classes

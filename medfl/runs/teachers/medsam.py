@@ -21,11 +21,7 @@ from monai.transforms.transform import MapTransform
 from torch import Tensor, nn
 
 from medfl.bundle.text_embeddings import at_hand, from_files
-from medfl.core.arrays import Array
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.message import Tensors, Weights
-from medfl.core.release import versions_of
+from medfl.core import Array, Config, InputError, Tensors, Weights, versions_of
 from medfl.datasets.readers.pairs import read_pair
 from medfl.problem.problem import Problem
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture

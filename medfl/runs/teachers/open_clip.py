@@ -18,9 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.release import versions_of
+from medfl.core import Config, InputError, versions_of
 from medfl.problem.problem import Problem
 from medfl.problem.prompts import Text
 from medfl.runs.teachers.questions import Questions, need_task, read_picture

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.arrays import Array, Bytes, Shape
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core import Array, Bytes, Config, InputError, Shape
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
 from medfl.problem.problem import Problem

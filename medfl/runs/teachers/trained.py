@@ -21,12 +21,17 @@ from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
 from medfl.bundle.text_embeddings import unlike
-from medfl.core.documents import Config
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Tensors, Weights
-from medfl.core.release import versions_of
-from medfl.core.run import Run
-from medfl.core.task import SECTIONS, Task
+from medfl.core import (
+    SECTIONS,
+    Config,
+    InputError,
+    Run,
+    RunError,
+    Task,
+    Tensors,
+    Weights,
+    versions_of,
+)
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import SampleMaker
 from medfl.data.source import Source

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from medfl.core.errors import MedflError
-from medfl.core.terminal import Print
+from medfl.core import MedflError, Print
 from medfl.data.prepare import free_ram
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from medfl.core.errors import InputError, MedflError, as_text, root_cause
-from medfl.core.seeding import stream
-from medfl.core.setting_values import site_names
+from medfl.core import InputError, MedflError, as_text, root_cause, site_names, stream
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit

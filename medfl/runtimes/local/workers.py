@@ -17,9 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.message import Weights, byte_count
+from medfl.core import Document, InputError, MedflError, RunError, Weights, byte_count
 from medfl.evaluation.tally import Tally
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore

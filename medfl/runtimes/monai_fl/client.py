@@ -35,12 +35,21 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
 from medfl import methods
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError, MedflError, RunError, either, errors_safe_to_send
-from medfl.core.mappings import map_values
-from medfl.core.message import Message, Tensors, Weights
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import printable
+from medfl.core import (
+    SECTIONS,
+    Document,
+    InputError,
+    MedflError,
+    Message,
+    Metrics,
+    RunError,
+    Tensors,
+    Weights,
+    either,
+    errors_safe_to_send,
+    map_values,
+    printable,
+)
 from medfl.data.fingerprint import Fingerprint
 from medfl.evaluation import conformal, tally
 from medfl.evaluation.conformal import Scored

@@ -16,11 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.arrays import Floats, Integers
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.task import Task
-from medfl.core.untrusted import printable
+from medfl.core import Config, Floats, InputError, Integers, Task, printable
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import class_counts
 from medfl.policy.suppression import hidden_bins, suppress_counts

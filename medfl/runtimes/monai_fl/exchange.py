@@ -12,7 +12,7 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl.core.message import Message
+from medfl.core import Message
 from medfl.evaluation.metrics import CasesByName
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers

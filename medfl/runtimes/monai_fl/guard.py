@@ -11,10 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.core.documents import Document
-from medfl.core.errors import MedflError, RunError, error_id
-from medfl.core.message import Message
-from medfl.core.terminal import Print
+from medfl.core import Document, MedflError, Message, Print, RunError, error_id
 from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers

@@ -23,15 +23,19 @@ from typing import IO, Annotated, Any
 import torch
 
 from medfl import methods
+from medfl.core import (
+    Count,
+    Message,
+    MessageLimits,
+    Print,
+    Run,
+    RunError,
+    map_values,
+    matches_type,
+    printable,
+    without_round_limit,
+)
 from medfl.core.compression import Compression
-from medfl.core.errors import RunError
-from medfl.core.mappings import map_values
-from medfl.core.message import Message
-from medfl.core.message_limits import MessageLimits
-from medfl.core.run import Run, without_round_limit
-from medfl.core.terminal import Print
-from medfl.core.type_checks import Count, matches_type
-from medfl.core.untrusted import printable
 from medfl.data.fingerprint import Fingerprint, read
 from medfl.evaluation.metrics import Cases, CasesByName
 from medfl.runtimes.message_rules import MessageRules

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.core.errors import RunError
-from medfl.core.type_checks import matches_type
-from medfl.core.untrusted import JSON_BYTES, JSON_VALUES, printable, read_plain
+from medfl.core import JSON_BYTES, JSON_VALUES, RunError, matches_type, printable, read_plain
 from medfl.runtimes.message_rules import Form
 from medfl.safety.bounds import total_memory
 from medfl.storage.files import State, join_state, split_state

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from medfl.core.errors import RunError, errors_safe_to_send
+from medfl.core import RunError, errors_safe_to_send
 from medfl.storage.files import State, load_state, save_state, state_round, to_device
 
 

@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 
+from medfl.core import InputError, Message, Run, RunError, derive, pick, without_round_limit
 from medfl.core.compression import Compression
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import pick
-from medfl.core.message import Message
-from medfl.core.run import Run, without_round_limit
-from medfl.core.seeding import derive
 from medfl.data.fingerprint import Fingerprint
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medfl.core import map_values
 from medfl.core.importing import without_gc
-from medfl.core.mappings import map_values
 from medfl.safety.bounds import end_group_with_keeper
 from medfl.safety.sandbox import Allowed, Sandbox
 
@@ -70,7 +70,7 @@ def _answer(end: socket.socket, opened: Callable[[], tuple[Federation, str]]) ->
 
 
 def _stated(view: SiteView, _: State) -> State:
-    from medfl.core.task import SECTIONS
+    from medfl.core import SECTIONS
     from medfl.runtimes.monai_fl.pipe import forms_state
 
     rules = view.rules
@@ -116,7 +116,7 @@ def _sets_scored(view: SiteView, question: State) -> State:
 
 
 def _called(view: SiteView, function: Callable[..., Any], question: State) -> Any:
-    from medfl.core.message import Message
+    from medfl.core import Message
     from medfl.storage.files import to_device
 
     state = to_device(question["state"], view.device) if question["has_state"] else None

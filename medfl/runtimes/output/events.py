@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from medfl.core.arrays import Bytes
-from medfl.core.documents import Document
+from medfl.core import Bytes, Document
 from medfl.runtimes.output.tracking import Tracking, scalars
 from medfl.storage.files import writing
 

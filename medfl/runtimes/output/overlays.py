@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from torch import Tensor
 
-from medfl.core.arrays import Array
-from medfl.core.documents import Metrics
-from medfl.core.mappings import map_values, within
+from medfl.core import Array, Metrics, map_values, within
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.evaluators import Foreign, Masks
 from medfl.evaluation.metrics import Cases

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.core.arrays import Integers, Shape
-from medfl.core.seeding import derive, stream
+from medfl.core import Integers, Shape, derive, stream
 from medfl.data.prepared import Geometry, Shard, Stacked
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases

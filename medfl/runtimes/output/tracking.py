@@ -19,12 +19,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values
-from medfl.core.release import pip_install
-from medfl.core.terminal import Print
-from medfl.core.untrusted import Refused, json_values
+from medfl.core import (
+    Document,
+    InputError,
+    Metrics,
+    Print,
+    Refused,
+    json_values,
+    map_values,
+    pip_install,
+)
 from medfl.storage.files import write_json
 from medfl.storage.run_folder import RunFolder
 

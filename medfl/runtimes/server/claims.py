@@ -21,10 +21,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from medfl.core.documents import Metrics
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.untrusted import printable
+from medfl.core import InputError, Message, Messages, Metrics, RunError, Weights, printable
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import sample_counts
 

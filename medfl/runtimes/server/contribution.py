@@ -25,9 +25,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from medfl import methods
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError
-from medfl.core.settings import MEAN
+from medfl.core import MEAN, Document, InputError, Metrics
 from medfl.runtimes.federation import Federation
 
 EXACT = 5

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from medfl.core.errors import RunError
-from medfl.core.message import Message
-from medfl.core.terminal import Print, bar
+from medfl.core import Message, Print, RunError, bar
 from medfl.runtimes.attendance import Attendance, FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers

@@ -25,13 +25,22 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from medfl.core.documents import Config, Metrics
-from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.mappings import pick, without
-from medfl.core.message import Message, Messages, Weights, is_finite
-from medfl.core.names import not_among
-from medfl.core.terminal import Print
-from medfl.core.untrusted import printable
+from medfl.core import (
+    Config,
+    InputError,
+    MedflError,
+    Message,
+    Messages,
+    Metrics,
+    Print,
+    RunError,
+    Weights,
+    is_finite,
+    not_among,
+    pick,
+    printable,
+    without,
+)
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_state, check_unchanged, object_versions

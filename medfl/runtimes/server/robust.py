@@ -37,12 +37,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core import setting_values
-from medfl.core.documents import Metrics
-from medfl.core.errors import RunError
-from medfl.core.mappings import pick
-from medfl.core.message import Message, Messages, Tensors, Weights
-from medfl.core.run import Run
+from medfl.core import (
+    Message,
+    Messages,
+    Metrics,
+    Run,
+    RunError,
+    Tensors,
+    Weights,
+    pick,
+    setting_values,
+)
 from medfl.methods.base import sample_shares, sent, slices, uniform_shares, weighted_mean
 
 _BLOCK = 2**22  # numbers of all replies together that are processed at a time

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core import portable
-from medfl.core.run import Run
+from medfl.core import Run, portable
 from medfl.training.accelerate.precision import tf32
 
 _FUNCTIONS = {

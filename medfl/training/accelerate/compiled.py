@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.core.documents import Document
-from medfl.core.errors import RunError, as_text, root_cause
+from medfl.core import Document, RunError, as_text, root_cause
 
 _ENABLED: ContextVar[bool] = ContextVar("compiling", default=False)
 _MOST_VARIANTS = 256
