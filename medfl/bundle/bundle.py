@@ -67,7 +67,7 @@ from medfl.problem.sections import check_labels
 from medfl.problem.tasks import check_task, told_by
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
-from medfl.storage.places import cache_folder
+from medfl.storage import cache_folder
 from medfl.training.site import mean_loss
 
 # A third-party bundle's own key metric, computed on a whole set of cases as its evaluator computes it for an epoch

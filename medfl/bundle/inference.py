@@ -19,7 +19,7 @@ from medfl.policy import admission
 from medfl.policy.inspection import INFERENCE
 from medfl.policy.policy import Policy
 from medfl.problem.described import mask_names, tensor_described
-from medfl.storage.files import hashed, load_pickled
+from medfl.storage import hashed, load_pickled
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ from medfl.policy.policy import Policy
 from medfl.problem import parts
 from medfl.problem.parts import PartsProblem
 from medfl.problem.problem import Problem
-from medfl.storage.places import PHANTOM, cache_folder
+from medfl.storage import PHANTOM, cache_folder
 
 OWN_SPLIT = "bundle"
 """The split of a third-party bundle: its own."""

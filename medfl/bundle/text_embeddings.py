@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from medfl.core import InputError, not_among, pip_install, read_json, refusing, stream
 from medfl.problem.prompts import Text
-from medfl.storage.files import (
+from medfl.storage import (
+    cache_folder,
     file_sha256,
     load_pickled,
     load_weights,
     weights_sha256,
     write_atomic,
 )
-from medfl.storage.places import cache_folder
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",

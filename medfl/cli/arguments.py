@@ -22,7 +22,7 @@ from medfl.core import (
     present,
     split_commas,
 )
-from medfl.storage.places import weights_file
+from medfl.storage import weights_file
 
 
 # argparse's parsers and groups have no other common base

@@ -11,7 +11,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.walls import Use, hold
 from medfl.core import WAYS, Document, InputError, check_coverage, tables, terminal
-from medfl.storage.places import check_which
+from medfl.storage import check_which
 
 _EXAMPLES = """\
 Nothing is trained. Each site shares one histogram of scores of its validation images;

@@ -12,8 +12,7 @@ from medfl.cli.run import launch_of, result_lines
 from medfl.cli.walls import Use, hold
 from medfl.core import Config, InputError, Run, listed, printable
 from medfl.core.importing import without_gc
-from medfl.storage.places import is_run, require_unused
-from medfl.storage.run_documents import read_run
+from medfl.storage import is_run, read_run, require_unused
 
 EXAMPLES = """\
 Nothing is trained. The result is a run folder of 0 rounds, with the same tables, intervals

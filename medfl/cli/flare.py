@@ -10,7 +10,7 @@ from medfl.cli.arguments import given_settings, names_of_group, parse_names, par
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import COMPUTING, SITES, Config, InputError
-from medfl.storage.places import require_unused
+from medfl.storage import require_unused
 
 _SIMULATE = """\
 The same as medfl run --runtime flare: one process for the server and one per site, with the simulator's results

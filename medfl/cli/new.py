@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli.arguments import existing, given_columns, parse_names
 from medfl.cli.parser import add_verb, show
-from medfl.storage.places import require_new_bundle
+from medfl.storage import require_new_bundle
 
 if TYPE_CHECKING:
     from medfl.starter.survey import Survey

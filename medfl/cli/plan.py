@@ -11,7 +11,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
 from medfl.cli.site import add_pairs, of_folder
 from medfl.core import InputError
-from medfl.storage.places import require_new_bundle
+from medfl.storage import require_new_bundle
 
 if TYPE_CHECKING:
     from medfl.data.fingerprint import Fingerprint

@@ -17,8 +17,7 @@ from medfl.cli.walls import Use, hold
 from medfl.core import SETTINGS, Config, InputError, Refused, json_values, portable
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
-from medfl.storage.places import FOLDS, default_run_folder, record_of
-from medfl.storage.run_documents import read_run
+from medfl.storage import FOLDS, default_run_folder, read_run, record_of
 
 EXAMPLES = """\
 The bundle's protocol, configs/federated.yaml, is that of the paper that used its data.

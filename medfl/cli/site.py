@@ -222,7 +222,7 @@ def _inspect(args: Namespace) -> int:
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
-    from medfl.storage.run_documents import read_run
+    from medfl.storage import read_run
 
     policy = Policy.read(args.policy) if args.policy else Policy()
 
@@ -247,7 +247,7 @@ def _inspect(args: Namespace) -> int:
     if anew is not None:
         document |= {"pinned_anew": anew}
     if target is not None and inspection.accepted:
-        from medfl.storage.files import write_atomic
+        from medfl.storage import write_atomic
 
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
@@ -453,7 +453,7 @@ def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
     if args.out is None:
         lines += ["", "Nothing was written; --out FILE writes exactly this."]
     else:
-        from medfl.storage.files import write_atomic
+        from medfl.storage import write_atomic
 
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.shown_file}"]

@@ -12,7 +12,7 @@ from medfl.compare.labels import labels
 from medfl.core import Config, InputError, Refused, Run, did_you_mean, json_values, printable
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
-from medfl.storage.places import GRID, require_unused
+from medfl.storage import GRID, require_unused
 
 _WIDTH = 40  # letters of a value in an error
 _PARTS = {"requested": "", "options": "--set ", "config": "--config "}

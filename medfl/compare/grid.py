@@ -38,10 +38,8 @@ from medfl.report.formatting import time_left
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_json
-from medfl.storage.places import CROSS_SITE, GRID, TRIAL
-from medfl.storage.run_documents import read_run, read_summary
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage import CROSS_SITE, GRID, read_run, read_summary, safe_file_name, write_json
+from medfl.storage.places import TRIAL
 
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 

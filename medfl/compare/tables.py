@@ -12,8 +12,7 @@ from medfl.compare.cost_curves import cost_curves
 from medfl.core import Document, formatted_table, latex_text, markdown_text
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
-from medfl.storage.files import write_atomic
-from medfl.storage.run_folder import RunFolder, safe_file_name
+from medfl.storage import RunFolder, safe_file_name, write_atomic
 
 _FORMATS = (("md",), ("tex", "% needs \\usepackage{booktabs,graphicx}"))
 """Formats, with the first line of their file."""

@@ -13,8 +13,7 @@ from medfl.core import Document, RunError
 from medfl.evaluation.metrics import higher_is_better
 from medfl.evaluation.undefined import told_by
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_json
-from medfl.storage.run_documents import read_run
+from medfl.storage import read_run, write_json
 
 TESTED = "best"
 """Folder of the runs with the chosen settings, the only ones that are tested."""

@@ -90,7 +90,7 @@ def allow_classes(resources: Path, classes: Sequence[str]) -> None:
     """Change the list of classes that FLARE may instantiate at a site, keeping the file's other entries."""
     from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
-    from medfl.storage.files import write_json
+    from medfl.storage import write_json
 
     document = read_resources(resources)
     # a list in the file replaces FLARE's default, so it must contain the default

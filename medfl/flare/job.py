@@ -20,7 +20,7 @@ from medfl.flare.files import allow_classes, participants, raise_error
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names
 from medfl.runtimes.registry import Execution, Runtime
-from medfl.storage.run_documents import read_summary
+from medfl.storage import read_summary
 
 MOST_SITES = 32
 """Maximum number of sites on one machine: FLARE uses a process for each."""

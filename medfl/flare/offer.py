@@ -32,7 +32,7 @@ from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
-from medfl.storage.places import PHANTOM, require_unused
+from medfl.storage import PHANTOM, require_unused
 
 
 def untrained(job: str, requested: Config) -> Document:

@@ -64,8 +64,8 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.storage.files import write_json
-from medfl.storage.run_folder import SITES, RunFolder
+from medfl.storage import RunFolder, write_json
+from medfl.storage.run_folder import SITES
 
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite

@@ -16,9 +16,7 @@ from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
-from medfl.storage.files import write_json
-from medfl.storage.places import CALIBRATION_SUMS
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import CALIBRATION_SUMS, RunFolder, write_json
 
 Reported = Mapping[str, float]
 

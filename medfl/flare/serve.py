@@ -234,7 +234,7 @@ def _write_settings(args: argparse.Namespace, kit: Path) -> None:
     """
     from medfl.bundle.files import shipped_folders
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
-    from medfl.storage.files import write_atomic
+    from medfl.storage import write_atomic
 
     path = kit / "local" / CONFIG_FILE
     settings = {}
@@ -324,7 +324,7 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
 def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        from medfl.storage.files import write_json
+        from medfl.storage import write_json
 
         write_json(path, _permissions(path, kind))
 
@@ -392,7 +392,7 @@ def _nobody(expression: Any) -> bool:
 
 
 def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
-    from medfl.storage.files import write_json
+    from medfl.storage import write_json
 
     document = read_resources(path)
     document["class_list_enforcement_mode"] = "enforce"

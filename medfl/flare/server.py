@@ -56,7 +56,7 @@ from medfl.runtimes.tasks import (
     TrainToScore,
     WorkerTask,
 )
-from medfl.storage.files import save_weights
+from medfl.storage import save_weights
 
 FLARE_FOLDER = "flare"
 LINES_FILE = "said.txt"

@@ -45,8 +45,7 @@ from medfl.runtimes.step import (
     segment_site,
     site_step,
 )
-from medfl.storage.files import State
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, State
 
 _LOG = logging.getLogger(__name__)
 

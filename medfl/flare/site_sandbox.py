@@ -25,8 +25,7 @@ from medfl.safety.sandbox import (
     program_files,
     python_and_system,
 )
-from medfl.storage.files import write_json
-from medfl.storage.places import cache_folder
+from medfl.storage import cache_folder, write_json
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
 """Programs run by the kit's script, besides Python."""

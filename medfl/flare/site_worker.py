@@ -10,7 +10,7 @@ from medfl.runtimes.monai_fl.worker import begin
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
-    from medfl.storage.files import State
+    from medfl.storage import State
 
 
 def open_job(job: State) -> tuple[Federation, str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from medfl.core import InputError, Message, Messages, RunError, Tensors, Weights, pick_known
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import Group, sample_shares, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -25,7 +25,7 @@ from medfl.core import (
     without,
 )
 from medfl.core.declared import declared
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 from medfl.training.site import Collated as Collated
 

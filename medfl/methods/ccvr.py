@@ -24,7 +24,7 @@ from medfl.methods._parts.class_heads import class_count, fit_head, with_class_h
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import head, head_name
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from medfl.core import Message
 from medfl.methods.base import Method, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, fit, snapshot
 
 

@@ -26,7 +26,7 @@ from medfl.core import InputError, Message
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import frozen
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from medfl.core import Message
 from medfl.methods.base import Method, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, copied, fit, pull, snapshot
 
 

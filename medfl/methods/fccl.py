@@ -34,7 +34,7 @@ from medfl.methods._parts.public import public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import Collated, option
 from medfl.networks.heads import frozen
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Objective, Site, fit, snapshot
 
 _BATCH = 512  # public items per step, as in the public code

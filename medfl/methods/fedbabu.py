@@ -15,7 +15,7 @@ from torch import nn
 from medfl.core import Message, Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods.base import MEANS, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 

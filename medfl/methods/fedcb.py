@@ -21,7 +21,7 @@ from medfl.core import InputError, Message, Messages, Task, Weights
 from medfl.methods._parts.text_classifier import COVARIANCES
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site
 
 

@@ -33,7 +33,7 @@ from medfl.methods.base import (
     uniform_shares,
     weighted_mean,
 )
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import (
     GradientHook,
     Host,

@@ -23,7 +23,7 @@ from torch.fft import fftn, ifftn
 
 from medfl.core import InputError, Message, Messages, Tensors, Weights
 from medfl.methods.base import Collated, Group, Method, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from medfl.core import Message, Messages, Weights, pick
 from medfl.data.prepared import moved
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, autocast, evaluating
 
 

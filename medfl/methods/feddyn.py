@@ -19,7 +19,7 @@ from torch import nn
 from medfl.core import Message, Messages, Weights, map_values, pick_known
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, difference, moved_by, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 

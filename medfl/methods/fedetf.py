@@ -23,7 +23,7 @@ from medfl.methods._parts.phases import fit_part
 from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head, head_name, replace_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit
 
 

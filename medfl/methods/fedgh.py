@@ -33,7 +33,7 @@ from medfl.methods._parts.prototype_exchange import (
 from medfl.methods._parts.prototypes import class_means
 from medfl.methods.base import Group, option
 from medfl.networks.heads import feature_size, head, head_names
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

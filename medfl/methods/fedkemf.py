@@ -34,7 +34,7 @@ from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, tra
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import Collated, option, sent, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, LocalSettings, Site, fit, snapshot, trainable
 
 

@@ -32,7 +32,7 @@ from medfl.core import Message
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import Collated, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, fit, snapshot
 
 _BATCH = 256  # as in the public code

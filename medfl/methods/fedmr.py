@@ -26,7 +26,7 @@ from medfl.core import InputError, Message, within
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import SharesPrototypes, Sharing
 from medfl.methods.base import Method, option, same_option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit, snapshot
 
 

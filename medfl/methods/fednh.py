@@ -31,7 +31,7 @@ from medfl.methods.base import (
     weighted_mean,
 )
 from medfl.networks.heads import head_name, replace_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from medfl.core import InputError, Message, Messages, RunError, Weights
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
 
 _LEAST = 1e-3  # one step is 1; dividing a change by almost nothing would make it arbitrarily large

@@ -28,7 +28,7 @@ from medfl.methods.base import (
     trained_names,
     weighted_mean,
 )
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host
 
 # v of the server's step, from the last v and the squared change

@@ -23,7 +23,7 @@ from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
 from medfl.methods.base import MEANS, Collated, Group, Method, option, sent
 from medfl.networks.heads import features_and_output, head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

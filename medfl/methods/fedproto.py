@@ -38,7 +38,7 @@ from medfl.methods._parts.prototypes import (
 )
 from medfl.methods.base import MEANS, Collated, Group, option
 from medfl.networks.heads import features_and_output, head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

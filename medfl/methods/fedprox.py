@@ -14,7 +14,7 @@ from torch import nn
 
 from medfl.core import Message
 from medfl.methods.base import Method, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit, pull
 
 

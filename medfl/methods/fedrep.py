@@ -18,7 +18,7 @@ from medfl.core import Message, Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods._parts.phases import fit_part
 from medfl.methods.base import option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit, train_only
 
 

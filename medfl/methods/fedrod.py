@@ -21,7 +21,7 @@ from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, replace_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, merged
 
 

@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, pad
 from medfl.core import InputError, Message, Messages, derive
 from medfl.methods._parts.extras import WithoutLabels
 from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
 _LEAST = 1e-3  # for r_k, which is in a reply: a number a thousand times smaller than others' is refused there

@@ -26,7 +26,7 @@ from medfl import networks
 from medfl.core import InputError, Message, Messages, Tensors, Weights, pick, stream
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Collated, Group, Method, option, sample_shares, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot, zeros_of
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)

@@ -39,7 +39,7 @@ from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import Collated, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Objective, Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]

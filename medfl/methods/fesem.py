@@ -24,7 +24,7 @@ from torch import nn
 from medfl.core import InputError, Message, Messages, Task, Weights, stream
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import MEANS, Method, mean_shares, option, sent, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot, trainable
 
 

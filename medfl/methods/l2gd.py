@@ -22,7 +22,7 @@ from torch import nn
 
 from medfl.core import InputError, Message, Messages, Weights, pick, stream
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, copied, fit, snapshot
 
 

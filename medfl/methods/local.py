@@ -14,7 +14,7 @@ from medfl.core import Message
 from medfl.methods._parts.extras import WholeCohort
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

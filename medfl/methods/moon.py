@@ -24,7 +24,7 @@ from medfl.core import Message, Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods.base import Collated, Method, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit
 
 _PROJECTED = 256  # length of a projected feature, as in the public code

@@ -36,7 +36,7 @@ from medfl.core import Message, stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Collated, Method, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Site, fit, one_sample_safe, trainable
 
 

@@ -46,7 +46,7 @@ from medfl.methods.base import (
     trained_names,
     weighted_mean,
 )
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import NORMS, Host, Site, fit, snapshot, split_names, trainable
 
 Moments = tuple[Sequence[Tensor], Sequence[Tensor]]

@@ -35,7 +35,7 @@ from medfl.methods.base import (
     step_towards,
     trained_names,
 )
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, fit, snapshot, trainable
 
 

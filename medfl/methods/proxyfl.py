@@ -25,7 +25,7 @@ from medfl.core import Message, Messages, Weights
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods.base import Collated, option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -32,7 +32,7 @@ from medfl.problem.sections import check_labels
 from medfl.problem.tasks import KINDS, check_task
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
-from medfl.storage.files import weights_sha256
+from medfl.storage import weights_sha256
 
 PREFIX = "parts:"
 """Prefix of a record's `bundle_path` if a run was made from parts."""

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from medfl.core import Bytes, Document, InputError, Refused, read_bytes
 from medfl.data.partition.table import shorten
 from medfl.report.style import INK, SOFT
-from medfl.storage.files import write_atomic
+from medfl.storage import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -45,10 +45,16 @@ from medfl.problem.tasks.kind import Kind
 from medfl.report import coverage, write_report
 from medfl.runs.result import Result
 from medfl.runs.subgroups import MIN_COUNT, group_order, group_values
-from medfl.storage.files import load_weights, write_atomic, write_json
-from medfl.storage.places import CALIBRATION, CALIBRATION_SUMS
-from medfl.storage.run_documents import ALL_SITES, CoverageRow
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import (
+    ALL_SITES,
+    CALIBRATION_SUMS,
+    RunFolder,
+    load_weights,
+    write_atomic,
+    write_json,
+)
+from medfl.storage.places import CALIBRATION
+from medfl.storage.run_documents import CoverageRow
 from medfl.storage.run_reader import RunReader
 from medfl.training.accelerate.precision import tf32
 

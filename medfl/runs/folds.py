@@ -15,8 +15,7 @@ from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_json
-from medfl.storage.places import CROSS_SITE, FOLDS, PHANTOM, default_run_folder, require_unused
+from medfl.storage import CROSS_SITE, FOLDS, PHANTOM, default_run_folder, require_unused, write_json
 from medfl.storage.run_documents import require_plain
 
 _SETTINGS: Config = {

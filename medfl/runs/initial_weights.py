@@ -32,9 +32,9 @@ from medfl.core import (
     without,
 )
 from medfl.problem.problem import Problem
+from medfl.storage import hashed, load_pickled, save_weights, weights_file, weights_sha256
 from medfl.storage.checkpoints import ScriptModule
-from medfl.storage.files import hashed, load_pickled, save_weights, weights_sha256
-from medfl.storage.places import BACKBONES, weights_file
+from medfl.storage.places import BACKBONES
 
 FILE = "init.safetensors"
 """In a run folder."""

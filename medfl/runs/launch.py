@@ -51,16 +51,17 @@ from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
 from medfl.runtimes.registry import Execution, Runtime
 from medfl.runtimes.server import contribution
-from medfl.storage.places import (
+from medfl.storage import (
     CROSS_SITE,
     LOCAL_REFERENCE,
+    RunFolder,
     default_run_folder,
-    folder_to_resume,
+    read_rows,
+    read_summary,
     record_of,
     require_unused,
 )
-from medfl.storage.run_documents import read_rows, read_summary
-from medfl.storage.run_folder import RunFolder
+from medfl.storage.places import folder_to_resume
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads

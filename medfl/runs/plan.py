@@ -56,7 +56,7 @@ from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
-from medfl.storage.places import PHANTOM
+from medfl.storage import PHANTOM
 
 
 def _left_open(settings: type) -> type:

@@ -45,8 +45,9 @@ from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
-from medfl.storage.places import CALIBRATION, check_which, is_run
-from medfl.storage.run_documents import ALL_SITES, read_calibration
+from medfl.storage import ALL_SITES, check_which, is_run
+from medfl.storage.places import CALIBRATION
+from medfl.storage.run_documents import read_calibration
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from medfl.data.public import Public
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
-from medfl.storage.places import PHANTOM
+from medfl.storage import PHANTOM
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels per side, and one slice
 _AUGMENTATION = "train#random_transforms"

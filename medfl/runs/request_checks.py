@@ -16,15 +16,15 @@ from medfl.data.partition.rules import parse
 from medfl.datasets.base import read_table
 from medfl.runtimes import registry
 from medfl.runtimes.launch import Launch
-from medfl.storage.places import (
+from medfl.storage import (
     LOCAL_REFERENCE,
     PHANTOM,
+    read_run,
     record_of,
-    require_run,
     require_unused,
     weights_file,
 )
-from medfl.storage.run_documents import read_run
+from medfl.storage.places import require_run
 
 
 def check_rounds(rounds: int, init: str) -> None:

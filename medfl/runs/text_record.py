@@ -21,7 +21,7 @@ from medfl.core import InputError, Run, TextRecord, json_values
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs import initial_weights
-from medfl.storage.files import load_weights, write_atomic
+from medfl.storage import load_weights, write_atomic
 
 FILE = "text.safetensors"
 """In a run folder: `embeddings` (K, M, D) float32, as used."""

@@ -42,7 +42,7 @@ from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.message_rules import Form, MessageRules, Wire
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
-from medfl.storage.files import State, to_device
+from medfl.storage import State, to_device
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.compiled import compile_steps

@@ -16,7 +16,7 @@ from medfl.runtimes.launch import Launch
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
-    from medfl.storage.run_folder import RunFolder
+    from medfl.storage import RunFolder
 
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",

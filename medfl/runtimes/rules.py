@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from medfl.core import InputError, Message
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training.site import Site
 
 _VALUES = (Tensor, Mapping, bool, int, float, str, type(None))

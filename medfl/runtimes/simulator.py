@@ -36,8 +36,7 @@ from medfl.runtimes.server.next_state import first_state, next_state, resumed_st
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
-from medfl.storage.files import State
-from medfl.storage.places import CROSS_SITE
+from medfl.storage import CROSS_SITE, State
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
 

@@ -22,7 +22,7 @@ from medfl.problem.described import mask_values
 from medfl.problem.tasks.kind import Examined, no_sets
 from medfl.runtimes.profiling import EVALUATION, during
 from medfl.runtimes.rules import check_update
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training.site import Site, summed
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from medfl.runtimes.step import (
     segment_site,
     site_step,
 )
-from medfl.storage.files import State, load_state, save_state, to_device
+from medfl.storage import State, load_state, save_state, to_device
 from medfl.storage.run_folder import StateFile
 
 Answer = Any

@@ -46,7 +46,7 @@ from medfl.starter.survey import (
     duplicate_notes,
     metadata_of,
 )
-from medfl.storage.places import require_new_bundle
+from medfl.storage import require_new_bundle
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def write(
         networks,  # imported here because PyTorch takes seconds: problems with the images are reported first
     )
     from medfl.problem.tasks import KINDS
-    from medfl.storage.files import write_atomic
+    from medfl.storage import write_atomic
 
     chosen = network or _NETWORKS[content.kind]
     segments = content.kind != "labelled"

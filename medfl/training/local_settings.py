@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from medfl.storage.files import State
+from medfl.storage import State
 
 
 @dataclass(frozen=True)

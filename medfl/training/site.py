@@ -24,7 +24,7 @@ from medfl.data.prepared import Shard, moved
 from medfl.data.public import Public
 from medfl.networks.deep_supervision import carried
 from medfl.networks.heads import entering_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training.accelerate.compiled import NetworkCalls
 from medfl.training.layers import one_sample_safe
 from medfl.training.local_settings import LocalSettings, restore_state, saved_state, set_rates

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medfl.core import Config, Document, InputError, Refused, typed_value
 from medfl.methods.base import option
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host
 
 

@@ -12,7 +12,7 @@ from medfl.core import Config, Message, Weights
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import Collated, Method
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, evaluating, fit, snapshot, summed
 
 PairLoss = Callable[[Tensor, Tensor, Collated], Tensor]

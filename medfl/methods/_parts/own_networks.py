@@ -9,7 +9,7 @@ from torch import nn
 from medfl.core import Message
 from medfl.methods._parts.extras import Bodies
 from medfl.methods.base import Method
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site
 
 

@@ -18,7 +18,7 @@ from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.prototypes import MISSING, OTHERS, OWN
 from medfl.networks.heads import feature_size
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site
 
 

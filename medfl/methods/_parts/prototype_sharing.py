@@ -29,7 +29,7 @@ from medfl.methods._parts.prototype_exchange import (
 from medfl.methods._parts.prototypes import class_counts, class_means, prototype_groups
 from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import feature_size, head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import FitReport, Host, Site, merged
 
 

@@ -18,7 +18,7 @@ from medfl.core import Message, Messages, Weights, stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import Collated, Group, option, uniform_shares, weighted_mean
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Objective, Site, evaluating, fit
 
 

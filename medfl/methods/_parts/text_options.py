@@ -29,7 +29,7 @@ from medfl.methods._parts.text_classifier import (
 )
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 from medfl.networks.heads import head, head_names
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Feed, Host, Objective, Site, fit, snapshot
 
 

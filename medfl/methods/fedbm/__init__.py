@@ -55,7 +55,7 @@ from medfl.networks.generator import (
     statistics_gap,
 )
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Feed, Host, Site, snapshot
 
 AXES = ("channels", "height", "width")

@@ -46,7 +46,7 @@ from medfl.methods._parts.public import public_data
 from medfl.methods.base import Collated, option
 from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
 from medfl.methods.fedhelp.pixel_weights import pixel_loss
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, fit, snapshot
 
 SizedLoss = Callable[[Tensor, Collated], Tensor]

@@ -29,7 +29,7 @@ from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import option
 from medfl.methods.fedhelp.pixel_weights import PixelWeights, beta, pixel_labels, weighted
 from medfl.networks.heads import entering_head, feature_size, head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Site, copied, snapshot, split_names
 
 RULES = ("table", "gate", "ce", "uniform")

@@ -28,7 +28,7 @@ from medfl.core import Message, Messages, RunError, Task, Weights, without
 from medfl.methods.base import Group
 from medfl.methods.fedlora.adapters import Adapters
 from medfl.methods.fedlora.low_rank import adapting, delta_name, named_factors
-from medfl.storage.files import State, weights_sha256
+from medfl.storage import State, weights_sha256
 from medfl.training import Host, Site, fit
 
 

@@ -32,7 +32,7 @@ from medfl.methods.fedlora.low_rank import (
     truncated,
 )
 from medfl.networks.heads import head_name
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import NORMS, Host, Site, merged, trainable
 
 SHARE_RULES = ("both", "a", "b", "stack", "svd")

@@ -58,7 +58,7 @@ from medfl.methods._parts.prototypes import (
 )
 from medfl.methods.base import Collated, Group, option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
-from medfl.storage.files import State
+from medfl.storage import State
 from medfl.training import Host, Site, evaluating, fit, snapshot
 
 

@@ -25,7 +25,7 @@ from medfl.core import Array, Config, InputError, Tensors, Weights, versions_of
 from medfl.datasets.readers.pairs import read_pair
 from medfl.problem.problem import Problem
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
-from medfl.storage.files import load_pickled, weights_sha256
+from medfl.storage import load_pickled, weights_sha256
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"

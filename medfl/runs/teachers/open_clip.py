@@ -22,7 +22,7 @@ from medfl.core import Config, InputError, versions_of
 from medfl.problem.problem import Problem
 from medfl.problem.prompts import Text
 from medfl.runs.teachers.questions import Questions, need_task, read_picture
-from medfl.storage.files import weights_sha256
+from medfl.storage import weights_sha256
 
 MODELS = {
     "clip-vit-l14": ("ViT-L-14-quickgelu", "openai"),

@@ -43,8 +43,7 @@ from medfl.problem.problem import Problem
 from medfl.runs import text_record
 from medfl.runs.initial_weights import first_file
 from medfl.runs.teachers.questions import Questions, public_classes
-from medfl.storage.files import file_sha256, load_weights, weights_sha256
-from medfl.storage.run_documents import read_run
+from medfl.storage import file_sha256, load_weights, read_run, weights_sha256
 from medfl.training.network_pool import Networks
 
 _BATCH = 16

@@ -65,8 +65,7 @@ from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, SiteEnd, SiteView
 from medfl.runtimes.profiling import CHECKPOINT, EVALUATION, MESSAGES, TRAINING, during
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_sets, score_site, site_step
-from medfl.storage.files import State
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage import State, safe_file_name
 
 HOSTS = ("medfl", "averaging")
 Extra = Document | None

@@ -40,7 +40,7 @@ from medfl.runtimes.tasks import (
     WorkerTask,
     result_or_failure,
 )
-from medfl.storage.files import State, load_state, save_state, to_device
+from medfl.storage import State, load_state, save_state, to_device
 
 
 class Exchange(Workers):

@@ -20,8 +20,7 @@ from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, account_file
 from medfl.runtimes.monai_fl.view import SiteEnd
 from medfl.runtimes.step import UNSENT, StepResult
-from medfl.storage.files import State, write_json
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage import State, safe_file_name, write_json
 
 
 @dataclass(frozen=True)

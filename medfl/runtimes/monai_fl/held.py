@@ -46,7 +46,7 @@ from medfl.runtimes.registry import Document
 from medfl.runtimes.step import UNSENT, StepResult, score_sets, score_site, site_step
 from medfl.safety.bounds import beyond
 from medfl.safety.sandbox import Allowed, variables
-from medfl.storage.files import State
+from medfl.storage import State
 
 _PATIENCE = 60.0
 """Seconds from an abort until a worker that continues is killed."""

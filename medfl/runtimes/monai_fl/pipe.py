@@ -18,7 +18,8 @@ from torch import Tensor
 from medfl.core import JSON_BYTES, JSON_VALUES, RunError, matches_type, printable, read_plain
 from medfl.runtimes.message_rules import Form
 from medfl.safety.bounds import total_memory
-from medfl.storage.files import State, join_state, split_state
+from medfl.storage import State
+from medfl.storage.files import join_state, split_state
 
 _HEAD = struct.Struct("!QQ")  # bytes of the tree, and of the tensors' forms
 _SHARE = 0.25

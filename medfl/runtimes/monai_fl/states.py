@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from medfl.core import RunError, errors_safe_to_send
-from medfl.storage.files import State, load_state, save_state, state_round, to_device
+from medfl.storage import State, load_state, save_state, to_device
+from medfl.storage.files import state_round
 
 
 class States:

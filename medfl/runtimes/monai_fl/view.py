@@ -25,7 +25,7 @@ from medfl.runtimes.federation import Federation, site_seed
 from medfl.runtimes.message_rules import MessageRules, Wire
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.registry import Document
-from medfl.storage.files import State, to_device
+from medfl.storage import State, to_device
 from medfl.training import Site
 
 _PARTS = {"train": "train", "eval": "validate"}

@@ -19,7 +19,7 @@ from medfl.safety.sandbox import Allowed, Sandbox
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation
     from medfl.runtimes.monai_fl.view import SiteView
-    from medfl.storage.files import State
+    from medfl.storage import State
 
 
 def begin(opened: Callable[[State], tuple[Federation, str]]) -> None:
@@ -117,7 +117,7 @@ def _sets_scored(view: SiteView, question: State) -> State:
 
 def _called(view: SiteView, function: Callable[..., Any], question: State) -> Any:
     from medfl.core import Message
-    from medfl.storage.files import to_device
+    from medfl.storage import to_device
 
     state = to_device(question["state"], view.device) if question["has_state"] else None
     message = Message.from_flat(to_device(question["message"], view.device))

@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.core import Bytes, Document
 from medfl.runtimes.output.tracking import Tracking, scalars
-from medfl.storage.files import writing
+from medfl.storage import writing
 
 
 class Events:

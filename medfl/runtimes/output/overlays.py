@@ -16,7 +16,7 @@ from medfl.report import overlays
 from medfl.report.overlays import Example, dice_strips
 from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage import safe_file_name
 
 SITES = 60
 """Maximum number of sites drawn: of more, this many equally spaced in the order of their median Dice."""

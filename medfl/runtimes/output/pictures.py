@@ -28,8 +28,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays
 from medfl.runtimes.output.events import Events
 from medfl.runtimes.output.overlays import in_true_colours, test_item
-from medfl.storage.files import State
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, State
 from medfl.training.layers import evaluating
 
 _COLUMNS = 8  # generated images per class in a grid

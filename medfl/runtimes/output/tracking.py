@@ -29,8 +29,7 @@ from medfl.core import (
     map_values,
     pip_install,
 )
-from medfl.storage.files import write_json
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, write_json
 
 FILE = "mlflow.json"
 STORE = "mlflow.db"

@@ -15,8 +15,7 @@ from medfl.runtimes.profiling import MESSAGES, during
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Answer, Introduce, MakeTask, Results, RoundTask, Train
-from medfl.storage.files import State
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, State
 
 
 @dataclass

@@ -46,8 +46,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_state, check_unchanged, object_versions
 from medfl.runtimes.server.claims import check_shares, far_replies
 from medfl.runtimes.server.robust import shares_under_cap, with_effective_counts
-from medfl.storage.files import State, to_device
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, State, to_device
 
 Form = tuple[tuple[int, ...], str]
 T = TypeVar("T")
