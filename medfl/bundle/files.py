@@ -25,7 +25,7 @@ from medfl.core import (
     type_errors,
 )
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
-from medfl.storage.places import config_file as config_file
+from medfl.storage import config_file as config_file
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."

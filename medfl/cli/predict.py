@@ -12,8 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.cli.walls import Use, hold
 from medfl.core import Config, InputError, RunError, text_table, within
-from medfl.storage import check_which, is_run, require_unused
-from medfl.storage.places import require_there
+from medfl.storage import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
 examples

@@ -22,11 +22,16 @@ from pathlib import Path
 from threading import Thread
 
 from medfl.cli.parser import intact, log, warn
-from medfl.core.errors import InputError, RunError
-from medfl.core.names import outside_walls
-from medfl.core.run import Run
-from medfl.core.terminal import pass_on, take_sigterm
-from medfl.core.untrusted import not_plain, printable
+from medfl.core import (
+    InputError,
+    Run,
+    RunError,
+    not_plain,
+    outside_walls,
+    pass_on,
+    printable,
+    take_sigterm,
+)
 from medfl.safety import sandbox as walls
 from medfl.safety.bounds import close_from, end_group_with_keeper, wait
 from medfl.safety.sandbox import (
@@ -37,16 +42,17 @@ from medfl.safety.sandbox import (
     private_folders,
     python_and_system,
 )
-from medfl.storage.places import (
-    CALIBRATION,
+from medfl.storage import (
     FOLDS,
     GRID,
     LOCAL_REFERENCE,
     cache_folder,
+    read_run,
     record_of,
     require_unused,
 )
-from medfl.storage.run_documents import brings_code, read_run
+from medfl.storage.places import CALIBRATION
+from medfl.storage.run_documents import brings_code
 
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 _DOTTED = re.compile(r"([A-Za-z_]\w*)(\.\w+)+(:\w+)?")

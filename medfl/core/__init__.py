@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         error_id as error_id,
         errors_safe_to_send as errors_safe_to_send,
         missing_package as missing_package,
+        refuse_folder as refuse_folder,
         refusing as refusing,
         root_cause as root_cause,
         without_package as without_package,
@@ -55,16 +56,19 @@ if TYPE_CHECKING:
         check_method_name as check_method_name,
         check_name as check_name,
         composed as composed,
+        from_cell as from_cell,
         is_name as is_name,
         is_plain_text as is_plain_text,
         listed as listed,
         method_names as method_names,
         not_among as not_among,
+        outside_walls as outside_walls,
         readable_file_name as readable_file_name,
         refuse_untrusted_module as refuse_untrusted_module,
         slug as slug,
         split_commas as split_commas,
         trust_module as trust_module,
+        trusting_any_module as trusting_any_module,
     )
     from medfl.core.release import (
         DISTRIBUTION as DISTRIBUTION,
@@ -80,17 +84,20 @@ if TYPE_CHECKING:
         Run as Run,
         TextRecord as TextRecord,
         examines as examines,
+        hash_as_recorded as hash_as_recorded,
         withdrawn_settings as withdrawn_settings,
         without_round_limit as without_round_limit,
     )
     from medfl.core.seeding import derive as derive, stream as stream
     from medfl.core.setting_values import (
+        ALL as ALL,
         FROM_MASKS as FROM_MASKS,
         SURFACE_METRICS as SURFACE_METRICS,
         WAYS as WAYS,
         by_site as by_site,
         check_coverage as check_coverage,
         device as device,
+        metrics as metrics,
         site_names as site_names,
         spacings as spacings,
     )
@@ -109,6 +116,7 @@ if TYPE_CHECKING:
         check_limits as check_limits,
     )
     from medfl.core.tables import (
+        csv_text as csv_text,
         formatted_table as formatted_table,
         label_row as label_row,
         latex_text as latex_text,
@@ -127,7 +135,13 @@ if TYPE_CHECKING:
         Constants as Constants,
         Task as Task,
     )
-    from medfl.core.terminal import Print as Print, bar as bar, hanging_indent as hanging_indent
+    from medfl.core.terminal import (
+        Print as Print,
+        bar as bar,
+        hanging_indent as hanging_indent,
+        pass_on as pass_on,
+        take_sigterm as take_sigterm,
+    )
     from medfl.core.type_checks import (
         Count as Count,
         check_arguments as check_arguments,
@@ -138,15 +152,22 @@ if TYPE_CHECKING:
     from medfl.core.untrusted import (
         JSON_BYTES as JSON_BYTES,
         JSON_VALUES as JSON_VALUES,
+        LOADER as LOADER,
+        Plain as Plain,
         Refused as Refused,
+        check_visible as check_visible,
         decode_text as decode_text,
+        folders_below as folders_below,
         json_values as json_values,
         not_plain as not_plain,
+        open_plain as open_plain,
         override_value as override_value,
         printable as printable,
         read_bytes as read_bytes,
         read_json as read_json,
+        read_json_bytes as read_json_bytes,
         read_plain as read_plain,
+        read_table as read_table,
         typed_value as typed_value,
         visible as visible,
     )

@@ -32,7 +32,7 @@ from monai.utils import fall_back_tuple
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from medfl.core.documents import Document
+from medfl.core import Document
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""

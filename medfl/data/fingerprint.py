@@ -21,10 +21,17 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import extend
 from scipy.special import ndtri
 
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    Refused,
+    decode_text,
+    printable,
+    read_bytes,
+    read_plain,
+)
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 
 FORM = "medfl fingerprint 1"
 OCTAVE = 8

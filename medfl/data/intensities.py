@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from monai.transforms import Compose
 
-from medfl.core.errors import InputError
-from medfl.core.task import Constants
+from medfl.core import Constants, InputError
 
 _KEEPING = tuple(f"monai.transforms.{room}." for room in ("io", "spatial", "croppad", "utility"))
 _CHANGING = ("Lambda", "Add", "Histogram")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.core.errors import InputError
+from medfl.core import InputError
 from medfl.networks.deep_supervision import carried, carrying
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from medfl import datasets
-from medfl.core import terminal
-from medfl.core.errors import InputError, RunError
+from medfl.core import InputError, RunError, terminal
 from medfl.data.prepared import (
     Augmented,
     Batch,
@@ -41,7 +40,7 @@ from medfl.data.prepared import (
 from medfl.data.samples import Collate, Sampled, SampleMaker, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, content_key
-from medfl.storage.files import writing
+from medfl.storage import writing
 from medfl.storage.shared_memory import dump_shared, load_shared
 
 PrepareBatch = Callable[..., Any]

@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.data import default_collate
 
+from medfl.core import Config, InputError, without
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.mappings import without
 from medfl.core.seeding import derive
 from medfl.data.known_labels import AnnotatedClasses
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.core.task import Task
+from medfl.core import Task
 from medfl.data.prepared import Batch, Shard
 
 

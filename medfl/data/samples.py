@@ -29,9 +29,7 @@ from monai.transforms import (
 from monai.transforms.io.array import SUPPORTED_READERS
 from torch import Tensor
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, MedflError, missing_package, without_package
-from medfl.core.mappings import without
+from medfl.core import Document, InputError, MedflError, missing_package, without, without_package
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.prepared import (

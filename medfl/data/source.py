@@ -17,7 +17,7 @@ from monai.transforms import Compose
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from medfl.core.documents import Document
+from medfl.core import Document
 from medfl.data.prepared import Item, Transform
 
 _CENTRE = ("centre", "center", "site", "hospital", "institution")

@@ -21,10 +21,7 @@ from typing import Any, TypedDict
 import numpy as np
 import yaml
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.mappings import pick
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import LOADER
+from medfl.core import LOADER, SECTIONS, InputError, did_you_mean, pick
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several

@@ -8,8 +8,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError
-from medfl.core.untrusted import open_plain
+from medfl.core import InputError, open_plain
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group

@@ -15,12 +15,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values
-from medfl.core.names import composed, not_among
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import folders_below, printable
+from medfl.core import (
+    SECTIONS,
+    Config,
+    InputError,
+    composed,
+    folders_below,
+    map_values,
+    not_among,
+    printable,
+)
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import (
     cases,

@@ -19,9 +19,7 @@ from monai.data import MetaTensor, decollate_batch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.documents import Metrics
-from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
-from medfl.core.message import Tensors
+from medfl.core import InputError, MedflError, Metrics, RunError, Tensors, as_text, root_cause
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores

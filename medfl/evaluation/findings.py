@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from scipy.stats import rankdata
 
+from medfl.core import Metrics
 from medfl.core.arrays import Array, Flags, Floats
-from medfl.core.documents import Metrics
 from medfl.evaluation import bootstrap
 from medfl.evaluation.bootstrap import Draws
 

@@ -15,11 +15,8 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 from torch import Tensor
 
+from medfl.core import ALL, SURFACE_METRICS, InputError, Metrics, did_you_mean, metrics, slug
 from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Metrics
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import slug
-from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
 
 KINDS = ("dice", *SURFACE_METRICS)
 """The metrics that are computed per structure: `<kind>_<slug of its name>`."""

@@ -17,12 +17,18 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
+from medfl.core import (
+    Document,
+    InputError,
+    Metrics,
+    RunError,
+    Tensors,
+    Weights,
+    map_values,
+    not_among,
+    without,
+)
 from medfl.core.arrays import Array, Integers
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import map_values, without
-from medfl.core.message import Tensors, Weights
-from medfl.core.names import not_among
 from medfl.evaluation import findings, numbers
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from medfl.core import Metrics
 from medfl.core.arrays import Array, Floats
-from medfl.core.documents import Metrics
 from medfl.evaluation.bootstrap import Draws
 
 _ROUNDING = 1e-12

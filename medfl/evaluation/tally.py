@@ -25,13 +25,9 @@ import numpy as np
 import torch
 from scipy.special import expit, ndtri
 
+from medfl.core import Document, Metrics, RunError, Tensors, Weights, listed, printable
 from medfl.core.arrays import Array
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import RunError
-from medfl.core.message import Tensors, Weights
-from medfl.core.names import listed
 from medfl.core.seeding import derive
-from medfl.core.untrusted import printable
 from medfl.evaluation import bootstrap, findings, numbers
 from medfl.evaluation.bootstrap import LEAST, Interval
 from medfl.evaluation.metrics import OF_CASES, WHOLE, Cases, confusion, from_confusion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from medfl.core.names import listed
+from medfl.core import listed
 from medfl.evaluation.findings import LEAST
 from medfl.evaluation.metrics import Cases
 

@@ -29,13 +29,8 @@ from medfl.bundle.configuration import Configuration, by_existing_ids, own_modul
 from medfl.bundle.files import config_file, read
 from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.bundle.zoo.conventions import without_fetching
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import cpu_copies
-from medfl.core.release import pip_install
+from medfl.core import Config, Document, InputError, Print, RunError, Task, cpu_copies, pip_install
 from medfl.core.seeding import stream
-from medfl.core.task import Task
-from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
@@ -62,10 +57,17 @@ from medfl.problem.tasks.regression import scale_of
 from medfl.report.formatting import time_left
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.runs.predictor import thresholds_of
-from medfl.storage.files import save_weights, write_atomic, writing
-from medfl.storage.places import CALIBRATION, PHANTOM, check_which, require_for_export
-from medfl.storage.run_documents import read_rows
-from medfl.storage.run_folder import safe_file_name
+from medfl.storage import (
+    PHANTOM,
+    check_which,
+    read_rows,
+    require_for_export,
+    safe_file_name,
+    save_weights,
+    write_atomic,
+    writing,
+)
+from medfl.storage.places import CALIBRATION
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"

@@ -11,13 +11,10 @@ import yaml
 from torch import nn
 
 from medfl.bundle.files import config_file, read
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.mappings import within
-from medfl.core.message import Weights
+from medfl.core import Document, InputError, Weights, within
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
-from medfl.storage.files import file_sha256
+from medfl.storage import file_sha256
 
 LARGE = 25_000_000
 """Bytes above which the zoo requires a file to be listed in large_files.yml."""

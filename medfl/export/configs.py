@@ -14,8 +14,7 @@ import yaml
 from medfl import networks
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import read
-from medfl.core.documents import Config, Document
-from medfl.core.mappings import within
+from medfl.core import Config, Document, within
 from medfl.core.seeding import stream
 from medfl.export.network import TARGET
 

@@ -22,21 +22,26 @@ from markupsafe import Markup
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
-from medfl.core.documents import Config, Document
-from medfl.core.mappings import map_values, pick, without
-from medfl.core.names import slug
-from medfl.core.release import DISTRIBUTION, pip_install, version_of
-from medfl.core.run import Run
-from medfl.core.tables import markdown_text
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import visible
+from medfl.core import (
+    DISTRIBUTION,
+    SECTIONS,
+    Config,
+    Document,
+    Run,
+    map_values,
+    markdown_text,
+    pick,
+    pip_install,
+    slug,
+    version_of,
+    visible,
+    without,
+)
 from medfl.evaluation.mask_metrics import KINDS
 from medfl.export.configs import TORCHSCRIPT, templates
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
-from medfl.storage.files import file_sha256
-from medfl.storage.places import PHANTOM, config_file
-from medfl.storage.run_documents import read_rows
+from medfl.storage import PHANTOM, config_file, file_sha256, read_rows
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _PATH_TO_REMOVE = re.compile(

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.core.errors import InputError, RunError
-from medfl.core.task import Task
-from medfl.storage.files import read_weights
+from medfl.core import InputError, RunError, Task
+from medfl.storage import read_weights
 
 TARGET = "medfl.exported.network"
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medfl.core import listed, printable
 from medfl.core.arrays import Floats
-from medfl.core.names import listed
-from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.checking import targets_told
 from medfl.datasets.readers.volumes import changes_told

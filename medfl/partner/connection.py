@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, json_values, printable
+from medfl.core import Config, InputError, Refused, json_values, printable
 
 _CONNECT_SECONDS = 5.0
 _REFUSAL_SECONDS = 2.0  # within which a server reports that it rejects the certificate

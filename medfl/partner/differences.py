@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from medfl.core.untrusted import printable
+from medfl.core import printable
 from medfl.policy.inspection import File, Inspection
 
 _TEXT = (".py", ".json", ".yaml", ".yml", ".md", ".txt", ".cfg", ".conf", ".sh")

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.spatial.distance import jensenshannon
 
-from medfl.core import tables
+from medfl.core import (
+    Config,
+    Document,
+    InputError,
+    Refused,
+    decode_text,
+    printable,
+    read_bytes,
+    read_plain,
+    tables,
+)
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import DOCUMENT_FORM
 from medfl.report import site_chart

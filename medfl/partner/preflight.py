@@ -19,14 +19,20 @@ import torch
 from medfl import datasets, methods
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import open_problem, with_data
-from medfl.core import terminal
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError, MedflError
-from medfl.core.message import byte_count
-from medfl.core.release import version_of
-from medfl.core.run import DataRecord, PartitionRecord, Run
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import printable
+from medfl.core import (
+    SECTIONS,
+    Config,
+    DataRecord,
+    Document,
+    InputError,
+    MedflError,
+    PartitionRecord,
+    Run,
+    byte_count,
+    printable,
+    terminal,
+    version_of,
+)
 from medfl.data import on_device
 from medfl.data.prepare import budget, free_ram, prepare
 from medfl.datasets.base import read_table
@@ -39,7 +45,7 @@ from medfl.problem.problem import Problem
 from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
-from medfl.storage.places import cache_folder
+from medfl.storage import cache_folder
 from medfl.training.site import fit, snapshot
 
 OK = "ok"

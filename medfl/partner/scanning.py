@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from medfl.core import terminal
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, terminal
 from medfl.data.prepare import content_hash
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL

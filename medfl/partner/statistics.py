@@ -28,11 +28,8 @@ import torch
 from torch import Tensor
 
 from medfl.bundle import case_metadata
-from medfl.core import terminal
+from medfl.core import Config, Document, InputError, printable, terminal
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.untrusted import printable
 from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
 from medfl.problem.problem import Problem

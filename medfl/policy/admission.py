@@ -15,8 +15,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.names import PRIVATE_CACHE, outside_walls, trusting_any_module
+from medfl.core import PRIVATE_CACHE, InputError, outside_walls, trusting_any_module
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 

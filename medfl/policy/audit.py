@@ -26,14 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.names import listed
-from medfl.core.terminal import Print
-from medfl.core.untrusted import open_plain, printable
+from medfl.core import Document, InputError, Print, RunError, listed, open_plain, printable
 
 if TYPE_CHECKING:
-    from medfl.core.message import Message
+    from medfl.core import Message
 
 _NOTED = re.compile(r"[0-9a-fA-F]{8,64}", re.ASCII)
 _MOST_LINES = 10_000  # that are kept

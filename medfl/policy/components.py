@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from medfl.core.untrusted import Refused, printable
+from medfl.core import Refused, printable
 
 _SYSTEM = re.compile(r"/+(etc|proc|sys|dev|root|boot|home|var)(/|$)")
 _PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")

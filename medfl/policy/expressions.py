@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from medfl.core.untrusted import Refused, printable
+from medfl.core import Refused, printable
 from medfl.policy.components import check_argument, check_path, name_set
 
 DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "numpy"}

@@ -21,11 +21,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from medfl.core import Config, Document, Message, RunError, Tensors, Weights, without
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Document
-from medfl.core.errors import RunError
-from medfl.core.mappings import without
-from medfl.core.message import Message, Tensors, Weights
 from medfl.policy.policy import Outbound
 from medfl.policy.privacy import Account, BudgetExceeded
 from medfl.policy.suppression import Entropy, uniform

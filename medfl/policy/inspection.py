@@ -24,14 +24,14 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from medfl.core.errors import InputError
-from medfl.core.names import not_among
-from medfl.core.untrusted import (
+from medfl.core import (
+    InputError,
     Plain,
     Refused,
     check_visible,
     decode_text,
     folders_below,
+    not_among,
     printable,
     read_plain,
 )
@@ -44,7 +44,7 @@ from medfl.policy.components import (
 )
 from medfl.policy.expressions import DEFAULT_NAMES, ExpressionFilter, Uses, imported
 from medfl.policy.policy import PERMISSIONS, Policy
-from medfl.storage.places import config_file
+from medfl.storage import config_file
 
 # Result of an inspection: the bundle's files, what it would use, what is refused
 

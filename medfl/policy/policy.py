@@ -26,11 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import check_name
-from medfl.core.run import Run, examines
-from medfl.core.type_checks import matches_type
-from medfl.core.untrusted import Plain, Refused, decode_text, printable, read_bytes, read_plain
+from medfl.core import (
+    InputError,
+    Plain,
+    Refused,
+    Run,
+    check_name,
+    decode_text,
+    did_you_mean,
+    examines,
+    matches_type,
+    printable,
+    read_bytes,
+    read_plain,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,14 +23,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import pick
-from medfl.core.names import listed
-from medfl.core.release import pip_install
-from medfl.core.type_checks import Count, matches_type
-from medfl.core.untrusted import Refused, json_values, printable
-from medfl.storage.files import write_json
+from medfl.core import (
+    Count,
+    Document,
+    InputError,
+    Refused,
+    RunError,
+    json_values,
+    listed,
+    matches_type,
+    pick,
+    pip_install,
+    printable,
+)
+from medfl.storage import write_json
 
 _NAMED = 4
 _KEPT = ("noised", "plain", "uncovered", "answers", "case_epsilon")

@@ -17,8 +17,7 @@ from medfl.report.picture import Picture, mask_pictures, model_pictures, worst_i
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
-from medfl.storage import FOLDS, read_rows, write_atomic
-from medfl.storage.places import CONTRIBUTION
+from medfl.storage import CONTRIBUTION, FOLDS, read_rows, write_atomic
 from medfl.storage.run_documents import damaged
 from medfl.storage.run_reader import SUMMARY_KINDS, Table
 

@@ -23,8 +23,7 @@ from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation, participants
 from medfl.runtimes.step import judged
-from medfl.storage import RunFolder, load_state, weights_sha256
-from medfl.storage.files import read_weights
+from medfl.storage import RunFolder, load_state, read_weights, weights_sha256
 from medfl.storage.places import WHICH
 from medfl.storage.run_reader import RunReader
 

@@ -16,13 +16,19 @@ import torch
 
 from medfl.bundle import new_images
 from medfl.bundle.new_images import Images, Reference
-from medfl.core import terminal
+from medfl.core import (
+    Document,
+    InputError,
+    MedflError,
+    Metrics,
+    Print,
+    pick,
+    pick_known,
+    readable_file_name,
+    terminal,
+    without,
+)
 from medfl.core.arrays import Bytes
-from medfl.core.documents import Document, Metrics
-from medfl.core.errors import InputError, MedflError
-from medfl.core.mappings import pick, pick_known, without
-from medfl.core.names import readable_file_name
-from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets import own
 from medfl.datasets.readers.reading import files_of
@@ -37,8 +43,7 @@ from medfl.problem.tasks.regression import scale_of
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
 from medfl.runs.result_tables import Record, parse_row
-from medfl.storage.places import require_unused
-from medfl.storage.run_folder import RunFolder
+from medfl.storage import RunFolder, require_unused
 from medfl.training.accelerate.precision import tf32, threads
 
 PREDICTIONS = "predictions.csv"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         load_pickled as load_pickled,
         load_state as load_state,
         load_weights as load_weights,
+        read_weights as read_weights,
         save_state as save_state,
         save_weights as save_weights,
         to_device as to_device,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
     from medfl.storage.places import (
         CALIBRATION_SUMS as CALIBRATION_SUMS,
+        CONTRIBUTION as CONTRIBUTION,
         CROSS_SITE as CROSS_SITE,
         FOLDS as FOLDS,
         GRID as GRID,
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
         PHANTOM as PHANTOM,
         cache_folder as cache_folder,
         check_which as check_which,
+        config_file as config_file,
         default_run_folder as default_run_folder,
         is_run as is_run,
         record_of as record_of,
+        require_for_export as require_for_export,
         require_new_bundle as require_new_bundle,
+        require_there as require_there,
         require_unused as require_unused,
         weights_file as weights_file,
     )

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.mappings import pick, pick_known
-from medfl.core.untrusted import printable
+from medfl.core import pick, pick_known, printable
 from medfl.storage.pickled_arrays import STAND_INS, PickledArray, PickledType, latin1
 
 

@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from medfl.core.errors import RunError, beginning
-from medfl.core.mappings import map_values
-from medfl.core.message import Tensors, Weights, byte_count
-from medfl.core.untrusted import JSON_VALUES, open_plain, printable, read_plain
+from medfl.core import (
+    JSON_VALUES,
+    RunError,
+    Tensors,
+    Weights,
+    beginning,
+    byte_count,
+    map_values,
+    open_plain,
+    printable,
+    read_plain,
+)
 from medfl.storage.checkpoints import PlainUnpickler, ScriptModule, script_tensors
 
 _ROUND = "round"

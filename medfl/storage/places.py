@@ -7,9 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from medfl.core import portable
-from medfl.core.errors import InputError
-from medfl.core.names import PRIVATE_CACHE, check_name
+from medfl.core import PRIVATE_CACHE, InputError, check_name, portable
 
 LOCAL_REFERENCE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""

@@ -13,21 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.names import from_cell, not_among, outside_walls, refuse_untrusted_module
-from medfl.core.run import Run
-from medfl.core.task import TASKS
-from medfl.core.type_checks import Count, type_errors
-from medfl.core.untrusted import (
+from medfl.core import (
+    TASKS,
+    Config,
+    Count,
+    Document,
+    InputError,
     Plain,
     Refused,
+    Run,
+    from_cell,
+    not_among,
     not_plain,
+    outside_walls,
     printable,
     read_bytes,
     read_json,
     read_json_bytes,
     read_table,
+    refuse_untrusted_module,
+    type_errors,
 )
 
 MANIFEST = "manifest.json"

@@ -20,12 +20,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
-from medfl.core.message import Weights
-from medfl.core.names import readable_file_name
-from medfl.core.run import Run
-from medfl.core.tables import csv_text
+from medfl.core import Config, Document, InputError, Run, Weights, csv_text, readable_file_name
 from medfl.storage.files import (
     State,
     atomic_replace,

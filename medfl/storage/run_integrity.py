@@ -11,11 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.release import VERSION
-from medfl.core.run import Run, hash_as_recorded
-from medfl.core.untrusted import printable
+from medfl.core import VERSION, Document, InputError, Run, hash_as_recorded, printable
 from medfl.storage.files import file_sha256, state_round
 from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
 from medfl.storage.run_folder import RunFolder

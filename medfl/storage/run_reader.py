@@ -12,10 +12,8 @@ from typing import Self
 
 import numpy as np
 
+from medfl.core import Config, InputError, Metrics, Run
 from medfl.core.arrays import Floats
-from medfl.core.documents import Config, Metrics
-from medfl.core.errors import InputError
-from medfl.core.run import Run
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import (
     MANIFEST,

@@ -18,12 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core.documents import Config
-from medfl.core.errors import InputError
-from medfl.core.mappings import map_values
-from medfl.core.names import listed
+from medfl.core import SECTIONS, Config, InputError, listed, map_values
 from medfl.core.seeding import derive
-from medfl.core.task import SECTIONS
 
 Item = Config
 Values = tuple[Any, ...]

@@ -25,10 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import composed, listed
-from medfl.core.task import SECTIONS
-from medfl.core.untrusted import Refused, read_table
+from medfl.core import SECTIONS, InputError, Refused, composed, did_you_mean, listed, read_table
 from medfl.data.partition import targets
 from medfl.data.partition.draw import (
     Homes,

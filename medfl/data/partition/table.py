@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from medfl.core.tables import screen_width, text_table, wrap
+from medfl.core import screen_width, text_table, wrap
 from medfl.data.partition.draw import Sections
 from medfl.data.partition.rules import Partition
 

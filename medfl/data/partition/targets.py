@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from medfl.core import SECTIONS, InputError
 from medfl.core.arrays import Floats, Integers
-from medfl.core.errors import InputError
-from medfl.core.task import SECTIONS
 from medfl.data.partition.draw import (
     Group,
     Homes,

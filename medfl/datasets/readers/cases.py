@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from medfl.core.errors import InputError, either
-from medfl.core.names import as_number, composed
-from medfl.core.task import SECTIONS
+from medfl.core import SECTIONS, InputError, as_number, composed, either
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from medfl.core.documents import Document
-from medfl.core.errors import InputError
-from medfl.core.task import SECTIONS
-from medfl.core.terminal import bar
+from medfl.core import SECTIONS, Document, InputError, bar
 from medfl.datasets.base import choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers import pairs, volumes
 from medfl.datasets.readers.mask_values import Classes

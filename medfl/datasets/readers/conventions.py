@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.names import is_plain_text, listed
-from medfl.core.untrusted import Plain, printable, read_json
+from medfl.core import InputError, Plain, is_plain_text, listed, printable, read_json
 from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, is_text

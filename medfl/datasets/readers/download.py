@@ -19,8 +19,7 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from medfl.core import terminal
-from medfl.core.errors import InputError, RunError
+from medfl.core import InputError, RunError, terminal
 from medfl.datasets.base import DataSet, Download, get
 
 ATTEMPTS = 4  # each after a longer pause

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from medfl.core import InputError, as_number, composed, did_you_mean, either, listed
 from medfl.core.arrays import Floats
-from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.names import as_number, composed, listed
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from medfl.core import InputError, listed
 from medfl.core.arrays import Array
-from medfl.core.errors import InputError
-from medfl.core.names import listed
 
 Values = Array
 """Values of pixels or voxels, or indices, of any whole or real type."""

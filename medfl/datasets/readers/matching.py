@@ -6,8 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from medfl.core.errors import InputError
-from medfl.core.names import listed
+from medfl.core import InputError, listed
 
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""

@@ -28,10 +28,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import OPEN_INFO, ImageFileDirectory_v2, TiffImageFile
 from PIL.TiffTags import TAGS_V2
 
+from medfl.core import InputError, beginning, composed, folders_below, refuse_folder, refusing
 from medfl.core.arrays import Array
-from medfl.core.errors import InputError, beginning, refuse_folder, refusing
-from medfl.core.names import composed
-from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 

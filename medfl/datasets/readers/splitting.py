@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from medfl.core import SECTIONS, InputError
 from medfl.core.arrays import Floats
-from medfl.core.errors import InputError
-from medfl.core.task import SECTIONS
 
 LEFT_OUT = ""
 USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.names import listed
-from medfl.core.untrusted import Refused, read_table
+from medfl.core import InputError, Refused, listed, read_table
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,

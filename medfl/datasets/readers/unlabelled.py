@@ -8,8 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from medfl.core.errors import InputError
-from medfl.core.untrusted import printable
+from medfl.core import InputError, printable
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
@@ -22,7 +21,7 @@ from medfl.datasets.readers.reading import (
     shown_files,
 )
 from medfl.datasets.readers.volumes import SUFFIXES, bare, count_channels, is_volume
-from medfl.storage.places import require_there
+from medfl.storage import require_there
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
 _CHANNEL = re.compile(r"(.+)_(\d{4})((?:\.\w+)*)")

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medfl import methods
-from medfl.core.documents import Metrics
-from medfl.core.mappings import map_values, pick, pick_known, within
-from medfl.core.message import Messages, Weights
-from medfl.core.names import slug
-from medfl.core.run import examines
+from medfl.core import (
+    SECTIONS,
+    Messages,
+    Metrics,
+    Weights,
+    examines,
+    map_values,
+    pick,
+    pick_known,
+    slug,
+    within,
+)
 from medfl.core.seeding import derive
-from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, tally, undefined
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import (
@@ -38,10 +44,8 @@ from medfl.runtimes.server import contribution
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
-from medfl.storage.files import State, file_sha256, weights_sha256
-from medfl.storage.places import CONTRIBUTION, CROSS_SITE
+from medfl.storage import CONTRIBUTION, CROSS_SITE, RunFolder, State, file_sha256, weights_sha256
 from medfl.storage.run_documents import NEWCOMERS
-from medfl.storage.run_folder import RunFolder
 
 _MAX_SCORED = 100  # maximum of sites whose own models are scored on all test items, equally spaced
 
