@@ -45,6 +45,11 @@ def option(
     return declared(default, help, choices=choices, minimum=minimum, maximum=maximum)
 
 
+def one_of(help: str, *choices: object) -> Any:
+    """Declare an option that takes one of these values; its default is the first."""
+    return option(choices[0], help, choices=choices)
+
+
 def same_option(owner: type, name: str) -> Any:
     """Declare an option like another dataclass does, so that options of several methods are written once."""
     option_field = {member.name: member for member in fields(owner)}[name]

@@ -14,7 +14,7 @@ from torch import nn
 
 from medfl.core import Message, Task
 from medfl.methods._parts.personal_head import PersonalHead
-from medfl.methods.base import MEANS, option
+from medfl.methods.base import MEANS, one_of, option
 from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
@@ -26,9 +26,7 @@ class FedBABU(PersonalHead):
     finetune_epochs: int = option(
         5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (code), or by samples", choices=MEANS
-    )
+    weights: str = one_of("mean over participants: 1/S (code), or by samples", *MEANS)
 
     paper = "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.methods.base import Method, option
+from medfl.methods.base import Method, one_of
 from medfl.training import NORMS, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all": NORMS}
@@ -24,14 +24,10 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all":
 class FedBN(Method):
     """FedAvg whose normalisation layers never leave their site."""
 
-    norms: str = option(
-        "batch",
-        "layers that stay: BatchNorm as in the paper, or every norm",
-        choices=("batch", "all"),
+    norms: str = one_of(
+        "layers that stay: BatchNorm as in the paper, or every norm", "batch", "all"
     )
-    weights: str = option(
-        "samples", "mean over participants by samples, or 1/S", choices=("samples", "uniform")
-    )
+    weights: str = one_of("mean over participants by samples, or 1/S", "samples", "uniform")
 
     paper = "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
     judged = "personal"

@@ -20,7 +20,7 @@ from torch import nn
 from medfl.core import InputError, Message, Messages, Task, Weights
 from medfl.methods._parts.text_classifier import COVARIANCES
 from medfl.methods._parts.text_options import TextClassified
-from medfl.methods.base import option
+from medfl.methods.base import one_of
 from medfl.storage import State
 from medfl.training import Host, Site
 
@@ -29,14 +29,8 @@ from medfl.training import Host, Site
 class FedCB(TextClassified):
     """A frozen classifier built from class names; only features are trained and averaged."""
 
-    covariance: str = option(
-        "full", "of the prompts: full (paper), diag (as FedBM) or none", choices=COVARIANCES
-    )
-    loss: str = option(
-        "surrogate",
-        "bound of eq. 4, or finite: over prompts, eq. 1",
-        choices=("surrogate", "finite"),
-    )
+    covariance: str = one_of("of the prompts: full (paper), diag (as FedBM) or none", *COVARIANCES)
+    loss: str = one_of("bound of eq. 4, or finite: over prompts, eq. 1", "surrogate", "finite")
 
     paper = "Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing (Zhu et al., 2024)"
 

@@ -29,6 +29,7 @@ from medfl.methods.base import (
     Method,
     difference,
     moved_by,
+    one_of,
     option,
     uniform_shares,
     weighted_mean,
@@ -58,10 +59,11 @@ class FedDC(Method):
     max_norm: float = option(
         10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0
     )
-    control: str = option(
-        "auto",
+    control: str = one_of(
         "c_k from the weight difference, from the mean gradient, or by optimiser",
-        choices=("auto", "difference", "gradient"),
+        "auto",
+        "difference",
+        "gradient",
     )
 
     paper = "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction (Gao et al., 2022)"

@@ -24,7 +24,7 @@ from torch import nn
 
 from medfl.core import Message, Messages, Weights, pick
 from medfl.data.prepared import moved
-from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, one_of, option, weighted_mean
 from medfl.storage import State
 from medfl.training import Host, Site, autocast, evaluating
 
@@ -39,7 +39,7 @@ class FedDGGA(Method):
     rounds: int = option(
         40, "T, after which d is 0; default in a run: its number of rounds", minimum=1
     )
-    weights: str = option("uniform", "the shares to begin with: equal or by samples", choices=MEANS)
+    weights: str = one_of("the shares to begin with: equal or by samples", *MEANS)
 
     paper = (
         "Federated Domain Generalization with Generalization Adjustment (Zhang et al., CVPR 2023)"

@@ -18,7 +18,7 @@ from torch import nn
 
 from medfl.core import Message, Messages, Weights, map_values, pick_known
 from medfl.methods._parts.drift import mean_with_drift
-from medfl.methods.base import Method, difference, moved_by, option
+from medfl.methods.base import Method, difference, moved_by, one_of, option
 from medfl.storage import State
 from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
@@ -30,18 +30,18 @@ class FedDyn(Method):
     alpha: float = option(
         0.01, "strength of the regulariser, above 0 (original grid 0.001, 0.01, 0.1)", minimum=1e-9
     )
-    alpha_scaling: str = option(
-        "none",
+    alpha_scaling: str = one_of(
         "the same alpha for all sites (paper), or alpha * (mean n) / n_k (public code)",
-        choices=("none", "by_size"),
+        "none",
+        "by_size",
     )
     max_norm: float = option(
         10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0
     )
-    evaluate: str = option(
-        "corrected",
+    evaluate: str = one_of(
         "the server's model w (paper), or the smoother mean of the last participants",
-        choices=("corrected", "mean"),
+        "corrected",
+        "mean",
     )
 
     paper = "Federated Learning Based on Dynamic Regularization (Acar et al., 2021)"

@@ -32,7 +32,7 @@ from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import Collated, option, sent, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, one_of, option, sent, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
 from medfl.storage import State
 from medfl.training import Host, LocalSettings, Site, fit, snapshot, trainable
@@ -47,12 +47,12 @@ class FedKEMF(PublicMethod, PrivateModels):
     server_batch_size: int = option(
         0, "public items a step of the server; 0: 64, in segmentation 4", minimum=0
     )
-    server_optimizer: str = option("sgd", "of the server, anew each round", choices=("sgd", "adam"))
+    server_optimizer: str = one_of("of the server, anew each round", "sgd", "adam")
     server_lr: float = option(0.01, "its learning rate (public code: SGD 0.01)", minimum=0.0)
-    public_bn: str = option(
-        "track",
+    public_bn: str = one_of(
         "running statistics of k's BatchNorm: of public batches, or the mean of the sites' (no_track)",
-        choices=("track", "no_track"),
+        "track",
+        "no_track",
     )
 
     paper = (

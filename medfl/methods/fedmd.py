@@ -31,7 +31,7 @@ from torch.nn.functional import l1_loss, mse_loss
 from medfl.core import Message
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
-from medfl.methods.base import Collated, option
+from medfl.methods.base import Collated, one_of, option
 from medfl.storage import State
 from medfl.training import Site, fit, snapshot
 
@@ -50,9 +50,7 @@ class FedMD(ScoreExchange):
         "public items a step; 0: 256 (public code), in segmentation the run's batch size",
         minimum=0,
     )
-    digest_loss: str = option(
-        "l1", "distance to the consensus: absolute (code), or squared", choices=("l1", "mse")
-    )
+    digest_loss: str = one_of("distance to the consensus: absolute (code), or squared", "l1", "mse")
     pretrain_epochs: int = option(
         20,
         "passes over labelled public items at first, where their classes are the sites' (paper: to convergence)",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from medfl.core import InputError, Message, within
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import SharesPrototypes, Sharing
-from medfl.methods.base import Method, option, same_option
+from medfl.methods.base import Method, one_of, option, same_option
 from medfl.storage import State
 from medfl.training import FitReport, Site, fit, snapshot
 
@@ -42,16 +42,13 @@ class FedMR(SharesPrototypes):
     mu2: float = same_option(Sharing, "mu2")
     inter_scope: str = same_option(Sharing, "inter_scope")
     margin: bool = same_option(Sharing, "margin")
-    std: str = option(
-        "unbiased", "standard deviation inside a class: unbiased (code) or biased", choices=STDS
-    )
+    std: str = one_of("standard deviation inside a class: unbiased (code) or biased", *STDS)
     min_count: int = option(
         2, "samples of a class in a batch from which it counts; 3 have a gradient", minimum=2
     )
-    intra_scale: str = option(
-        "paper",
+    intra_scale: str = one_of(
         "intra-class loss: eq. 3, its mean squared correlation, or as the released code scales it",
-        choices=INTRA_SCALES,
+        *INTRA_SCALES,
     )
     lite: int = same_option(Sharing, "lite")
     share_prototypes: float = same_option(Sharing, "share_prototypes")

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, normalize
 from medfl.core import Message, Messages, Weights
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
-from medfl.methods.base import MEANS, Collated, Group, Method, option, sent
+from medfl.methods.base import MEANS, Collated, Group, Method, one_of, option, sent
 from medfl.networks.heads import features_and_output, head
 from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -38,9 +38,7 @@ class FedProc(Method):
         100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1
     )
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
-    average: str = option(
-        "uniform", "mean over a class's owners: plain or by samples", choices=MEANS
-    )
+    average: str = one_of("mean over a class's owners: plain or by samples", *MEANS)
 
     paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
     tasks = ("classification",)

@@ -36,7 +36,7 @@ from medfl.methods._parts.prototypes import (
     distance,
     prototype_groups,
 )
-from medfl.methods.base import MEANS, Collated, Group, option
+from medfl.methods.base import MEANS, Collated, Group, one_of, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -49,15 +49,13 @@ class FedProto(PrototypeExchange):
     lam: float = option(
         1.0, "lambda, pull towards the prototypes (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0
     )
-    weights: str = option(
-        "uniform",
-        "mean over a class's owners: plain (public code), or by samples (paper)",
-        choices=MEANS,
+    weights: str = one_of(
+        "mean over a class's owners: plain (public code), or by samples (paper)", *MEANS
     )
-    predict: str = option(
-        "prototypes",
+    predict: str = one_of(
         "a site is judged by the nearest prototype, or by its classifier (the public code reports both)",
-        choices=("prototypes", "classifier"),
+        "prototypes",
+        "classifier",
     )
 
     paper = "FedProto: Federated Prototype Learning across Heterogeneous Clients (Tan et al., 2022)"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from medfl.core import Message, Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
-from medfl.methods.base import Collated, Method, option
+from medfl.methods.base import Collated, Method, one_of, option
 from medfl.networks.heads import features_and_output, replace_head
 from medfl.storage import State
 from medfl.training import FitReport, Host, Site, fit, merged
@@ -53,10 +53,10 @@ class TwoHeads(nn.Linear):
 class FedROD(Method):
     """A body with a generic head for everybody and a personal head for the site's own class distribution."""
 
-    personal_start: str = option(
-        "generic",
+    personal_start: str = one_of(
         "the personal head begins as a copy of the generic one (authors' code), or at 0",
-        choices=("generic", "zero"),
+        "generic",
+        "zero",
     )
     gamma: float = option(
         1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from medfl.core import InputError, Message, Messages, derive
 from medfl.methods._parts.extras import WithoutLabels
-from medfl.methods.base import Collated, Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Collated, Method, one_of, option, sample_shares, weighted_mean
 from medfl.storage import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
@@ -52,9 +52,7 @@ class FedSemi(Method, WithoutLabels):
         1.0, "weight of the teacher's probabilities below that; 0: left out", minimum=0.0
     )
     weight: float = option(1.0, "multiplier for the sample count of unlabelled sites", minimum=0.0)
-    count: str = option(
-        "sure", "images of such a site: those with pseudo-labels, or all", choices=("sure", "all")
-    )
+    count: str = one_of("images of such a site: those with pseudo-labels, or all", "sure", "all")
     decay: float = option(
         0.999, "of the teacher's mean over steps; 1: it stays", minimum=0.0, maximum=1.0
     )

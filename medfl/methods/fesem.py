@@ -23,7 +23,7 @@ from torch import nn
 
 from medfl.core import InputError, Message, Messages, Task, Weights, stream
 from medfl.methods._parts.prototypes import class_counts
-from medfl.methods.base import MEANS, Method, mean_shares, option, sent, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, one_of, option, sent, weighted_mean
 from medfl.storage import State
 from medfl.training import Host, Site, snapshot, trainable
 
@@ -33,22 +33,18 @@ class FeSEM(Method):
     """Several averaged models, each for the sites whose weights are nearest to it."""
 
     clusters: int = option(2, "K, number of centres (2 to 4; tune)", minimum=1)
-    start: str = option(
-        "spread",
+    start: str = one_of(
         "first centres: weights of sites after round 1, far from each other; or random models (paper)",
-        choices=("spread", "random"),
+        "spread",
+        "random",
     )
-    assign: str = option(
-        "distance",
+    assign: str = one_of(
         "a site's centre is the nearest, or goes by whether it has fewer classes than the mean",
-        choices=("distance", "by_class_count"),
+        "distance",
+        "by_class_count",
     )
-    weights: str = option(
-        "uniform", "mean over a centre's members: plain or by samples", choices=MEANS
-    )
-    predict: str = option(
-        "centre", "a site is judged by its centre or its local model", choices=("centre", "local")
-    )
+    weights: str = one_of("mean over a centre's members: plain or by samples", *MEANS)
+    predict: str = one_of("a site is judged by its centre or its local model", "centre", "local")
 
     paper = "Multi-Center Federated Learning (Xie et al., 2020)"
     judged = "personal"

@@ -22,7 +22,7 @@ from torch.nn.functional import cosine_similarity, softplus
 
 from medfl.core import Message, Task
 from medfl.methods._parts.class_heads import class_head
-from medfl.methods.base import Collated, Method, option
+from medfl.methods.base import Collated, Method, one_of, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
 from medfl.storage import State
 from medfl.training import FitReport, Site, fit
@@ -41,10 +41,11 @@ class MOON(Method):
     projection: bool = option(
         False, "put the original's projection (d to d, ReLU, d to 256) before the head"
     )
-    feature: str = option(
-        "auto",
+    feature: str = one_of(
         "z: what enters the head, the bottleneck of a network for maps, or by task",
-        choices=("auto", "head", "bottleneck"),
+        "auto",
+        "head",
+        "bottleneck",
     )
 
     paper = "Model-Contrastive Federated Learning (Li et al., 2021)"

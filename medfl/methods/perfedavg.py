@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from medfl.core import Message, stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import MEANS, Collated, Method, option
+from medfl.methods.base import MEANS, Collated, Method, one_of, option
 from medfl.storage import State
 from medfl.training import FitReport, Site, fit, one_sample_safe, trainable
 
@@ -47,25 +47,21 @@ class PerFedAvg(Method):
     alpha: float = option(
         0.01, "rate of the inner step and the adaptation (public code: 0.005 to 0.03)", minimum=0.0
     )
-    order: str = option(
-        "first",
-        "second derivatives: none, or by finite differences",
-        choices=("first", "hessian_free"),
+    order: str = one_of(
+        "second derivatives: none, or by finite differences", "first", "hessian_free"
     )
     delta: float = option(
         1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9
     )
-    adapted: str = option(
-        "global",
+    adapted: str = one_of(
         "what a site adapts: the newest global model (paper), or its own after local training",
-        choices=("global", "own"),
+        "global",
+        "own",
     )
     finetune_steps: int = option(
         1, "steps of rate alpha on a training batch before a site is judged", minimum=0
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
-    )
+    weights: str = one_of("mean over participants: 1/S (paper), or by samples", *MEANS)
 
     paper = (
         "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach "

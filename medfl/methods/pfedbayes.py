@@ -41,6 +41,7 @@ from medfl.methods.base import (
     Group,
     Method,
     mean_shares,
+    one_of,
     option,
     step_towards,
     trained_names,
@@ -70,12 +71,10 @@ class PFedBayes(Method):
         "judge by the mean probability of this many draws (10), 0: by the mean weights",
         minimum=0,
     )
-    optimizer: str = option(
-        "adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run")
+    optimizer: str = one_of(
+        "Adam at the run's learning rate, or the run's optimiser", "adam", "run"
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
-    )
+    weights: str = one_of("mean over participants: 1/S (paper), or by samples", *MEANS)
 
     paper = (
         "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"

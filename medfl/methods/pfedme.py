@@ -28,13 +28,7 @@ from torch import Tensor, nn
 
 from medfl.core import Message, Messages
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import (
-    MEANS,
-    Method,
-    option,
-    step_towards,
-    trained_names,
-)
+from medfl.methods.base import MEANS, Method, one_of, option, step_towards, trained_names
 from medfl.storage import State
 from medfl.training import Host, Site, fit, snapshot, trainable
 
@@ -53,14 +47,12 @@ class PFedMe(Method):
     beta: float = option(
         1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0
     )
-    judge: str = option(
-        "theta",
+    judge: str = one_of(
         "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
-        choices=("theta", "w"),
+        "theta",
+        "w",
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
-    )
+    weights: str = one_of("mean over participants: 1/S (paper), or by samples", *MEANS)
 
     paper = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
     judged = "personal"

@@ -24,6 +24,7 @@ from medfl.methods.base import (
     Method,
     difference,
     moved_by,
+    one_of,
     option,
     step_towards,
     uniform_shares,
@@ -40,14 +41,13 @@ class Scaffold(Method):
     server_lr: float = option(
         1.0, "eta_g, the server's step towards the mean of the sites", minimum=0.0
     )
-    control: str = option(
-        "auto",
+    control: str = one_of(
         "c_i from the weight difference (option II), from the mean gradient, or by optimiser",
-        choices=("auto", "difference", "gradient"),
+        "auto",
+        "difference",
+        "gradient",
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
-    )
+    weights: str = one_of("mean over participants: 1/S (paper), or by samples", *MEANS)
 
     paper = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 

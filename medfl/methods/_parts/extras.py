@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medfl.core import Config, Document, InputError, Refused, typed_value
-from medfl.methods.base import option
+from medfl.methods.base import one_of, option
 from medfl.storage import State
 from medfl.training import Host
 
@@ -62,10 +62,12 @@ class PublicData:
     public: str = option(
         "", "the public data: BUNDLE or BUNDLE:DIR; default: what the bundle's protocol names"
     )
-    public_section: str = option(
-        "",
+    public_section: str = one_of(
         "the public bundle's section that is taken; default: what its protocol says, else test",
-        choices=("", "train", "validate", "test"),
+        "",
+        "train",
+        "validate",
+        "test",
     )
     public_items: int = option(
         0,
@@ -75,11 +77,11 @@ class PublicData:
     public_size: int = option(
         0, "side of public images; 0: their bundle's own, in segmentation the sites'", minimum=0
     )
-    lift: str = option(
-        "pseudo3d",
+    lift: str = one_of(
         "public images where the sites have volumes: repeat each along a third axis and average the output over it, "
         "or refuse",
-        choices=("pseudo3d", "refuse"),
+        "pseudo3d",
+        "refuse",
     )
 
     @property

@@ -27,7 +27,7 @@ from medfl.methods._parts.prototype_exchange import (
     received,
 )
 from medfl.methods._parts.prototypes import class_counts, class_means, prototype_groups
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import Group, Method, one_of, option
 from medfl.networks.heads import feature_size, head
 from medfl.storage import State
 from medfl.training import FitReport, Host, Site, merged
@@ -41,10 +41,10 @@ class Sharing:
     mu2: float = option(
         0.1, "inter-class loss (ours; grid 0.001 to 1), 0: no prototypes at all", minimum=0.0
     )
-    inter_scope: str = option(
-        "all",
+    inter_scope: str = one_of(
         "keep away from the prototypes of all other classes, or of those present at the site (eq. 4 as printed)",
-        choices=("all", "present"),
+        "all",
+        "present",
     )
     margin: bool = option(True, "without it features are only pulled to the own prototype")
     lite: int = option(
@@ -53,10 +53,8 @@ class Sharing:
     share_prototypes: float = option(
         1.0, "part of the sites that send prototypes, above 0 (paper: 0.5, 0.8)", minimum=0.0
     )
-    stale: str = option(
-        "keep",
-        "a class's prototype that nobody sends: keep the last, or drop it",
-        choices=("keep", "drop"),
+    stale: str = one_of(
+        "a class's prototype that nobody sends: keep the last, or drop it", "keep", "drop"
     )
     one_hot: bool = option(
         False, "unit vectors for prototypes, a negative control; sites send none"

@@ -17,7 +17,7 @@ from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 from medfl.core import Message, Messages, Weights, stream
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
-from medfl.methods.base import Collated, Group, option, uniform_shares, weighted_mean
+from medfl.methods.base import Collated, Group, one_of, option, uniform_shares, weighted_mean
 from medfl.storage import State
 from medfl.training import Host, Objective, Site, evaluating, fit
 
@@ -37,10 +37,10 @@ class ScoreExchange(PublicMethod, OwnNetworks):
     map_size: int = option(
         32, "side of the maps of scores that are sent in segmentation", minimum=1
     )
-    public_bn: str = option(
-        "track",
+    public_bn: str = one_of(
         "BatchNorm on public batches: running statistics follow (public code), or stay those of private data",
-        choices=("track", "no_track"),
+        "track",
+        "no_track",
     )
 
     tasks = ("classification", "segmentation")

@@ -44,7 +44,7 @@ from medfl.methods._parts.text_classifier import (
     embeddings_of,
 )
 from medfl.methods._parts.text_options import TextClassified
-from medfl.methods.base import Collated, Group, option
+from medfl.methods.base import Collated, Group, one_of, option
 from medfl.networks.generator import (
     Augmentation,
     Generator,
@@ -88,23 +88,18 @@ class FedBM(MakesImages, TextClassified):
     lambda_dis: float = option(
         0.1, "weight of the distance from the BatchNorm statistics (0.1 or 1)", minimum=0.0
     )
-    semantic_loss: str = option(
-        "ce",
-        "L_sem: ce (paper), or surrogate: with the variance term (code)",
-        choices=("ce", "surrogate"),
+    semantic_loss: str = one_of(
+        "L_sem: ce (paper), or surrogate: with the variance term (code)", "ce", "surrogate"
     )
-    condition: str = option(
-        "concept",
+    condition: str = one_of(
         "z: concept: the class's Gaussian; noise: N(0, I); noise+onehot: with the label",
-        choices=CONDITIONS,
+        *CONDITIONS,
     )
-    z_covariance: str = option(
-        "full", "covariance of z: full (code) or diag", choices=("full", "diag")
-    )
-    augment: str = option(
-        "batch",
+    z_covariance: str = one_of("covariance of z: full (code) or diag", "full", "diag")
+    augment: str = one_of(
         "one crop and flip for a batch of generated images (code), or for each image",
-        choices=("batch", "image"),
+        "batch",
+        "image",
     )
     normalise: str = option(
         "read",

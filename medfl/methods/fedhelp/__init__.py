@@ -43,7 +43,7 @@ from medfl.methods._parts.mutual_learning import (
     train_together,
 )
 from medfl.methods._parts.public import public_data
-from medfl.methods.base import Collated, option
+from medfl.methods.base import Collated, one_of, option
 from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
 from medfl.methods.fedhelp.pixel_weights import pixel_loss
 from medfl.storage import State
@@ -75,28 +75,22 @@ class FedHelp(LessonOptions, SiteNetworks):
         "size of Omega, less than all classes; 0: 3 (paper; of three classes 2), 1 of two and in masks",
         minimum=0,
     )
-    backward: str = option(
-        "ranked",
-        "its top classes (eq. 5), or all of it: FedHelp_s",
-        choices=("ranked", "symmetric"),
+    backward: str = one_of(
+        "its top classes (eq. 5), or all of it: FedHelp_s", "ranked", "symmetric"
     )
-    loss_reduction: str = option(
-        "mean",
-        "public and private loss as means, or the public one times P/K_i as printed",
-        choices=("mean", "sum"),
+    loss_reduction: str = one_of(
+        "public and private loss as means, or the public one times P/K_i as printed", "mean", "sum"
     )
-    public_schedule: str = option(
-        "paired",
+    public_schedule: str = one_of(
         "a public batch beside each private one, or a pass over all public items each epoch",
-        choices=("paired", "full"),
+        "paired",
+        "full",
     )
     proxy_ce: float = option(
         0.0, "weight of the labels in the proxy's loss (paper: none; FedType: 1)", minimum=0.0
     )
-    schedule: str = option(
-        "joint",
-        "both networks in one step, or in turns of an epoch, as FedType",
-        choices=("joint", "alternate"),
+    schedule: str = one_of(
+        "both networks in one step, or in turns of an epoch, as FedType", "joint", "alternate"
     )
 
     paper = (

@@ -26,7 +26,7 @@ from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
 from medfl.methods._parts.public import public_data, untracked
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import option
+from medfl.methods.base import one_of, option
 from medfl.methods.fedhelp.pixel_weights import PixelWeights, beta, pixel_labels, weighted
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.storage import State
@@ -45,17 +45,18 @@ class LessonOptions(PublicData, PixelWeights):
         "who answers about the public data: clip-vit-l14, clip-rn50x16, biomedclip, medsam, run:DIR",
     )
     lambda_r: float = option(0.1, "weight of the teachers in it (paper), 0: FedHelp--", minimum=0.0)
-    alpha: str = option("table", "how much each teacher counts on each public item", choices=RULES)
+    alpha: str = one_of("how much each teacher counts on each public item", *RULES)
     lr_alpha: float = option(
         0.1, "rate of alpha (ours; an item's moves by this much a round)", minimum=0.0
     )
     temperature: float = option(
         1.0, "of both divergences, with its square as a factor (paper: none)", minimum=0.01
     )
-    public_bn: str = option(
-        "no_track",
+    public_bn: str = one_of(
         "BatchNorm on public batches: leave the running statistics, share them, or layers of their own",
-        choices=("no_track", "shared", "separate"),
+        "no_track",
+        "shared",
+        "separate",
     )
 
     def initial_lesson_state(self, site: Site, network: nn.Module) -> State:

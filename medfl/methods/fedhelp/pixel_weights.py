@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from medfl.core import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.prototypes import pixel_classes
-from medfl.methods.base import Collated, Method, option
+from medfl.methods.base import Collated, Method, one_of, option
 
 CAP = 10.0
 """Maximum weight of a class."""
@@ -114,17 +114,13 @@ def beta(masks: Tensor, balance: Tensor, border: Border) -> Tensor:
 class PixelWeights(Method):
     """A method that weights the pixels of masks by beta."""
 
-    mask_loss: str = option(
-        "bundle",
-        "masks: the bundle's loss (ours), or cross-entropy with beta (paper)",
-        choices=("bundle", "weighted"),
+    mask_loss: str = one_of(
+        "masks: the bundle's loss (ours), or cross-entropy with beta (paper)", "bundle", "weighted"
     )
     beta_0: float = option(10.0, "height of beta between objects (U-Net)", minimum=0.0)
     sigma: float = option(5.0, "width of it in pixels (U-Net)", minimum=0.01)
-    single_object: str = option(
-        "zero",
-        "beta between objects where there is one: none, or with d_2 = d_1",
-        choices=("zero", "d2_equals_d1"),
+    single_object: str = one_of(
+        "beta between objects where there is one: none, or with d_2 = d_1", "zero", "d2_equals_d1"
     )
     inside: bool = option(False, "beta between objects also on them")
 

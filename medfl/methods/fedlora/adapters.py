@@ -21,7 +21,7 @@ from medfl.core import (
     within,
 )
 from medfl.methods._parts.extras import SiteNetworks
-from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Method, one_of, option, sample_shares, weighted_mean
 from medfl.methods.fedlora import low_rank
 from medfl.methods.fedlora.low_rank import (
     Pairs,
@@ -52,10 +52,9 @@ class Adapters(SiteNetworks, Method):
         "with adapters: names, ends or patterns of names, linear, conv, with commas between; default: all that fit, "
         "none: no adapters",
     )
-    share: str = option(
-        "both",
+    share: str = one_of(
         "averaged: A and B, A, B, or the product, added to the base or made factors again",
-        choices=SHARE_RULES,
+        *SHARE_RULES,
     )
     ranks: str = option("", "SITE=RANK,...: sites with another rank")
     full: str = option("head", "trained whole and averaged: as layers, or head, norm, none")

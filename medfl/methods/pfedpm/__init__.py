@@ -56,7 +56,7 @@ from medfl.methods._parts.prototypes import (
     class_means,
     prototype_groups,
 )
-from medfl.methods.base import Collated, Group, option
+from medfl.methods.base import Collated, Group, one_of, option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.storage import State
 from medfl.training import Host, Site, evaluating, fit, snapshot
@@ -75,39 +75,34 @@ class PFedPM(PrototypeExchange):
     lam: float = option(
         0.1, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0
     )
-    agg: str = option(
-        "weighted",
+    agg: str = one_of(
         "class features over their owners: by samples, plain mean, or eq. 7 as printed",
-        choices=("weighted", "uniform", "literal"),
+        "weighted",
+        "uniform",
+        "literal",
     )
-    reg: str = option(
-        "class_l2",
+    reg: str = one_of(
         "distance of each class's mean in a batch, or of each sample, squared (lineage)",
-        choices=("class_l2", "sample_mse"),
+        "class_l2",
+        "sample_mse",
     )
-    mix: str = option(
-        "frozen",
-        "C_i in eq. 8: the one sent last, or that of the batch",
-        choices=("frozen", "live"),
-    )
-    features: str = option(
-        "final",
+    mix: str = one_of("C_i in eq. 8: the one sent last, or that of the batch", "frozen", "live")
+    features: str = one_of(
         "class means after training, or over the batches of the round (lineage; free)",
-        choices=("final", "running"),
+        "final",
+        "running",
     )
-    predict: str = option(
-        "decision",
+    predict: str = one_of(
         "a site is judged by its decision head (pFedPM) or its relation head, once that has learned (R-pFedPM)",
-        choices=("decision", "relation"),
+        "decision",
+        "relation",
     )
-    relation_update: str = option(
-        "batch",
+    relation_update: str = one_of(
         "the relation head learns after every step, or after the local epochs",
-        choices=("batch", "after_epochs"),
+        "batch",
+        "after_epochs",
     )
-    relation_optimizer: str = option(
-        "adam", "Adam 1e-3, or SGD 0.01 with momentum 0.5", choices=("adam", "sgd")
-    )
+    relation_optimizer: str = one_of("Adam 1e-3, or SGD 0.01 with momentum 0.5", "adam", "sgd")
     mask_to_local: bool = option(False, "a site predicts only classes that it has")
     same_init: bool = option(True, "all sites with one architecture start from the same weights")
     feature_size: int = option(
