@@ -113,13 +113,20 @@ class Setting(Declared):
 
 
 def setting(
-    help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any
+    help: str,
+    metavar: str = "",
+    *,
+    group: str,
+    default: Any = dataclasses.MISSING,
+    later: bool = True,
+    **form: Any,
 ) -> Any:
     """Declare a setting; without a default it comes from the bundle's protocol."""
     if default is dataclasses.MISSING:
         help += OF_PROTOCOL
+        later = False
     # `Any`, as for dataclasses.field: the field has the type that it is annotated with.
-    return declared(default, help, metavar=metavar, group=group, **form)
+    return declared(default, help, metavar=metavar, group=group, later=later, **form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,41 +134,48 @@ class GeneralSettings:
     """Settings that have a default."""
 
     seed: int = setting(
-        "random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1
+        "random seed; default: 0",
+        "S",
+        group=TRAINING,
+        later=False,
+        default=0,
+        minimum=0,
+        maximum=2**63 - 1,
     )
     device: str = setting(
         "device for training; default: cpu",
         "auto|cpu|cuda[:i]",
         group=MACHINE,
+        later=False,
         default="cpu",
         parse=setting_values.device,
     )
-    amp: bool = setting("train with automatic mixed precision", group=COMPUTING, default=False)
+    amp: bool = setting(
+        "train with automatic mixed precision", group=COMPUTING, later=False, default=False
+    )
     tf32: bool = setting(
         "allow TF32 matrix products and convolutions on a GPU",
         group=COMPUTING,
         default=False,
-        later=True,
     )
     channels_last: bool = setting(
-        "use the channels-last memory layout", group=COMPUTING, default=False, later=True
+        "use the channels-last memory layout", group=COMPUTING, default=False
     )
     compile: bool = setting(
         "compile networks with torch.compile for training; results differ in the last bits",
         group=COMPUTING,
         default=False,
-        later=True,
     )
     portable: bool = setting(
         "restrict kernels to AVX2 and one CPU thread so that results are bit-identical across x86 CPUs",
         group=COMPUTING,
         default=False,
-        later=True,
     )
     threads: int = setting(
         "CPU threads per worker; more than 1 may change the last bits of results; default: 1",
         "T",
         group=MACHINE,
+        later=False,
         default=1,
         minimum=1,
         maximum=_MAX_VALUE,
@@ -170,6 +184,7 @@ class GeneralSettings:
         "evaluate every N rounds; 0: after the last round only; default: 1",
         "N",
         group=TRAINING,
+        later=False,
         default=1,
         minimum=0,
         maximum=2**63 - 1,
@@ -178,7 +193,6 @@ class GeneralSettings:
         "at the end, also score the global model fine-tuned for one more local training at each site",
         group=TRAINING,
         default=False,
-        later=True,
     )
     init: str = setting(
         "initial weights, for the same network, or all but its head (backbone:FILE, torchvision:NAME or timm:NAME, "
@@ -186,7 +200,6 @@ class GeneralSettings:
         "FILE|run:DIR|bundle:DIR|...",
         group=TRAINING,
         default="",
-        later=True,
     )
     metrics: str = setting(
         "comma-separated segmentation metrics on test images beside Dice: all (default), dice (Dice "
@@ -194,7 +207,6 @@ class GeneralSettings:
         "NAMES",
         group=TRAINING,
         default=setting_values.ALL,
-        later=True,
         parse=setting_values.metrics,
     )
     messages: str = setting(
@@ -203,7 +215,6 @@ class GeneralSettings:
         "FORM",
         group=TRAINING,
         default=LOSSLESS,
-        later=True,
         parse=setting_values.messages,
     )
     aggregation: str = setting(
@@ -216,7 +227,6 @@ class GeneralSettings:
         "RULE",
         group=ROBUSTNESS,
         default=MEAN,
-        later=True,
         parse=setting_values.aggregation,
     )
     channel_drop: float = setting(
@@ -225,7 +235,6 @@ class GeneralSettings:
         "P",
         group=SITES,
         default=0.0,
-        later=True,
         minimum=0,
         maximum=0.9,
     )
@@ -234,7 +243,6 @@ class GeneralSettings:
         "SITES",
         group=SITES,
         default="",
-        later=True,
         parse=setting_values.site_names,
     )
     max_share: float | None = setting(
@@ -243,7 +251,6 @@ class GeneralSettings:
         "F",
         group=ROBUSTNESS,
         default=None,
-        later=True,
         above=0,
         maximum=1,
     )
@@ -282,7 +289,6 @@ class ProtocolSettings:
         "N",
         group=TRAINING,
         default=0,
-        later=True,
         minimum=0,
         maximum=_MAX_VALUE,
     )
@@ -292,7 +298,6 @@ class ProtocolSettings:
         "round|epoch|poly",
         group=TRAINING,
         default="round",
-        later=True,
         choices=("round", "epoch", POLY),
     )
     site_weights: str = setting(
@@ -300,14 +305,12 @@ class ProtocolSettings:
         "samples|uniform",
         group=TRAINING,
         default="samples",
-        later=True,
         choices=("samples", "uniform"),
     )
     keep_optimizer: bool = setting(
         "keep each site's optimiser state between rounds; default: reset it every round",
         group=TRAINING,
         default=False,
-        later=True,
     )
     site_labels: str = setting(
         "segmentation: the structures that each listed site annotates; auto: those found in its training "
@@ -315,7 +318,6 @@ class ProtocolSettings:
         "SITE=NAME,...;...",
         group=SITES,
         default="",
-        later=True,
         parse=setting_values.by_site("--site-labels"),
         longest=10_000,
     )
@@ -325,7 +327,6 @@ class ProtocolSettings:
         "SITE=NAME,...;...",
         group=SITES,
         default="",
-        later=True,
         parse=setting_values.by_site("--site-channels"),
         longest=10_000,
     )
@@ -334,7 +335,6 @@ class ProtocolSettings:
         "SITE=XxYxZ;...",
         group=SITES,
         default="",
-        later=True,
         parse=setting_values.spacings,
         longest=10_000,
     )
@@ -344,7 +344,6 @@ class ProtocolSettings:
         "marginal|naive",
         group=SITES,
         default="marginal",
-        later=True,
         choices=("marginal", "naive"),
     )
 
