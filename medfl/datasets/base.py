@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 import numpy as np
 import yaml
 
-from medfl.core import LOADER, SECTIONS, InputError, did_you_mean, pick
+from medfl.core import LOADER, SECTIONS, InputError, did_you_mean, pick, without
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -57,18 +57,22 @@ class Download:
     bytes: int | None = None
 
 
-def sheet(name: str) -> dict[str, Any]:
-    """Return what `sheets/<name>.yaml` says: the attributes of a `DataSet` that need no code, by their names.
-
-    Raises:
-        FileNotFoundError: the data set has no sheet.
-    """
+def read_sheet(name: str) -> Any:
+    """Return what `sheets/<name>.yaml` says; FileNotFoundError if there is none."""
     text = (Path(__file__).parent / "sheets" / f"{name}.yaml").read_text("utf-8")
-    entries = yaml.load(text, LOADER)
+    return yaml.load(text, LOADER)
+
+
+def sheet(name: str) -> dict[str, Any]:
+    """Return the attributes of a `DataSet` that need no code, by their names, from its sheet.
+
+    Beside them a sheet may have the phantom's `scene` and `mix`, the real number of images of each centre and class.
+    """
+    entries = without(read_sheet(name), ("scene", "mix"))
     if "downloads" in entries:
         entries["downloads"] = tuple(Download(**file) for file in entries["downloads"])
 
-    for key in {"folders", "concepts", "notes"} & entries.keys():
+    for key in {"classes", "centres", "folders", "concepts", "notes"} & entries.keys():
         entries[key] = tuple(entries[key])
 
     return {"name": name, **entries}

@@ -120,11 +120,8 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 
 DATASET = DataSet(
     **sheet("chest_xray14"),
-    task="multilabel",
     classes=FINDINGS,
     centres=VIEWS,
-    channels=1,
-    mixed_channels=True,
     layouts=(
         Layout(
             "Data_Entry_2017[_v2020].csv + images/ or images_001/ to images_012/, folders or zips + train_val_list.txt "
@@ -163,5 +160,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=24,
 )

@@ -113,11 +113,8 @@ def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
 
 DATASET = DataSet(
     **sheet("chexpert"),
-    task="multilabel",
     classes=FINDINGS,
     centres=CENTRES,
-    channels=1,
-    mixed_channels=True,
     layouts=(
         Layout(
             "train.csv + valid.csv (Path, Sex, Age, Frontal/Lateral, AP/PA, the findings) + train/ + valid/ with "
@@ -143,5 +140,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=40,
 )

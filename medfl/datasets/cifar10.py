@@ -32,10 +32,7 @@ DATASET = DataSet(
     **sheet("cifar10"),
     classes=CLASSES,
     concepts=CLASSES,
-    channels=3,
     layouts=(batches_layout(CIFAR10, len(CLASSES)),),
     rules={"official": validation_from_train("official")},
     draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR10)),
-    per_class=60,
-    size=32,
 )

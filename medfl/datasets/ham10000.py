@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, sheet
+from medfl.datasets.base import DataSet, read_sheet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
@@ -24,13 +24,7 @@ from medfl.datasets.readers.tables import (
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
-# Images of each centre (row) and class (column).
-MIX = (
-    (295, 296, 490, 30, 342, 803, 3),
-    (32, 211, 475, 51, 680, 1832, 82),
-    (0, 2, 124, 30, 24, 3720, 54),
-    (0, 5, 10, 4, 67, 350, 3),
-)
+MIX = read_sheet("ham10000")["mix"]
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata")
 SPLIT_TABLE = "dermamnist_split.csv"
 
@@ -99,7 +93,6 @@ DATASET = DataSet(
     **sheet("ham10000"),
     classes=CLASSES,
     centres=CENTRES,
-    channels=3,
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
@@ -146,5 +139,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=90,
 )

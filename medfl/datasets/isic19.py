@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, sheet
+from medfl.datasets.base import DataSet, read_sheet, sheet
 from medfl.datasets.ham10000 import by_image, centre_roots, phantom_key, phantom_lesion
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
@@ -22,15 +22,7 @@ from medfl.datasets.readers.tables import (
 # FLamby's targets 0 to 7 and centres 0 to 5.
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 CENTRES = ("BCN", "vidir_molemax", "vidir_modern", "rosendahl", "MSK", "vienna_dias")
-# Images of each centre (row) and class (column).
-MIX = (
-    (2857, 4206, 2809, 737, 1138, 124, 111, 431),
-    (24, 3720, 2, 0, 124, 30, 54, 0),
-    (680, 1832, 211, 21, 475, 51, 82, 11),
-    (342, 803, 296, 109, 490, 30, 3, 186),
-    (215, 415, 0, 0, 189, 0, 0, 0),
-    (67, 350, 5, 0, 10, 4, 3, 0),
-)
+MIX = read_sheet("isic19")["mix"]
 TABLES = ("train_test_split.csv", "train_test_split", "isic2019_train_test_split.csv")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata", "ham10000_metadata.csv")
 IMAGES = "ISIC_2019_Training_Input"
@@ -100,7 +92,6 @@ DATASET = DataSet(
     **sheet("isic19"),
     classes=CLASSES,
     centres=CENTRES,
-    channels=3,
     layouts=(
         Layout(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
@@ -145,5 +136,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=90,
 )

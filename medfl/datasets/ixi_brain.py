@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import (
@@ -154,22 +154,6 @@ def split_few(records: Sequence[Record]) -> list[str]:
     return sections
 
 
-# Muscle and fat are about as bright as the brain.
-_SCENE = Scene(
-    (
-        Part((0.1,), texture=(0.02, 6)),
-        Part((0.55,), (0.5, 0.5, 0.6), (0.0, 0.1, -0.6), texture=(0.1, 8)),
-        Part((0.55,), (0.88, 0.92, 0.86), bumps=(0.03, 4), texture=(0.1, 8)),
-        Part((0.1,), (0.75, 0.79, 0.73), bumps=(0.03, 4)),
-        Part((0.3,), (0.7, 0.74, 0.68), bumps=(0.03, 4)),
-        Part((0.55,), (0.66, 0.7, 0.64), value=1, bumps=(0.05, 9), texture=(0.12, 8)),
-    ),
-    shift=0.06,
-    spread=0.08,
-    stray=0.01,
-)
-
-
 def _phantom_path(case: Case, kind: str) -> str:
     subject = f"IXI{901 + case.number}-{CENTRES[case.centre]}-9{case.group:03d}"
     return f"IXI_sample/{subject}/{kind}/{subject}_{'image' if kind == 'T1' else kind}.nii.gz"
@@ -177,10 +161,8 @@ def _phantom_path(case: Case, kind: str) -> str:
 
 DATASET = DataSet(
     **sheet("ixi_brain"),
-    task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
-    channels=1,
     layouts=(
         Layout(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
@@ -209,7 +191,7 @@ DATASET = DataSet(
         "few": split_few,
     },
     draw=draw_files(
-        (_SCENE,),
+        (scene_of("ixi_brain"),),
         mixed([[311], [181], [74]], LEAST),
         lambda case: _phantom_path(case, "T1"),
         mask=lambda case: _phantom_path(case, "label"),
@@ -223,6 +205,4 @@ DATASET = DataSet(
         sides=((1, 1), (1.25, 1.25), (1, 1)),
         spacing=4.0,
     ),
-    per_class=42,
-    size=48,
 )

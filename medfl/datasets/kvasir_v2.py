@@ -21,8 +21,6 @@ ROOT = "kvasir-dataset-v2"
 DATASET = DataSet(
     **sheet("kvasir_v2"),
     classes=CLASSES,
-    centres=("vestre_viken",),
-    channels=3,
     layouts=(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
@@ -39,5 +37,4 @@ DATASET = DataSet(
         even(len(CLASSES)),
         lambda case: f"{ROOT}/{CLASSES[case.label]}/{CLASSES[case.label]}-{case.number:04d}.jpg",
     ),
-    per_class=76,
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.pairs import (
     pair_folders,
     paired,
@@ -104,19 +103,6 @@ def _read_sets(folder: Path) -> Table:
     return table
 
 
-_LUNG = Part((0.24,), (0.6, 0.27), value=1, texture=(0.12, 9))
-_SCENE = Scene(
-    (
-        Part((0.1,)),
-        Part((0.65,), (1.2, 0.9)),
-        replace(_LUNG, place=(-0.05, -0.42)),
-        replace(_LUNG, place=(-0.05, 0.42)),
-        Part((0.72,), (0.3, 0.26), (0.3, 0.16)),
-    ),
-    tone=0.04,
-)
-
-
 def _phantom_name(case: Case) -> str:
     return f"cxr_{case.number:03d}.png"
 
@@ -125,11 +111,8 @@ _NLM = "https://openi.nlm.nih.gov/imgs/collections"
 
 DATASET = DataSet(
     **sheet("lung_cxr"),
-    task="segmentation",
     classes=CLASSES,
     centres=(*SITES, *NAMED.values()),
-    channels=1,
-    mixed_channels=True,
     layouts=(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
@@ -163,7 +146,7 @@ DATASET = DataSet(
         "fedhelp": by_group("lung_cxr", (571 / 704, 64 / 704, 69 / 704)),
     },
     draw=draw_files(
-        (_SCENE,),
+        (scene_of("lung_cxr"),),
         mixed([[count] for count in SITES.values()], LEAST),
         lambda case: f"images/{_phantom_name(case)}",
         mask=lambda case: f"masks/{_phantom_name(case)}",
@@ -179,5 +162,4 @@ DATASET = DataSet(
         sides=((0.8, 1), (1, 1)),
         repeats=True,
     ),
-    per_class=100,
 )

@@ -10,7 +10,6 @@ CLASSES = ("AbdomenCT", "BreastMRI", "CXR", "ChestCT", "Hand", "HeadCT")
 DATASET = DataSet(
     **sheet("mednist"),
     classes=CLASSES,
-    channels=1,
     layouts=(
         medmnist(
             "mednist_64.npz: {train,val,test}_{images,labels}",
@@ -29,5 +28,4 @@ DATASET = DataSet(
     ),
     rules={"file": published("file"), "seeded": by_group("mednist")},
     draw=draw_medmnist("mednist", len(CLASSES), 1, CLASSES),
-    per_class=100,
 )

@@ -89,11 +89,9 @@ _RECORD = "https://zenodo.org/records/1214456"
 DATASET = DataSet(
     **sheet("nct_crc"),
     classes=CLASSES,
-    channels=3,
     layouts=tuple(
         _layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)
     ),
     rules={"seeded": filled(seeded), "official": validation_from_train("official")},
     draw=draw_files(class_scenes(len(CLASSES), 3), even(len(CLASSES)), _phantom_path),
-    per_class=75,
 )

@@ -12,8 +12,6 @@ ROOT = "RetinalOCT_Dataset"
 DATASET = DataSet(
     **sheet("oct_c8"),
     classes=CLASSES,
-    channels=1,
-    mixed_channels=True,
     layouts=(
         class_folders(
             f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
@@ -33,5 +31,4 @@ DATASET = DataSet(
             f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg"
         ),
     ),
-    per_class=76,
 )

@@ -19,8 +19,6 @@ CLASSES = (
 DATASET = DataSet(
     **sheet("pbc"),
     classes=CLASSES,
-    centres=("barcelona",),
-    channels=3,
     layouts=(
         medmnist(
             "MedMNIST bloodmnist[_64|_128|_224].npz",
@@ -40,5 +38,4 @@ DATASET = DataSet(
     ),
     rules={"official": published("official"), "seeded": by_group("pbc")},
     draw=draw_medmnist("bloodmnist", len(CLASSES), 3),
-    per_class=76,
 )

@@ -17,7 +17,7 @@ from medfl.datasets.ham10000 import (
     phantom_lesion,
 )
 from medfl.datasets.phantoms.phantom import LEAST, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.pairs import (
     matched,
     pair_folders,
@@ -78,26 +78,13 @@ def _read_isic(folder: Path) -> Table:
     return table
 
 
-_SCENE = Scene(
-    (
-        Part((0.86, 0.72, 0.64), texture=(0.08, 5)),
-        Part((0.52, 0.38, 0.34), (0.5, 0.5), value=1, bumps=(0.25, 5), texture=(0.15, 10)),
-        Part((0.30, 0.22, 0.22), (0.15, 0.15), value=1),
-    ),
-    shift=0.15,
-    spread=0.3,
-    tone=0.08,
-)
-
 _CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
 _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
 
 DATASET = DataSet(
     **sheet("skin_lesion"),
-    task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
-    channels=3,
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
@@ -152,7 +139,7 @@ DATASET = DataSet(
         "image": by_group("skin_lesion"),
     },
     draw=draw_files(
-        (_SCENE,),
+        (scene_of("skin_lesion"),),
         mixed([[sum(row)] for row in ham10000.MIX], LEAST),
         lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
         mask=lambda case: f"masks_{phantom_centre(case)}/{phantom_key(case)}.png",
@@ -166,5 +153,4 @@ DATASET = DataSet(
         sides=((0.75, 0.75), (1, 1)),
         repeats=True,
     ),
-    per_class=100,
 )

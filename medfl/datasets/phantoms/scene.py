@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.datasets.base import read_sheet
+
 Array = NDArray[np.float64]
 Mask = NDArray[np.uint8]
 Shape = tuple[int, ...]
-Lengths = tuple[float, ...]
+Lengths = Sequence[float]
 
 _SOFT_EDGE = 0.1  # share of the radius over which a part fades out
 
@@ -57,7 +59,7 @@ class Scene:
         tone: standard deviation of a part's shade.
     """
 
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     shift: float = 0.08
     spread: float = 0.1
     stray: float = 0.02
@@ -138,14 +140,14 @@ class Look(NamedTuple):
     grain: float
 
 
-LOOKS = (
-    Look(0.00, 1.00, (1.00, 1.00, 1.00), 0.05, 0.03),
-    Look(0.10, 0.80, (1.04, 0.98, 0.92), 0.15, 0.04),
-    Look(-0.10, 1.15, (0.94, 0.98, 1.06), 0.10, 0.06),
-    Look(0.05, 1.25, (1.08, 0.94, 0.94), 0.05, 0.03),
-    Look(-0.16, 0.85, (0.96, 1.04, 0.98), 0.20, 0.04),
-    Look(0.15, 1.00, (0.97, 0.97, 1.08), 0.10, 0.03),
-)
+LOOKS = [Look(**look) for look in read_sheet("looks")]
+
+
+def scene_of(name: str) -> Scene:
+    """Return the scene that the sheet of a data set describes, its parts with the names of `Part`'s attributes."""
+    entries = read_sheet(name)["scene"]
+    parts = [Part(**part) for part in entries.pop("parts")]
+    return Scene(parts, **entries)
 
 
 _MARKS = 0.62, 0.82
