@@ -10,14 +10,17 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
 import numpy as np
 import torch
+import yaml
 from scipy.stats import rankdata
 
 from medfl.core import (
+    LOADER,
     Document,
     InputError,
     Metrics,
@@ -47,69 +50,12 @@ class Metric:
         return self.higher_is_better and not self.signed
 
 
-IF_MISSING = "1 for a structure that neither mask has, 0 where one has it"
-"""Value of Dice and surface Dice if a structure is missing."""
+_SHEET = yaml.load(Path(__file__).with_suffix(".yaml").read_text("utf-8"), LOADER)
 METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        "accuracy": Metric(
-            "Accuracy", "share of cases whose most probable class is the reference class"
-        ),
-        "balanced_accuracy": Metric(
-            "Balanced accuracy", "mean recall over the classes present in the reference"
-        ),
-        "f1_macro": Metric(
-            "Macro F1", "mean F1 over the classes present in the reference or predicted"
-        ),
-        "auroc": Metric(
-            "AUROC",
-            "mean one-versus-rest area under the ROC curve; if two classes, the second's; of findings, the mean over "
-            "those that enough cases have and lack",
-        ),
-        "average_precision": Metric(
-            "Average precision", "area under precision and recall, mean over the same findings"
-        ),
-        "f1": Metric(
-            "F1",
-            "of each finding at the threshold chosen on validation images, mean over the same findings",
-        ),
-        "sensitivity": Metric(
-            "Sensitivity",
-            "share of the images with a finding that are called so at that threshold, likewise",
-        ),
-        "specificity": Metric(
-            "Specificity", "share of the images without a finding that are called so, likewise"
-        ),
-        "mae": Metric("MAE", "mean absolute error, in the target's unit", higher_is_better=False),
-        "rmse": Metric("RMSE", "root of the mean squared error", higher_is_better=False),
-        "r2": Metric(
-            "R²",
-            "1 - squared error / squared deviation of the targets from their mean",
-            signed=True,
-        ),
-        "pearson": Metric("Pearson r", "correlation of predicted and true numbers", signed=True),
-        "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
-        "dice": Metric(
-            "Dice",
-            f"overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; {IF_MISSING}",
-        ),
-        "hd95": Metric(
-            "HD95",
-            "95th percentile of surface distances, in mm or, where the file knows none, in its pixels, mean over "
-            "the structures of a case, then over cases; 0 for a structure that neither mask has, the image's "
-            "diagonal where one has it",
-            higher_is_better=False,
-        ),
-        "surface_dice": Metric(
-            "Surface Dice",
-            "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
-            f"of a case, then over cases; {IF_MISSING}",
-        ),
-        "pixel_accuracy": Metric(
-            "Pixel accuracy", "share of a case's pixels of the right class, mean over cases"
-        ),
-    }
+    {name: Metric(**entry) for name, entry in _SHEET.items()}
 )
-
+IF_MISSING = METRICS["dice"].definition.rpartition("; ")[2]
+"""Value of Dice and surface Dice if a structure is missing."""
 OF_CASES = (
     "probabilities",
     "label",

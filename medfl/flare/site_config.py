@@ -234,47 +234,12 @@ def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
     site_channels.check(texts.get("site_channels", ""), 0.0, bundle, [site])
 
 
-_WHOLE = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
-_TEXT = {"type": "string", "maxLength": 200}
-_VALUE = {"anyOf": [{"type": ["number", "boolean", "null"]}, _TEXT]}
-_EMPTY = {"type": "array", "maxItems": 0}
-_SCHEMA = {
-    "type": "object",
-    "required": ["bundle", "bundle_sha256", "method", "options", "config", "partition", "data"],
-    "properties": {
-        "bundle": _TEXT,
-        "bundle_sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
-        "method": {"enum": methods.names()},
-        "options": {"type": "object", "additionalProperties": _VALUE},
-        "config": {"type": "object"},
-        "data": {
-            "type": "object",
-            "properties": {"source": {"enum": ["real", "phantom"]}},
-            "required": ["source"],
-        },
-        "partition": {
-            "type": "object",
-            "required": ["sites"],
-            "properties": {
-                "seed": _WHOLE,
-                "sites": {
-                    "type": "object",
-                    "minProperties": 1,
-                    "maxProperties": 10_000,
-                    "additionalProperties": {"type": "object", "additionalProperties": _EMPTY},
-                },
-            },
-        },
-        # a site has a device of its own, whatever the run says
-        **{name: setting.schema for name, setting in SETTINGS.items() if name != "device"},
-        "public": {"type": "null"},
-        "adapted": {
-            "type": "array",
-            "maxItems": 100,
-            "items": {"type": "string", "pattern": "^[A-Za-z0-9_.:]{1,80}$"},
-        },
-    },
-}
+_SCHEMA = json.loads(Path(__file__).with_name("run.schema.json").read_bytes())
+_SCHEMA["properties"]["method"] = {"enum": methods.names()}
+for _name, _setting in SETTINGS.items():
+    # a site has a device of its own, whatever the run says
+    if _name != "device":
+        _SCHEMA["properties"][_name] = _setting.schema
 
 
 def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from monai.transforms.transform import MapTransform
 from torch import Tensor, nn
 
 from medfl.bundle.text_embeddings import at_hand, from_files
-from medfl.core import Array, Config, InputError, Tensors, Weights, versions_of
+from medfl.core import LOADER, Array, Config, InputError, Tensors, Weights, versions_of
 from medfl.datasets.readers.pairs import read_pair
 from medfl.problem.problem import Problem
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
@@ -29,30 +30,7 @@ from medfl.storage import load_pickled, weights_sha256
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"
-_RULES = {
-    r"^image_encoder\.": "vision_encoder.",
-    r"(?<=vision_encoder\.)blocks\.": "layers.",
-    r"\bpatch_embed\.proj\.": "patch_embed.projection.",
-    r"\bneck\.0\.": "neck.conv1.",
-    r"\bneck\.1\.": "neck.layer_norm1.",
-    r"\bneck\.2\.": "neck.conv2.",
-    r"\bneck\.3\.": "neck.layer_norm2.",
-    r"\bnorm_final_attn\.": "layer_norm_final_attn.",
-    r"\bnorm([1-4])\.": r"layer_norm\1.",
-    r"\bmask_downscaling\.0\.": "mask_embed.conv1.",
-    r"\bmask_downscaling\.1\.": "mask_embed.layer_norm1.",
-    r"\bmask_downscaling\.3\.": "mask_embed.conv2.",
-    r"\bmask_downscaling\.4\.": "mask_embed.layer_norm2.",
-    r"\bmask_downscaling\.6\.": "mask_embed.conv3.",
-    r"\bpoint_embeddings\.": "point_embed.",
-    r"\bpe_layer\.positional_encoding_gaussian_matrix$": "shared_embedding.positional_embedding",
-    r"\boutput_upscaling\.0\.": "upscale_conv1.",
-    r"\boutput_upscaling\.1\.": "upscale_layer_norm.",
-    r"\boutput_upscaling\.3\.": "upscale_conv2.",
-    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.0\.": r"\1proj_in.",
-    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.1\.": r"\1layers.0.",
-    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.2\.": r"\1proj_out.",
-}
+_RULES = yaml.load(Path(__file__).with_suffix(".yaml").read_text("utf-8"), LOADER)
 """From names of the package segment_anything to those of transformers, in this order."""
 _POSITIONS = "prompt_encoder.shared_embedding.positional_embedding"
 _IMAGE_POSITIONS = "shared_image_embedding.positional_embedding"
