@@ -6,7 +6,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.cli.walls import Use, hold
-from medfl.core import SETTINGS, Config, InputError, Refused, json_values, portable
+from medfl.core import SETTINGS, Config, InputError, Refused, fields_of, json_values, portable
 from medfl.core.importing import without_gc
 from medfl.runtimes.launch import Launch
 from medfl.storage import FOLDS, default_run_folder, read_run, record_of
@@ -202,7 +201,7 @@ def _bundle_of_folds(folder: Path) -> str:
 
 def launch_of(args: Namespace) -> Launch:
     """Return how a run is executed, from the flags that its verb has."""
-    flags = {field.name for field in fields(Launch)} & vars(args).keys()
+    flags = fields_of(Launch).keys() & vars(args).keys()
     command = "medfl " + shlex.join(args.given)
     chosen = {name: getattr(args, name) for name in flags}
     return Launch(**{**chosen, "command": command, **telling(args)})

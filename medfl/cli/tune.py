@@ -87,7 +87,7 @@ def _tune(args: Namespace) -> int:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
 
     show(args, document, _lines(document, comparison, failed, args.out))
-    return 1 if failed or comparison is None else 0
+    return int(bool(failed) or comparison is None)
 
 
 def _lines(document: Any, comparison: Any, failed: Any, out: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from medfl.core import (
     Refused,
     check_limits,
     check_method_name,
+    fields_of,
     json_values,
     refuse_untrusted_module,
     split_commas,
@@ -25,7 +26,7 @@ from medfl.core import (
 
 BEST = "best.json"
 """The result of a search."""
-_RUN = tuple(field.name for field in fields(ProtocolSettings))
+_RUN = tuple(fields_of(ProtocolSettings))
 _FORM: Config = {
     "method": str,
     "trials": int,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         without_package as without_package,
     )
     from medfl.core.mappings import (
+        fields_of as fields_of,
         map_values as map_values,
         pick as pick,
         pick_known as pick_known,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.mappings import within
+from medfl.core.mappings import fields_of, within
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, typed_value
 
@@ -62,7 +62,7 @@ class Declared:
             type_text = str(field.type)
 
         default = None if field.default is dataclasses.MISSING else field.default
-        attributes = {attribute.name for attribute in dataclasses.fields(cls)}
+        attributes = fields_of(cls)
         # A method of a user's own may have fields with metadata of its own.
         form = within(field.metadata, attributes)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -38,3 +39,8 @@ def present(mapping: Mapping[K, V | None]) -> dict[K, V]:
 def map_values(function: Callable[[V], W], mapping: Mapping[K, V]) -> dict[K, W]:
     """Return the same keys with what a function makes of their values."""
     return {key: function(value) for key, value in mapping.items()}
+
+
+def fields_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a dataclass by their names."""
+    return {field.name: field for field in dataclasses.fields(kind)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from medfl.core.documents import Config, Document
 from medfl.core.errors import InputError
-from medfl.core.mappings import pick_known
+from medfl.core.mappings import fields_of, pick_known
 from medfl.core.settings import (
     ADDED_LATER,
     POLY,
@@ -161,7 +161,7 @@ class Run(GeneralSettings, ProtocolSettings):
             InputError: a setting is missing or of the wrong type.
         """
         optional = {*_OPTIONAL, *ADDED_LATER}
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = fields_of(cls)
         try:
             for name in names:
                 if name not in optional and name not in document:

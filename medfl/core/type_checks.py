@@ -26,6 +26,7 @@ from typing import (
 
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, either
+from medfl.core.mappings import fields_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +54,7 @@ def read_record(kind: type[R], document: object, where: str = "") -> R:
 
     at = f"{where}." if where else ""
     hints = _HINTS(kind)  # type: ignore[arg-type]
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = fields_of(kind)
     for name in document.keys() - fields:
         raise ValueError(f"{at}{name!s:.60} is not one of {either(fields)}")
 

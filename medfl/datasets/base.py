@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import yaml
 
-from medfl.core import LOADER, SECTIONS, InputError, did_you_mean, pick, without
+from medfl.core import LOADER, SECTIONS, Document, InputError, did_you_mean, pick, without
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -57,18 +57,20 @@ class Download:
     bytes: int | None = None
 
 
-def read_sheet(name: str) -> Any:
+def read_sheet(name: str) -> Document:
     """Return what `sheets/<name>.yaml` says; FileNotFoundError if there is none."""
     text = (Path(__file__).parent / "sheets" / f"{name}.yaml").read_text("utf-8")
-    return yaml.load(text, LOADER)
+    entries: Document = yaml.load(text, LOADER)
+    return entries
 
 
-def sheet(name: str) -> dict[str, Any]:
+def sheet(name: str) -> Document:
     """Return the attributes of a `DataSet` that need no code, by their names, from its sheet.
 
-    Beside them a sheet may have the phantom's `scene` and `mix`, the real number of images of each centre and class.
+    Beside them a sheet may have what draws the `phantom`, and `mix`, the real number of images of each centre and
+    class.
     """
-    entries = without(read_sheet(name), ("scene", "mix"))
+    entries = without(read_sheet(name), ("phantom", "mix"))
     if "downloads" in entries:
         entries["downloads"] = tuple(Download(**file) for file in entries["downloads"])
 

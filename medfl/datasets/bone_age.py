@@ -163,9 +163,9 @@ DATASET = DataSet(
         "image": by_group("bone_age"),
     },
     draw=draw_files(
-        tuple(map(_scene, range(1, _YEARS + 1))),
         even(_YEARS),
         lambda case: f"boneage-{_PHANTOM_FOLDERS[case.part]}/{90000 + case.number}.png",
+        tuple(map(_scene, range(1, _YEARS + 1))),
         tables={
             SOURCES["train"].files[0]: _phantom_columns("train", "train"),
             SOURCES["validate"].files[0]: _phantom_columns("validate", "val"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import Part, Scene, phantom_of
 from medfl.datasets.readers.splitting import Record, by_group, filled
 from medfl.datasets.readers.tables import Layout, Table, first, number_of, read_csv, several
 from medfl.datasets.readers.volumes import count_voxels, volume_files
@@ -178,9 +178,9 @@ DATASET = DataSet(
     ),
     rules={"subject": filled(by_group("brain_age"))},
     draw=draw_files(
-        tuple(map(_scene, range(_DECADES))),
         even(_DECADES, len(CENTRES)),
         _phantom_path,
+        tuple(map(_scene, range(_DECADES))),
         tables={
             "oasis_cross-sectional.csv": {
                 "ID": lambda case: None if case.centre else f"OAS1_{9000 + case.number}_MR1",
@@ -194,7 +194,6 @@ DATASET = DataSet(
                 "AGE": lambda case: f"{_phantom_age(case)}.0",
             },
         },
-        sides=((1, 1), (1.25, 1.25), (1, 1)),
-        spacing=4.0,
+        **phantom_of("brain_age"),
     ),
 )

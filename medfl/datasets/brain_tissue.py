@@ -7,12 +7,13 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import scene_of
+from medfl.datasets.phantoms.scene import phantom_of
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, read_csv
 from medfl.datasets.readers.volumes import count_voxels, volume_index
 
-CLASSES = ("background", "csf", "grey", "white")
+SHEET = sheet("brain_tissue")
+CLASSES = SHEET["classes"]
 SUBJECTS = "subjects.csv"
 OLD = 40.0  # years; nobody in the data is between 34 and 45
 _NAME = re.compile(r"oasis_(\d+)_(t1ss|tissue)")
@@ -70,8 +71,7 @@ def _phantom_age(case: Case) -> int:
 
 
 DATASET = DataSet(
-    **sheet("brain_tissue"),
-    classes=CLASSES,
+    **SHEET,
     layouts=(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
@@ -85,7 +85,6 @@ DATASET = DataSet(
         "age": validation_from_train("age", 0.2),
     },
     draw=draw_files(
-        (scene_of("brain_tissue"),),
         mixed([[9], [1]]),
         lambda case: f"{_phantom_stem(case)}_t1ss.nii.gz",
         mask=lambda case: f"{_phantom_stem(case)}_tissue.nii.gz",
@@ -96,8 +95,6 @@ DATASET = DataSet(
                 "age": _phantom_age,
             }
         },
-        sides=((1, 1.1), (1.2, 1.3), (1, 1.1)),
-        spacing=2.0,
-        repeats=True,
+        **phantom_of("brain_tissue"),
     ),
 )

@@ -20,22 +20,8 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-FINDINGS = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Effusion",
-    "Infiltration",
-    "Mass",
-    "Nodule",
-    "Pneumonia",
-    "Pneumothorax",
-    "Consolidation",
-    "Edema",
-    "Emphysema",
-    "Fibrosis",
-    "Pleural_Thickening",
-    "Hernia",
-)
+SHEET = sheet("chest_xray14")
+FINDINGS = SHEET["classes"]
 """In the paper's order."""
 NONE = "No Finding"
 VIEWS = ("PA", "AP")
@@ -119,8 +105,7 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 
 
 DATASET = DataSet(
-    **sheet("chest_xray14"),
-    classes=FINDINGS,
+    **SHEET,
     centres=VIEWS,
     layouts=(
         Layout(
@@ -142,9 +127,9 @@ DATASET = DataSet(
         "patient": by_group("chest_xray14"),
     },
     draw=draw_files(
-        tuple(finding_scene(found, len(FINDINGS)) for found in _PATTERNS),
         even(len(_PATTERNS), len(VIEWS)),
         lambda case: f"images/{_phantom_name(case)}",
+        tuple(finding_scene(found, len(FINDINGS)) for found in _PATTERNS),
         tables={
             TABLES[0]: {
                 "Image Index": _phantom_name,

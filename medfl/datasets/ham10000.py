@@ -22,8 +22,9 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
-CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
+SHEET = sheet("ham10000")
+CLASSES = SHEET["classes"]
+CENTRES = SHEET["centres"]
 MIX = read_sheet("ham10000")["mix"]
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata")
 SPLIT_TABLE = "dermamnist_split.csv"
@@ -86,13 +87,11 @@ def phantom_lesion(case: Case) -> str:
 
 def phantom_centre(case: Case) -> str:
     """Return the centre of a phantom's image."""
-    return CENTRES[case.centre]
+    return str(CENTRES[case.centre])
 
 
 DATASET = DataSet(
-    **sheet("ham10000"),
-    classes=CLASSES,
-    centres=CENTRES,
+    **SHEET,
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
@@ -124,9 +123,9 @@ DATASET = DataSet(
         "dermamnist": published("dermamnist"),
     },
     draw=draw_files(
-        class_scenes(len(CLASSES), 3),
         mixed(MIX),
         lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
+        class_scenes(len(CLASSES), 3),
         tables={
             "labels.csv": {
                 "lesion_id": phantom_lesion,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
-from medfl.datasets.phantoms.scene import scene_of
+from medfl.datasets.phantoms.scene import phantom_of
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import Layout, Table
@@ -57,11 +57,9 @@ DATASET = DataSet(
     ),
     rules={"seeded": by_group("hippocampus")},
     draw=draw_files(
-        (scene_of("hippocampus"),),
         even(1),
         lambda case: f"{PUBLISHED[0]}/{_phantom_name(case)}",
         mask=lambda case: f"{PUBLISHED[1]}/{_phantom_name(case)}",
-        sides=((0.84, 1.0), (1.16, 1.4), (0.84, 1.0)),
-        digits=(2.3, 6),
+        **phantom_of("hippocampus"),
     ),
 )

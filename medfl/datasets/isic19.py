@@ -20,8 +20,9 @@ from medfl.datasets.readers.tables import (
 )
 
 # FLamby's targets 0 to 7 and centres 0 to 5.
-CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
-CENTRES = ("BCN", "vidir_molemax", "vidir_modern", "rosendahl", "MSK", "vienna_dias")
+SHEET = sheet("isic19")
+CLASSES = SHEET["classes"]
+CENTRES = SHEET["centres"]
 MIX = read_sheet("isic19")["mix"]
 TABLES = ("train_test_split.csv", "train_test_split", "isic2019_train_test_split.csv")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata", "ham10000_metadata.csv")
@@ -89,9 +90,7 @@ def _known_lesion(case: Case) -> str | None:
 _FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"
 
 DATASET = DataSet(
-    **sheet("isic19"),
-    classes=CLASSES,
-    centres=CENTRES,
+    **SHEET,
     layouts=(
         Layout(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
@@ -121,9 +120,9 @@ DATASET = DataSet(
         "lesion": by_group("isic19"),
     },
     draw=draw_files(
-        class_scenes(len(CLASSES), 3),
         mixed(MIX),
         lambda case: f"{IMAGES}_preprocessed/{phantom_key(case)}.jpg",
+        class_scenes(len(CLASSES), 3),
         tables={
             TABLES[0]: {
                 "image": phantom_key,

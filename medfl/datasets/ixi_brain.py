@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import scene_of
+from medfl.datasets.phantoms.scene import phantom_of
 from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import (
@@ -21,8 +21,9 @@ from medfl.datasets.readers.splitting import (
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, volume_files, volume_index
 
-CLASSES = ("background", "brain")
-CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2
+SHEET = sheet("ixi_brain")
+CLASSES = SHEET["classes"]
+CENTRES = SHEET["centres"]
 TABLES = ("metadata_tiny.csv", "ixi_metadata_tiny.csv")
 # Subjects whose Split is test in FLamby's metadata_tiny.csv, which is in its package and not with the images.
 _TEST_SUBJECTS = """
@@ -160,9 +161,7 @@ def _phantom_path(case: Case, kind: str) -> str:
 
 
 DATASET = DataSet(
-    **sheet("ixi_brain"),
-    classes=CLASSES,
-    centres=CENTRES,
+    **SHEET,
     layouts=(
         Layout(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
@@ -191,7 +190,6 @@ DATASET = DataSet(
         "few": split_few,
     },
     draw=draw_files(
-        (scene_of("ixi_brain"),),
         mixed([[311], [181], [74]], LEAST),
         lambda case: _phantom_path(case, "T1"),
         mask=lambda case: _phantom_path(case, "label"),
@@ -202,7 +200,6 @@ DATASET = DataSet(
                 "Split": lambda case: case.fold,
             }
         },
-        sides=((1, 1), (1.25, 1.25), (1, 1)),
-        spacing=4.0,
+        **phantom_of("ixi_brain"),
     ),
 )

@@ -6,21 +6,12 @@ from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import class_folders
 
-CLASSES = (
-    "dyed-lifted-polyps",
-    "dyed-resection-margins",
-    "esophagitis",
-    "normal-cecum",
-    "normal-pylorus",
-    "normal-z-line",
-    "polyps",
-    "ulcerative-colitis",
-)
+SHEET = sheet("kvasir_v2")
+CLASSES = SHEET["classes"]
 ROOT = "kvasir-dataset-v2"
 
 DATASET = DataSet(
-    **sheet("kvasir_v2"),
-    classes=CLASSES,
+    **SHEET,
     layouts=(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
@@ -33,8 +24,8 @@ DATASET = DataSet(
     ),
     rules={"seeded": by_group("kvasir_v2")},
     draw=draw_files(
-        class_scenes(len(CLASSES), 3),
         even(len(CLASSES)),
         lambda case: f"{ROOT}/{CLASSES[case.label]}/{CLASSES[case.label]}-{case.number:04d}.jpg",
+        class_scenes(len(CLASSES), 3),
     ),
 )

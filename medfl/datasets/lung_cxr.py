@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import scene_of
+from medfl.datasets.phantoms.scene import phantom_of
 from medfl.datasets.readers.pairs import (
     pair_folders,
     paired,
@@ -146,7 +146,6 @@ DATASET = DataSet(
         "fedhelp": by_group("lung_cxr", (571 / 704, 64 / 704, 69 / 704)),
     },
     draw=draw_files(
-        (scene_of("lung_cxr"),),
         mixed([[count] for count in SITES.values()], LEAST),
         lambda case: f"images/{_phantom_name(case)}",
         mask=lambda case: f"masks/{_phantom_name(case)}",
@@ -159,7 +158,6 @@ DATASET = DataSet(
                 "height": lambda case: case.shape[0],
             }
         },
-        sides=((0.8, 1), (1, 1)),
-        repeats=True,
+        **phantom_of("lung_cxr"),
     ),
 )

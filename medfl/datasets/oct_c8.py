@@ -6,12 +6,12 @@ from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import published
 from medfl.datasets.readers.tables import class_folders
 
-CLASSES = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
+SHEET = sheet("oct_c8")
+CLASSES = SHEET["classes"]
 ROOT = "RetinalOCT_Dataset"
 
 DATASET = DataSet(
-    **sheet("oct_c8"),
-    classes=CLASSES,
+    **SHEET,
     layouts=(
         class_folders(
             f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
@@ -25,10 +25,10 @@ DATASET = DataSet(
     ),
     rules={"official": published("official")},
     draw=draw_files(
-        class_scenes(len(CLASSES), 1),
         even(len(CLASSES)),
         lambda case: (
             f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg"
         ),
+        class_scenes(len(CLASSES), 1),
     ),
 )

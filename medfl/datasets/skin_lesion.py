@@ -17,7 +17,7 @@ from medfl.datasets.ham10000 import (
     phantom_lesion,
 )
 from medfl.datasets.phantoms.phantom import LEAST, draw_files, mixed
-from medfl.datasets.phantoms.scene import scene_of
+from medfl.datasets.phantoms.scene import phantom_of
 from medfl.datasets.readers.pairs import (
     matched,
     pair_folders,
@@ -139,7 +139,6 @@ DATASET = DataSet(
         "image": by_group("skin_lesion"),
     },
     draw=draw_files(
-        (scene_of("skin_lesion"),),
         mixed([[sum(row)] for row in ham10000.MIX], LEAST),
         lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
         mask=lambda case: f"masks_{phantom_centre(case)}/{phantom_key(case)}.png",
@@ -150,7 +149,6 @@ DATASET = DataSet(
                 "centre": phantom_centre,
             }
         },
-        sides=((0.75, 0.75), (1, 1)),
-        repeats=True,
+        **phantom_of("skin_lesion"),
     ),
 )

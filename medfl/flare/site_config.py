@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from medfl.core import (
     decode_text,
     errors_safe_to_send,
     examines,
+    fields_of,
     is_name,
     matches_type,
     portable,
@@ -123,9 +124,9 @@ class SiteConfig:
         except Refused as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
 
-        keys = [field.name for field in fields(cls)]
+        keys = fields_of(cls)
         if not isinstance(settings, dict) or not (
-            {"bundle", "folder"} <= settings.keys() <= set(keys)
+            {"bundle", "folder"} <= settings.keys() <= keys.keys()
         ):
             raise InputError(
                 f"{path}",

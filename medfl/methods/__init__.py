@@ -15,6 +15,7 @@ from medfl.core import (
     Document,
     InputError,
     check_method_name,
+    fields_of,
     map_values,
     method_names as names,
     read_options,
@@ -127,10 +128,10 @@ def load(name: str, options: Config | None = None, /, **more: Any) -> Method:
         InputError: unknown method or option, or a value that the option does not allow; the valid ones are listed.
     """
     cls = method_class(name)
-    own_fields = {field.name: field for field in dataclasses.fields(cls)}
+    own_fields = fields_of(cls)
     shared_fields = {}
     if cls.takes_prototypes:
-        shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
+        shared_fields = fields_of(Sharing)
 
     if not isinstance(options, Mapping | None):
         raise InputError(
@@ -230,7 +231,7 @@ def options_of(cls: type[Method] | type[Sharing]) -> list[Document]:
 
 def has_option(name: str, option_name: str) -> bool:
     """Tell whether a method has an option of its own by this name."""
-    return option_name in {field.name for field in dataclasses.fields(method_class(name))}
+    return option_name in fields_of(method_class(name))
 
 
 def prototype_options(cls: type[Method]) -> list[Document]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from medfl.core import (
     Task,
     Tensors,
     Weights,
+    fields_of,
     pick,
     pick_known,
     without,
@@ -52,7 +53,7 @@ def one_of(help: str, *choices: object) -> Any:
 
 def same_option(owner: type, name: str) -> Any:
     """Declare an option like another dataclass does, so that options of several methods are written once."""
-    option_field = {member.name: member for member in fields(owner)}[name]
+    option_field = fields_of(owner)[name]
     return field(default=option_field.default, metadata=option_field.metadata)
 
 

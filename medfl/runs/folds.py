@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.core import Config, Document, InputError, refuse_untrusted_module, type_errors
+from medfl.core import Config, Document, InputError, fields_of, refuse_untrusted_module, type_errors
 from medfl.datasets.readers.splitting import check_folds
 from medfl.report import folds as report
 from medfl.report.run_files import RunFiles
@@ -110,7 +110,7 @@ def resume(
     require_plain(root)
     allowed = {
         "settings": {*_SETTINGS},
-        "requested": {field.name for field in fields(Request)} - _ARGUMENTS,
+        "requested": fields_of(Request).keys() - _ARGUMENTS,
     }
     odd = []
     for name, keys in allowed.items():

@@ -39,7 +39,9 @@ from medfl.core import (
     check_limits,
     device,
     did_you_mean,
+    fields_of,
     override_value,
+    pick,
     type_mismatches,
     versions_of,
 )
@@ -263,10 +265,10 @@ def make_plan(
 
 def _general_settings(request: Request) -> Document:
     """Return the settings independent of the bundle, as a run records them; InputError for an invalid one."""
-    values = {field.name: getattr(request, field.name) for field in fields(request)}
+    values = dict(vars(request))
     check_kinds(values)
     check_limits(values)
-    settings = {field.name: values[field.name] for field in fields(GeneralSettings)}
+    settings = pick(values, fields_of(GeneralSettings))
     settings["messages"] = str(Compression.parse(request.messages))
     settings["aggregation"] = str(Aggregation.parse(request.aggregation))
     settings["device"] = device_named(request.device)
@@ -486,7 +488,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 def check_kinds(requested: Config) -> None:
     """Raise an InputError if a name is not a setting, or a value not of its setting's type (see `Request`)."""
-    check_names(requested, [field.name for field in fields(Request)])
+    check_names(requested, list(fields_of(Request)))
     for name, value, allowed in type_mismatches(Request, requested):
         flag = f"--{name.replace('_', '-')}"
         if name in ("bundle", "options", "config"):

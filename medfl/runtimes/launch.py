@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medfl.core import InputError, Print, did_you_mean, type_mismatches
+from medfl.core import InputError, Print, did_you_mean, fields_of, type_mismatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Launch:
         Raises:
             InputError: there is no such field, or a value is not of its type.
         """
-        names = [field.name for field in dataclasses.fields(self)]
+        names = fields_of(self)
         for name in settings:
             if name not in names:
                 raise InputError(

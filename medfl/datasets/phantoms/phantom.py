@@ -267,9 +267,9 @@ Stack = tuple[Bytes, Integers]
 
 
 def draw_files(
-    scenes: Sequence[Scene],
     counts: Counts,
     image: Callable[[Case], str],
+    scenes: Sequence[Scene],
     *,
     mask: Callable[[Case], str] | None = None,
     tables: Mapping[str, Columns] | None = None,
@@ -281,9 +281,9 @@ def draw_files(
     """Return the writer of a file an image, by its ending a picture or a NIfTI volume.
 
     Args:
-        scenes: of the classes.
         counts: of centres and classes.
         image: path of a case's image in the folder.
+        scenes: of the classes.
         mask: path of its reference mask.
         tables: file name -> column -> value of a case; a row with a None is left out, a head without a name, too.
         sides: of the images.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core import Document
 from medfl.datasets.base import read_sheet
 
 Array = NDArray[np.float64]
@@ -140,14 +141,20 @@ class Look(NamedTuple):
     grain: float
 
 
-LOOKS = [Look(**look) for look in read_sheet("looks")]
+LOOKS = [Look(**look) for look in read_sheet("looks")["looks"]]
 
 
-def scene_of(name: str) -> Scene:
-    """Return the scene that the sheet of a data set describes, its parts with the names of `Part`'s attributes."""
-    entries = read_sheet(name)["scene"]
-    parts = [Part(**part) for part in entries.pop("parts")]
-    return Scene(parts, **entries)
+def phantom_of(name: str) -> Document:
+    """Return the arguments of `phantom.draw_files` that a data set's sheet has; its `scene` becomes their `scenes`.
+
+    Parts and scene are described with the names of the attributes of `Part` and `Scene`.
+    """
+    arguments: Document = read_sheet(name)["phantom"]
+    if scene := arguments.pop("scene", None):
+        parts = [Part(**part) for part in scene.pop("parts")]
+        arguments["scenes"] = [Scene(parts, **scene)]
+
+    return arguments
 
 
 _MARKS = 0.62, 0.82

@@ -6,14 +6,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from medfl.core import InputError, Message, Run, RunError, derive, pick, without_round_limit
+from medfl.core import (
+    InputError,
+    Message,
+    Run,
+    RunError,
+    derive,
+    fields_of,
+    pick,
+    without_round_limit,
+)
 from medfl.core.compression import Compression
 from medfl.data.fingerprint import Fingerprint
 from medfl.data.prepared import Batch, Shard
@@ -286,7 +295,7 @@ class SiteView(SiteEnd):
         """Nothing is open."""
 
     def _stoppable(self, shard: Shard) -> Shard:
-        values = {entry.name: getattr(shard, entry.name) for entry in fields(Shard)}
+        values = pick(vars(shard), fields_of(Shard))
         return _StoppableShard(**values, stop=self.stop)
 
 
