@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
 from medfl.problem.sections import check_labels
 from medfl.problem.tasks import check_task, told_by
+from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage.places import cache_folder
@@ -394,6 +395,15 @@ class Bundle(Problem):
         return self.protocol.get("trial") is False
 
     @property
+    def kind(self) -> Kind:
+        """The behaviour of its kind of task; `largest_component: true` is decided on validation cases."""
+        kind = super().kind
+        if self.task == "segmentation" and self.protocol.get("largest_component") is True:
+            return replace(kind, decides=True)
+
+        return kind
+
+    @property
     def _is_scored_by_medfl(self) -> bool:
         return self.protocol.get("scores") == "medfl"
 
@@ -557,7 +567,9 @@ class Bundle(Problem):
             tolerance = float(self.get("surface_tolerance"))
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
-            return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+            return MaskEvaluator(
+                self.loss, self.structures, inferer, tolerance, compares=self.kind.decides
+            )
 
         if self.task == "segmentation":
             return CaseEvaluator(

@@ -17,11 +17,13 @@ from ignite.engine import Engine
 from ignite.exceptions import NotComputableError
 from monai.data import MetaTensor, decollate_batch
 from monai.inferers import SimpleInferer
+from monai.transforms import KeepLargestConnectedComponent
 from torch import Tensor, nn
 
 from medfl.core.documents import Metrics
 from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
 from medfl.core.message import Tensors
+from medfl.core.names import slug
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
@@ -183,6 +185,8 @@ class MaskEvaluator:
         tolerance: of the surface Dice, in the unit of the images' spacing.
         background_limit: a pixel is background if its background probability exceeds this; None: if it is the largest.
         metrics: further ones, of logits and target.
+        largest: classes of which only the largest component is kept.
+        compares: also return what each structure's largest component would score, as `largest_<metric>_<name>`.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -191,6 +195,8 @@ class MaskEvaluator:
     tolerance: float = 1.0
     background_limit: float | None = None
     metrics: OwnMetrics = field(default_factory=dict)
+    largest: tuple[int, ...] = ()
+    compares: bool = False
 
     @torch.no_grad()
     def __call__(
@@ -216,27 +222,30 @@ class MaskEvaluator:
             spacing = _spacing(shard.prepared, index, reference.ndim)
             # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
-            prediction = prediction[part]
+            predictions = [prediction[part]]
+            if self.compares:
+                predictions.append(_largest(prediction, range(1, count))[part])
+
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             own_row = _own_metrics(self.metrics, ident, logits, y)
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
-                prediction = annotated.renumbered(prediction)
+                predictions = list(map(annotated.renumbered, predictions))
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
                 logits = annotated.marginal_logits(logits)
                 y = annotated.renumbered(y)
 
-            row = scores(
-                prediction,
-                reference,
-                names,
-                spacing,
-                self.tolerance,
-                surface_metrics=surface_metrics,
+            row, *kept = (
+                scores(
+                    mask, reference, names, spacing, self.tolerance, surface_metrics=surface_metrics
+                )
+                for mask in predictions
             )
+            if kept:
+                row |= _compared(*predictions, reference, names, kept[0])
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
                 rows.append({**row, "loss": float(self.loss(logits, y)), **own_row})
@@ -309,7 +318,7 @@ class MaskEvaluator:
             if channels > 1:
                 winner *= 1 + logits[:, 1:].argmax(1)
 
-        predicted = winner[0].to(torch.uint8).cpu()
+        predicted = _largest(winner[0].to(torch.uint8).cpu(), self.largest)
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -326,6 +335,32 @@ class MaskEvaluator:
             )
 
         return Masks(predicted, reference.to(torch.uint8), classes)
+
+
+def _largest(mask: Tensor, classes: Sequence[int]) -> Tensor:
+    """Return a mask (H, W[, D]) with only the largest connected component of these classes."""
+    if not classes:
+        return mask
+
+    # a copy, because MONAI's transform changes its input
+    return KeepLargestConnectedComponent(classes, is_onehot=False)(mask[None].clone())[0]
+
+
+def _compared(
+    prediction: Tensor, kept: Tensor, reference: Tensor, names: Sequence[str], scored: Metrics
+) -> Metrics:
+    """Return what each structure scores by its largest component; `kept` and `scored` are of all structures'."""
+    row: Metrics = {"structures": len(names) - 1}
+    for index, name in enumerate(map(slug, names[1:]), 1):
+        for metric in scored:
+            if metric.endswith(f"_{name}"):
+                row[f"largest_{metric}"] = scored[metric]
+
+        removed = reference[(prediction == index) & (kept != index)]
+        right = (removed == 0).sum() - (removed == index).sum()
+        row[f"largest_pixel_accuracy_{name}"] = float(right) / reference.numel()
+
+    return row
 
 
 def _background(logits: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ OF_CASES = (
     "target",
     "own_pred",
     "own_label",
+    "structures",
 )
 """Values that are not metrics of a case."""
 WHOLE = "whole:"
@@ -422,7 +423,7 @@ def _case_means(values_of: Mapping[str, Array]) -> Metrics:
     result: Metrics = {}
     for name, array in values_of.items():
         scored = array[~np.isnan(array)]
-        if scored.size:
+        if scored.size and array.ndim == 1:
             name = name.removeprefix(WHOLE)
             # In float64: the mean of many float32 losses would lose digits.
             result[name] = float(scored.mean(dtype=np.float64))

@@ -27,6 +27,7 @@ from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import (
     CaseEvaluator,
     ClassEvaluator,
+    Evaluator,
     MaskEvaluator,
     OwnValues,
     VectorEvaluator,
@@ -35,10 +36,12 @@ from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy import admission
 from medfl.problem.described import channel_names
+from medfl.problem.problem import Problem
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
+from medfl.problem.tasks.segmentation import largest_of
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
 from medfl.storage.places import CALIBRATION, check_which, is_run
@@ -157,7 +160,8 @@ def _with_rule(
     evaluator = predictor.evaluator
     if isinstance(evaluator, MaskEvaluator):
         # masks are enlarged instead of listed: a set of masks would be unreadable
-        evaluator = replace(evaluator, background_limit=threshold)
+        # of these the coverage is promised, not of their largest components
+        evaluator = replace(evaluator, background_limit=threshold, largest=())
 
     return replace(predictor, rule=rule, evaluator=evaluator)
 
@@ -227,7 +231,7 @@ def _of_run(
             f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}"
         )
 
-    evaluator = bundle.evaluator
+    evaluator = evaluator_of(networks, bundle, site)
     assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
     # new images have no reference that a loss, or the bundle's metric, could be of
     if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
@@ -262,6 +266,24 @@ def _of_run(
 
     calibration = networks.files.calibration(which, "personal" if site else "global")
     return _with_rule(predictor, calibration, threshold_site, say)
+
+
+def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Evaluator:
+    """Return the evaluator of a model, which keeps the largest components that the run decided to keep."""
+    evaluator = bundle.evaluator
+    if not isinstance(evaluator, MaskEvaluator):
+        return evaluator
+
+    by_name = (networks.summary.get(networks.which) or {}).get("classes") or {}
+    if site:
+        row: Mapping[str, str] = {}
+        if networks.which == "last" and networks.finished:
+            row = next((row for row in networks.files.sites if row["site"] == site), row)
+
+        prefix = "personal_largest_component_"
+        by_name = {n: {"largest_component": row.get(prefix + slug(n))} for n in by_name}
+
+    return replace(evaluator, compares=False, largest=largest_of(by_name, bundle.structures))
 
 
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:
@@ -327,7 +349,14 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
         _refuse_overlaps(opened, path)
 
     if task == "segmentation":
-        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
+        largest = exported.get("largest_components", ())
+        # the file may come from anybody
+        if any(type_errors(exported, {"largest_components": list[int]})):
+            largest = ()
+
+        evaluator = MaskEvaluator(
+            _no_loss, classes, opened.inferer, _tolerance(path), largest=tuple(largest)
+        )
 
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = (

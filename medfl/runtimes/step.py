@@ -325,6 +325,7 @@ def segment(
     name: str,
     ids: Sequence[str],
     folder: str | None,
+    largest: tuple[int, ...] = (),
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network.
 
@@ -337,6 +338,9 @@ def segment(
     evaluator = federation.bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
+
+    if isinstance(evaluator, MaskEvaluator):
+        evaluator = replace(evaluator, largest=largest)
 
     part = shard
     # all cases are written, a few masks are returned

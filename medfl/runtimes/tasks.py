@@ -216,6 +216,7 @@ class SegmentSite(RoundTask):
 
     ids: list[str]
     folder: str | None
+    largest: tuple[int, ...] = ()
 
     function = segment_site
 
@@ -285,7 +286,8 @@ class SegmentGlobal(ServerTask):
     site: str
     ids: list[str]
     folder: str | None
+    largest: tuple[int, ...] = ()
 
     def work(self, federation: Federation, network: nn.Module) -> dict[str, Masks]:
         """Return id -> masks."""
-        return segment(federation, network, self.site, self.ids, self.folder)
+        return segment(federation, network, self.site, self.ids, self.folder, self.largest)

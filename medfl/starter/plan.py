@@ -35,10 +35,11 @@ _FIXED = (
     "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01, poly schedule over the rounds",
     "volumes: every third patch is around a voxel with a class; mirrored, turned, scaled, of other contrast",
     "volumes: inference in windows that overlap by half, weighted by a Gaussian",
+    "post-processing: only the largest component of a structure whose validation Dice that raises; each run decides",
 )
 _LEFT_OUT = (
     "normalisation within a mask of what is not 0, and cropping to it",
-    "cascades, ensembles of folds, mirroring at inference and choice of post-processing by validation",
+    "cascades, ensembles of folds, mirroring at inference",
 )
 
 

@@ -7,13 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from medfl.core.names import slug
 from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
-from medfl.evaluation.mask_metrics import by_structure
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.mask_metrics import KINDS, by_structure, foreground
+from medfl.evaluation.metrics import Cases, summarise
 from medfl.problem.tasks.kind import Examined, Kind, no_sets
+
+
+def largest_of(by_name: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the classes whose largest component alone is kept, by the metrics of each structure as recorded."""
+    structures = foreground(names, len(by_name))
+    kept = []
+    for index, name in enumerate(structures, 1):
+        if float(by_name.get(name, {}).get("largest_component") or 0):
+            kept.append(index)
+
+    return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,52 @@ class Segmentation(Kind):
         self, scores: Mapping[str, float], cases: Cases, names: Sequence[str]
     ) -> dict[str, dict[str, float | None]]:
         """Return the metrics of each structure; `scores` cover the same cases."""
-        return by_structure(scores, cases.values, names, len(cases))
+        results = by_structure(scores, cases.values, names, len(cases))
+        for name, metrics in results.items():
+            kept = cases.values.get(f"kept_{slug(name)}")
+            # of several models there are several decisions
+            if kept is not None and len(set(map(tuple, kept.nan_to_num(-1).tolist()))) == 1:
+                before, after = kept[0].tolist()
+                metrics["largest_component"] = float(after > before)
+                if before == before:
+                    metrics |= {"validation_dice": before, "validation_dice_largest": after}
+
+        return results
+
+    def decided(self, cases: Cases, validation: Cases | None) -> Cases:
+        """Return cases scored by the largest component of the structures whose validation Dice it raises.
+
+        "kept_<structure>" (N, 2) is the validation Dice without and with it, NaN if no validation case has the
+        structure. The rule is that of nnU-Net (Isensee et al., Nature Methods 18:203, 2021).
+        """
+        first = "largest_dice_"
+        names = [name.removeprefix(first) for name in cases.values if name.startswith(first)]
+        if not names:
+            return cases
+
+        validated = summarise(validation) if validation is not None else {}
+        values = {
+            name: value
+            for name, value in cases.values.items()
+            if not name.startswith("largest_") and name != "structures"
+        }
+        for name in names:
+            pair = [validated.get(f"{kind}{name}", np.nan) for kind in ("dice_", first)]
+            values[f"kept_{name}"] = torch.tensor(pair, dtype=torch.float64).expand(len(cases), 2)
+            if not pair[1] > pair[0]:
+                continue
+
+            right = cases.values[f"largest_pixel_accuracy_{name}"]
+            values["pixel_accuracy"] = values["pixel_accuracy"] + right.nan_to_num()
+            for metric in KINDS:
+                own = f"{metric}_{name}"
+                if own in values:
+                    change = (cases.values[f"largest_{own}"] - values[own]).nan_to_num()
+                    values[own] = cases.values[f"largest_{own}"]
+                    if metric in values:
+                        values[metric] = values[metric] + change / cases.values["structures"]
+
+        return Cases(cases.ids, values)
 
     def scored(self, examined: Examined, scores: str) -> Scored:
         """Return the cases with a structure; their parts are bins of the background probability."""
