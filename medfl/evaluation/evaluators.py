@@ -245,7 +245,7 @@ class MaskEvaluator:
                 for mask in predictions
             )
             if kept:
-                row |= _compared(*predictions, reference, names, kept[0])
+                row |= _compared(predictions[0], predictions[1], reference, names, kept[0])
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
                 rows.append({**row, "loss": float(self.loss(logits, y)), **own_row})
