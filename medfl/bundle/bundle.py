@@ -131,6 +131,7 @@ class OwnMetric:
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
+_LARGEST = "largest_component"
 _FORMER = {"trial": False, "scores": "medfl"}
 """Declared for shipped bundles of earlier releases, whose own federated.yaml lacks these keys."""
 
@@ -260,7 +261,8 @@ class Bundle(Problem):
         return key in self._config
 
     def _read(self, overrides: Config, *files: Path) -> Configuration:
-        return Configuration(self.root, files, overrides, self.metadata, self.device, self.policy)
+        config = without(overrides, [_LARGEST])
+        return Configuration(self.root, files, config, self.metadata, self.device, self.policy)
 
     @cached_property
     def metadata(self) -> Config:  # type: ignore[override]
@@ -398,10 +400,20 @@ class Bundle(Problem):
     def kind(self) -> Kind:
         """The behaviour of its kind of task; `largest_component: true` is decided on validation cases."""
         kind = super().kind
-        if self.task == "segmentation" and self.protocol.get("largest_component") is True:
-            return replace(kind, decides=True)
+        return replace(kind, decides=True) if self._largest is True else kind
 
-        return kind
+    @cached_property
+    def _largest(self) -> Any:
+        """The structures of which only the largest component is kept; True: validation cases decide."""
+        largest = self._overrides.get(_LARGEST, self.protocol.get(_LARGEST, ()))
+        if largest and not (self.task == "segmentation" and self._is_scored_by_medfl):
+            raise InputError(
+                f"{_LARGEST} in the federated.yaml of bundle {self.name!r}, a {self.task}",
+                "a segmentation with `scores: medfl` has it",
+                "take it out",
+            )
+
+        return largest
 
     @property
     def _is_scored_by_medfl(self) -> bool:
@@ -567,9 +579,11 @@ class Bundle(Problem):
             tolerance = float(self.get("surface_tolerance"))
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
-            return MaskEvaluator(
-                self.loss, self.structures, inferer, tolerance, compares=self.kind.decides
-            )
+            evaluator = MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+            if self.kind.decides:
+                return replace(evaluator, compares=True)
+
+            return replace(evaluator, largest=self._largest)
 
         if self.task == "segmentation":
             return CaseEvaluator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,7 +185,7 @@ class MaskEvaluator:
         tolerance: of the surface Dice, in the unit of the images' spacing.
         background_limit: a pixel is background if its background probability exceeds this; None: if it is the largest.
         metrics: further ones, of logits and target.
-        largest: classes of which only the largest component is kept.
+        largest: names of the classes of which only the largest component is kept.
         compares: also return what each structure's largest component would score, as `largest_<metric>_<name>`.
     """
 
@@ -195,7 +195,7 @@ class MaskEvaluator:
     tolerance: float = 1.0
     background_limit: float | None = None
     metrics: OwnMetrics = field(default_factory=dict)
-    largest: tuple[int, ...] = ()
+    largest: Collection[str] = ()
     compares: bool = False
 
     @torch.no_grad()
@@ -222,30 +222,33 @@ class MaskEvaluator:
             spacing = _spacing(shard.prepared, index, reference.ndim)
             # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
-            predictions = [prediction[part]]
-            if self.compares:
-                predictions.append(_largest(prediction, range(1, count))[part])
-
+            kept = _largest(prediction, range(1, count))[part] if self.compares else None
+            prediction = prediction[part]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             own_row = _own_metrics(self.metrics, ident, logits, y)
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
-                predictions = list(map(annotated.renumbered, predictions))
+                prediction = annotated.renumbered(prediction)
+                kept = annotated.renumbered(kept) if self.compares else None
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
                 logits = annotated.marginal_logits(logits)
                 y = annotated.renumbered(y)
 
-            row, *kept = (
-                scores(
-                    mask, reference, names, spacing, self.tolerance, surface_metrics=surface_metrics
-                )
-                for mask in predictions
+            measure = partial(
+                scores,
+                reference=reference,
+                classes=names,
+                spacing=spacing,
+                tolerance=self.tolerance,
+                surface_metrics=surface_metrics,
             )
-            if kept:
-                row |= _compared(predictions[0], predictions[1], reference, names, kept[0])
+            row = measure(prediction)
+            if kept is not None:
+                row |= _compared(prediction, kept, reference, names, measure(kept))
+
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
                 rows.append({**row, "loss": float(self.loss(logits, y)), **own_row})
@@ -303,6 +306,11 @@ class MaskEvaluator:
         # a power of two: sums over a batch then round identically on more devices
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
+    def kept_alone(self, count: int) -> list[int]:
+        """Return which of this many classes are those in `largest`."""
+        structures = enumerate(foreground(self.classes, count - 1), 1)
+        return [index for index, name in structures if name in self.largest]
+
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
             raise RunError(f"the model's output is not finite for case {ident!r}")
@@ -318,7 +326,7 @@ class MaskEvaluator:
             if channels > 1:
                 winner *= 1 + logits[:, 1:].argmax(1)
 
-        predicted = _largest(winner[0].to(torch.uint8).cpu(), self.largest)
+        predicted = _largest(winner[0].to(torch.uint8).cpu(), self.kept_alone(classes))
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -350,12 +358,8 @@ def _compared(
     prediction: Tensor, kept: Tensor, reference: Tensor, names: Sequence[str], scored: Metrics
 ) -> Metrics:
     """Return what each structure scores by its largest component; `kept` and `scored` are of all structures'."""
-    row: Metrics = {"structures": len(names) - 1}
+    row = {f"largest_{metric}": value for metric, value in scored.items()}
     for index, name in enumerate(map(slug, names[1:]), 1):
-        for metric in scored:
-            if metric.endswith(f"_{name}"):
-                row[f"largest_{metric}"] = scored[metric]
-
         removed = reference[(prediction == index) & (kept != index)]
         right = (removed == 0).sum() - (removed == index).sum()
         row[f"largest_pixel_accuracy_{name}"] = float(right) / reference.numel()

@@ -115,7 +115,6 @@ OF_CASES = (
     "target",
     "own_pred",
     "own_label",
-    "structures",
 )
 """Values that are not metrics of a case."""
 WHOLE = "whole:"
@@ -267,8 +266,8 @@ class Cases:
         for part in filled:
             lacking = not_among(examples, part.values)
             for name in lacking:
-                # Only a per-case float can be NaN.
-                if examples[name].ndim > 1 or not examples[name].is_floating_point():
+                # Only a float can be NaN, and classes are never absent.
+                if name == "probabilities" or not examples[name].is_floating_point():
                     raise ValueError(f"cannot join cases with and without {lacking}")
 
         ids: list[str] = []
@@ -278,7 +277,7 @@ class Cases:
             for name, example in examples.items():
                 column = part.values.get(name)
                 if column is None:
-                    column = example.new_full((len(part),), torch.nan)
+                    column = example.new_full((len(part), *example.shape[1:]), torch.nan)
 
                 columns[name].append(column)
 

@@ -201,6 +201,7 @@ class _BundleWriter:
         self.thresholds = [*thresholds_of(trained, model.site or None, say)]  # of findings
         evaluator = evaluator_of(trained, self.bundle, model.site or None)
         self.largest = [*getattr(evaluator, "largest", ())]
+        self.kept_alone = getattr(evaluator, "kept_alone", lambda count: [])
         self.monai_network: Any = None  # the `network_def` for MONAI alone
 
     def write(self) -> Document:
@@ -485,7 +486,7 @@ class _BundleWriter:
             "values": [*values],
             "dtype": "uint8" if max(values) < 256 else "uint16",
             "thresholds": self.thresholds,
-            "largest": self.largest,
+            "largest": self.kept_alone(outputs),
             "mean": mean.tolist(),
             "sd": sd.tolist(),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from medfl.core.documents import Config as Config, Document as Document
 from medfl.core.type_checks import type_errors
@@ -47,3 +47,11 @@ def mask_values(metadata: Config) -> Sequence[int]:
         return ()
 
     return values
+
+
+def largest_components(metadata: Config) -> Sequence[str]:
+    """Return the structures of which an exported model keeps only the largest component."""
+    entry = metadata.get("medfl")
+    names = entry.get("largest_components") if isinstance(entry, Mapping) else None
+    # the file may come from anybody
+    return names if isinstance(names, list) else ()

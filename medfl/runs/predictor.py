@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from monai.transforms import Transform
@@ -35,13 +36,12 @@ from medfl.evaluation.evaluators import (
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy import admission
-from medfl.problem.described import channel_names
+from medfl.problem.described import channel_names, largest_components
 from medfl.problem.problem import Problem
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
-from medfl.problem.tasks.segmentation import largest_of
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
 from medfl.storage.places import CALIBRATION, check_which, is_run
@@ -271,19 +271,29 @@ def _of_run(
 def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Evaluator:
     """Return the evaluator of a model, which keeps the largest components that the run decided to keep."""
     evaluator = bundle.evaluator
-    if not isinstance(evaluator, MaskEvaluator):
+    if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
         return evaluator
 
-    by_name = (networks.summary.get(networks.which) or {}).get("classes") or {}
-    if site:
-        row: Mapping[str, str] = {}
-        if networks.which == "last" and networks.finished:
-            row = next((row for row in networks.files.sites if row["site"] == site), row)
+    recorded = _recorded(networks, site, "largest_component")
+    largest = [name for name, value in recorded.items() if float(value or 0)]
+    return replace(evaluator, compares=False, largest=largest)
 
-        prefix = "personal_largest_component_"
-        by_name = {n: {"largest_component": row.get(prefix + slug(n))} for n in by_name}
 
-    return replace(evaluator, compares=False, largest=largest_of(by_name, bundle.structures))
+def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, Any]:
+    """Return what a finished run recorded under a key for each finding or structure, None where it did not."""
+    of_round = (networks.summary.get(networks.which) or {}).get("classes") or {}
+    row: Mapping[str, str] = {}
+    # sites.csv is of the last round
+    if site and networks.which == "last" and networks.finished:
+        row = next((row for row in networks.files.sites if row["site"] == site), row)
+
+    values = {}
+    for name in (*networks.task.classes, *of_round):
+        values[name] = (of_round.get(name) or {}).get(key)
+        if site:
+            values[name] = row.get(f"personal_{key}_{slug(name)}")
+
+    return values
 
 
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:
@@ -291,21 +301,10 @@ def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[
 
     If there is none, it is 0.5, which is reported: for an interrupted run, or a site's model of the best round.
     """
-    task = networks.task
-    if not KINDS[task.kind].decides:
+    if not KINDS[networks.task.kind].decides:
         return ()
 
-    if site is None:
-        entry = (networks.summary.get(networks.which) or {}).get("classes") or {}
-        chosen = {name: (entry.get(name) or {}).get("threshold") for name in task.classes}
-    else:
-        row: Mapping[str, str] = {}
-        # sites.csv is of the last round
-        if networks.which == "last" and networks.finished:
-            row = next((row for row in networks.files.sites if row["site"] == site), row)
-
-        chosen = {name: row.get(f"personal_threshold_{slug(name)}") for name in task.classes}
-
+    chosen = _recorded(networks, site, "threshold")
     without = [name for name, value in chosen.items() if value is None]
     if without:
         say(
@@ -349,13 +348,8 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
         _refuse_overlaps(opened, path)
 
     if task == "segmentation":
-        largest = exported.get("largest_components", ())
-        # the file may come from anybody
-        if any(type_errors(exported, {"largest_components": list[int]})):
-            largest = ()
-
         evaluator = MaskEvaluator(
-            _no_loss, classes, opened.inferer, _tolerance(path), largest=tuple(largest)
+            _no_loss, classes, opened.inferer, _tolerance(path), largest=largest_components(meta)
         )
 
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))

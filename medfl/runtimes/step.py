@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -325,7 +325,7 @@ def segment(
     name: str,
     ids: Sequence[str],
     folder: str | None,
-    largest: tuple[int, ...] = (),
+    largest: Collection[str] = (),
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network.
 
@@ -339,7 +339,7 @@ def segment(
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
 
-    if isinstance(evaluator, MaskEvaluator):
+    if isinstance(evaluator, MaskEvaluator) and evaluator.compares:
         evaluator = replace(evaluator, largest=largest)
 
     part = shard

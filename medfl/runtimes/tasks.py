@@ -8,7 +8,7 @@ and none of them passes through the server's process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -216,7 +216,7 @@ class SegmentSite(RoundTask):
 
     ids: list[str]
     folder: str | None
-    largest: tuple[int, ...] = ()
+    largest: Collection[str] = ()
 
     function = segment_site
 
@@ -286,7 +286,7 @@ class SegmentGlobal(ServerTask):
     site: str
     ids: list[str]
     folder: str | None
-    largest: tuple[int, ...] = ()
+    largest: Collection[str] = ()
 
     def work(self, federation: Federation, network: nn.Module) -> dict[str, Masks]:
         """Return id -> masks."""

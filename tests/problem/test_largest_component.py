@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.metrics import Cases, summarise
-from medfl.problem.tasks.segmentation import Segmentation, largest_of
+from medfl.problem.tasks.segmentation import Segmentation
 
 NAMES = ("background", "left", "right")
 
@@ -52,14 +52,15 @@ def decided(validation: list[Any], test: list[Any], names: tuple[str, ...] = NAM
     )
 
 
-def kept(cases: Cases, names: tuple[str, ...] = NAMES) -> tuple[int, ...]:
-    return largest_of(Segmentation().by_name(summarise(cases), cases, names), names)
+def kept(cases: Cases, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    structures = Segmentation().by_name(summarise(cases), cases, names)
+    return tuple(name for name in structures if structures[name].get("largest_component"))
 
 
 @pytest.mark.parametrize(
     ("validation", "classes"),
     [
-        ([drawn(islands=True, parts=1)], (1,)),  # a false island is removed
+        ([drawn(islands=True, parts=1)], ("left",)),  # a false island is removed
         ([drawn(islands=False, parts=2)], ()),  # the second part is real
         ([drawn(islands=False, parts=1)], ()),  # nothing changes
         ([drawn(islands=True, parts=1, absent=True)], ()),  # no validation case has it

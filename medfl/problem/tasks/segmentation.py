@@ -13,20 +13,9 @@ from torch import Tensor
 from medfl.core.names import slug
 from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
-from medfl.evaluation.mask_metrics import KINDS, by_structure, foreground
+from medfl.evaluation.mask_metrics import KINDS, by_structure
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.problem.tasks.kind import Examined, Kind, no_sets
-
-
-def largest_of(by_name: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the classes whose largest component alone is kept, by the metrics of each structure as recorded."""
-    structures = foreground(names, len(by_name))
-    kept = []
-    for index, name in enumerate(structures, 1):
-        if float(by_name.get(name, {}).get("largest_component") or 0):
-            kept.append(index)
-
-    return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -53,11 +42,10 @@ class Segmentation(Kind):
         for name, metrics in results.items():
             kept = cases.values.get(f"kept_{slug(name)}")
             # of several models there are several decisions
-            if kept is not None and len(set(map(tuple, kept.nan_to_num(-1).tolist()))) == 1:
+            if kept is not None and len(kept.unique(dim=0)) == 1 and kept.isfinite().all():
                 before, after = kept[0].tolist()
                 metrics["largest_component"] = float(after > before)
-                if before == before:
-                    metrics |= {"validation_dice": before, "validation_dice_largest": after}
+                metrics |= {"validation_dice": before, "validation_dice_largest": after}
 
         return results
 
@@ -73,26 +61,27 @@ class Segmentation(Kind):
             return cases
 
         validated = summarise(validation) if validation is not None else {}
-        values = {
-            name: value
-            for name, value in cases.values.items()
-            if not name.startswith("largest_") and name != "structures"
-        }
-        for name in names:
+        values = {}
+        for metric, value in cases.values.items():
+            if not metric.startswith("largest_"):
+                values[metric] = value
+
+        gains = [cases.values[f"largest_pixel_accuracy_{name}"] for name in names]
+        structures = torch.stack(gains).isfinite().sum(0)  # of each case
+        for name, gain in zip(names, gains, strict=True):
             pair = [validated.get(f"{kind}{name}", np.nan) for kind in ("dice_", first)]
             values[f"kept_{name}"] = torch.tensor(pair, dtype=torch.float64).expand(len(cases), 2)
             if not pair[1] > pair[0]:
                 continue
 
-            right = cases.values[f"largest_pixel_accuracy_{name}"]
-            values["pixel_accuracy"] = values["pixel_accuracy"] + right.nan_to_num()
+            values["pixel_accuracy"] = values["pixel_accuracy"] + gain.nan_to_num()
             for metric in KINDS:
                 own = f"{metric}_{name}"
                 if own in values:
                     change = (cases.values[f"largest_{own}"] - values[own]).nan_to_num()
                     values[own] = cases.values[f"largest_{own}"]
                     if metric in values:
-                        values[metric] = values[metric] + change / cases.values["structures"]
+                        values[metric] = values[metric] + change / structures
 
         return Cases(cases.ids, values)
 

@@ -30,7 +30,6 @@ from medfl.evaluation.metrics import (
     spread,
 )
 from medfl.evaluation.slices import unit
-from medfl.problem.tasks.segmentation import largest_of
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
@@ -495,10 +494,10 @@ class Scoring:
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
-    def _largest(self, cases: Cases) -> tuple[int, ...]:
-        """Return the classes whose largest component alone is kept in these cases."""
-        by_name = self._classes(self.summarise(cases), cases).get("classes", {})
-        return largest_of(by_name, self.federation.bundle.structures)
+    def _largest(self, cases: Cases) -> list[str]:
+        """Return the structures whose largest component alone is kept in these cases."""
+        classes = self._classes(self.summarise(cases), cases).get("classes", {})
+        return [name for name, metrics in classes.items() if metrics.get("largest_component")]
 
     def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.
