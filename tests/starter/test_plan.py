@@ -19,6 +19,7 @@ import pytest
 import torch
 from monai.bundle import ConfigParser, verify_net_in_out
 from PIL import Image
+from scipy import ndimage
 
 import medfl
 from medfl.bundle.open import open_problem
@@ -381,6 +382,24 @@ def test_from_folders_to_a_round(
     )
     row = run.predict()[0]
     assert row["mask"].shape == nib.load(next((folder / "images").glob(f"{row['id']}*"))).shape
+
+    # its validation cases decided on the components, and an evaluation does not decide anew
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for metrics in summary["last"]["classes"].values():
+        assert {"largest_component", "validation_dice", "validation_dice_largest"} <= metrics.keys()
+        metrics["largest_component"] = 1.0
+
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    evaluated = tmp_path / "evaluated"
+    command = ["evaluate", str(tmp_path / "run"), "--data", str(folder), "--sites", "1"]
+    assert cli.main([*command, "--jobs", "1", "--out", str(evaluated)]) == 0
+    config = json.loads((evaluated / "run.json").read_text())["config"]
+    assert config["largest_component"] == ["organ", "tumour"]
+    largest = {row["id"]: row for row in medfl.Result(tmp_path / "run").predict()}
+    for row in medfl.Result(evaluated).predict():
+        assert ndimage.label(row["mask"] == 1, np.ones((3, 3, 3)))[1] <= 1
+        if row["id"] in largest:
+            assert row["dice_organ"] == pytest.approx(largest[row["id"]]["dice_organ"], nan_ok=True)
 
 
 def test_one_machine_plans_as_its_sites_do(
