@@ -222,7 +222,7 @@ class MaskEvaluator:
             spacing = _spacing(shard.prepared, index, reference.ndim)
             # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
-            kept = _largest(prediction, range(1, count))[part] if self.compares else None
+            largest_alone = _largest(prediction, range(1, count))[part] if self.compares else None
             prediction = prediction[part]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
@@ -231,7 +231,7 @@ class MaskEvaluator:
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
                 prediction = annotated.renumbered(prediction)
-                kept = annotated.renumbered(kept) if self.compares else None
+                largest_alone = annotated.renumbered(largest_alone) if self.compares else None
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
                 logits = annotated.marginal_logits(logits)
@@ -246,8 +246,10 @@ class MaskEvaluator:
                 surface_metrics=surface_metrics,
             )
             row = measure(prediction)
-            if kept is not None:
-                row |= _compared(prediction, kept, reference, names, measure(kept))
+            if largest_alone is not None:
+                row |= _compared(
+                    prediction, largest_alone, reference, names, measure(largest_alone)
+                )
 
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
@@ -355,12 +357,16 @@ def _largest(mask: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def _compared(
-    prediction: Tensor, kept: Tensor, reference: Tensor, names: Sequence[str], scored: Metrics
+    prediction: Tensor,
+    largest_alone: Tensor,
+    reference: Tensor,
+    names: Sequence[str],
+    scored: Metrics,
 ) -> Metrics:
-    """Return what each structure scores by its largest component; `kept` and `scored` are of all structures'."""
+    """Return scores by largest components; `largest_alone` and `scored` are of all structures'."""
     row = {f"largest_{metric}": value for metric, value in scored.items()}
     for index, name in enumerate(map(slug, names[1:]), 1):
-        removed = reference[(prediction == index) & (kept != index)]
+        removed = reference[(prediction == index) & (largest_alone != index)]
         right = (removed == 0).sum() - (removed == index).sum()
         row[f"largest_pixel_accuracy_{name}"] = float(right) / reference.numel()
 

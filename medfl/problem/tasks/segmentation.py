@@ -40,10 +40,14 @@ class Segmentation(Kind):
         """Return the metrics of each structure; `scores` cover the same cases."""
         results = by_structure(scores, cases.values, names, len(cases))
         for name, metrics in results.items():
-            kept = cases.values.get(f"kept_{slug(name)}")
+            decision = cases.values.get(f"kept_{slug(name)}")
             # of several models there are several decisions
-            if kept is not None and len(kept.unique(dim=0)) == 1 and kept.isfinite().all():
-                before, after = kept[0].tolist()
+            if (
+                decision is not None
+                and len(decision.unique(dim=0)) == 1
+                and decision.isfinite().all()
+            ):
+                before, after = decision[0].tolist()
                 metrics["largest_component"] = float(after > before)
                 metrics |= {"validation_dice": before, "validation_dice_largest": after}
 
@@ -76,10 +80,10 @@ class Segmentation(Kind):
 
             values["pixel_accuracy"] = values["pixel_accuracy"] + gain.nan_to_num()
             for metric in KINDS:
-                own = f"{metric}_{name}"
-                if own in values:
-                    change = (cases.values[f"largest_{own}"] - values[own]).nan_to_num()
-                    values[own] = cases.values[f"largest_{own}"]
+                column = f"{metric}_{name}"
+                if column in values:
+                    change = (cases.values[f"largest_{column}"] - values[column]).nan_to_num()
+                    values[column] = cases.values[f"largest_{column}"]
                     if metric in values:
                         values[metric] = values[metric] + change / structures
 
