@@ -579,11 +579,11 @@ class Bundle(Problem):
             tolerance = float(self.get("surface_tolerance"))
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
-            evaluator = MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+            scorer = MaskEvaluator(self.loss, self.structures, inferer, tolerance)
             if self.kind.decides:
-                return replace(evaluator, compares=True)
+                return replace(scorer, compares=True)
 
-            return replace(evaluator, largest=self._largest)
+            return replace(scorer, largest=self._largest)
 
         if self.task == "segmentation":
             return CaseEvaluator(
