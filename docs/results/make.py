@@ -666,7 +666,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.collect:
             records = collect(options.collect, Results.read().hashes())
-            lines = (json.dumps(packed(record), ensure_ascii=False) + "\n" for record in records)
+            lines = (
+                json.dumps(packed(record), ensure_ascii=False, separators=(",", ":")) + "\n"
+                for record in records
+            )
             write_atomic(SUMMARIES, "".join(lines).encode())
         texts = [path.read_text() for path in PAGES]
         renewed = Results.read().rewritten(BREAK.join(texts)).split(BREAK)

@@ -78,6 +78,12 @@ def travels(cls: type[Method]) -> Document:
         )
 
     state, reply = results["a"]
+    sent = [tensor for group in reply.tensors.values() for tensor in group.values()]
+    # a method may send a tensor that it keeps under another heading
+    for name, tensor in state.get("weights", {}).items():
+        if any(torch.equal(tensor, other) for other in sent):
+            personal -= {name}
+
     return {
         "start": sorted(introductions["a"].tensors),
         "up": _in_order(reply.tensors),

@@ -33,7 +33,11 @@ _DEFAULTS: Config = {
         if setting.default is not MISSING
     },
 }
-_OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_channels"}
+_OF_SITES: Mapping[str, str] = {
+    "labels": "site_labels",
+    "channels": "site_channels",
+    "spacing": "site_spacing",
+}
 """Possible entries of a site in `sites` -> the corresponding setting of the run."""
 
 

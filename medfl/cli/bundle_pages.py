@@ -127,10 +127,19 @@ def bundles_text(document: Document) -> str:
         "licence",
     ]
     rows = [
-        [e["name"], e["title"].rpartition(": ")[2], classes_text(e), str(e["centres"]), _sides(e),
-         e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
+        [
+            e["name"],
+            e["title"].rpartition(": ")[2],
+            classes_text(e),
+            str(e["centres"]),
+            _sides(e),
+            e["network"],
+            _short(e["protocol"]),
+            e["data"]["status"].replace("phantom only", "none"),
+            _short(e["licence"]),
+        ]
         for e in document["bundles"]
-    ]  # fmt: skip
+    ]
     legend = (
         "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
         "one bundle with its classes, defaults and data layouts: medfl bundles NAME",

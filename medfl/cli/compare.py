@@ -219,12 +219,15 @@ def _paper(args: Namespace) -> int:
         from medfl.compare.papers import runs as paper_runs
 
     lines, code, document = paper_runs.run(
-        paper_runs.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,
-        methods=arguments.parse_names(args.methods), partitions=args.partition,
+        paper_runs.load(args.paper),
+        Launch(out=args.out, jobs=args.jobs, **telling(args)),
+        bundle=args.bundle,
+        methods=arguments.parse_names(args.methods),
+        partitions=args.partition,
         seeds=None if args.seeds is None else arguments.parse_seeds(args.seeds),
         scale=1.0 if args.scale is None else args.scale,
         **_shared(args),
-    )  # fmt: skip
+    )
     show(args, document, lines)
 
     return code

@@ -65,10 +65,15 @@ def _concepts(args: Namespace) -> int:
     embeddings.save(path)
     classes, prompts, size = embeddings.values.shape
     document = {
-        "bundle": bundle.name, "plm": embeddings.plm, "weights_sha256": embeddings.weights_sha256,
-        "pooling": embeddings.pooling, "classes": classes, "prompts": prompts, "dimension": size,
+        "bundle": bundle.name,
+        "plm": embeddings.plm,
+        "weights_sha256": embeddings.weights_sha256,
+        "pooling": embeddings.pooling,
+        "classes": classes,
+        "prompts": prompts,
+        "dimension": size,
         "file": str(args.shown_file or path),
-    }  # fmt: skip
+    }
     model = f"{embeddings.plm} ({embeddings.pooling})"
     text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"
 

@@ -57,7 +57,7 @@ def add(verbs: Any) -> None:
     sites = verb.add_argument_group("sites")
     sites.add_number("--sites", "N", "number of sites")
     sites.add_partition()
-    sites.add_settings("site_labels", "site_channels", "metrics")
+    sites.add_settings("site_labels", "site_channels", "site_spacing", "metrics")
     machine = verb.add_machine()
     machine.add_trust()
     machine.add_runtime()

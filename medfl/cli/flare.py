@@ -113,11 +113,21 @@ def _export(args: Namespace) -> int:
     from medfl.flare.offer import export
 
     document = export(
-        args.bundle, sites, args.out, options=values, config=config, requested=requested,
-        evaluate=args.evaluate, calibrate=args.calibrate, plan=args.plan, rehearsal=args.rehearsal, data=args.data,
+        args.bundle,
+        sites,
+        args.out,
+        options=values,
+        config=config,
+        requested=requested,
+        evaluate=args.evaluate,
+        calibrate=args.calibrate,
+        plan=args.plan,
+        rehearsal=args.rehearsal,
+        data=args.data,
         resume=args.resume,
-        min_replies=args.min_replies, deadline=args.deadline,
-    )  # fmt: skip
+        min_replies=args.min_replies,
+        deadline=args.deadline,
+    )
 
     return show(args, document, _lines(document))
 

@@ -146,10 +146,17 @@ def methods_text(document: Document) -> str:
         "paper",
     ]
     rows = [
-        [e["name"], tasks_text(e), e["judged"], travels_text(e), "yes" if e["plain_host"] else "no",
-         " ".join(_defaults(e)) + _more(e) or "-", _authors(e["paper"])]
+        [
+            e["name"],
+            tasks_text(e),
+            e["judged"],
+            travels_text(e),
+            "yes" if e["plain_host"] else "no",
+            " ".join(_defaults(e)) + _more(e) or "-",
+            _authors(e["paper"]),
+        ]
         for e in document["methods"]
-    ]  # fmt: skip
+    ]
     legend = (
         "judged: whether the server's model or each site's own model is the product",
         "plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do",

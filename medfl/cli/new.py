@@ -114,9 +114,14 @@ def _new(args: Namespace) -> int:
     roles.pop("label", None)
     requested = Wanted(args.task or "", tuple(columns), (), args.uncertain, args.blank, roles)
     survey = starter.survey(
-        args.images, args.masks, names=parse_names(args.classes), labels=args.labels,
-        group_by=args.group_by, wanted=requested, progress=sys.stderr.isatty(),
-    )  # fmt: skip
+        args.images,
+        args.masks,
+        names=parse_names(args.classes),
+        labels=args.labels,
+        group_by=args.group_by,
+        wanted=requested,
+        progress=sys.stderr.isatty(),
+    )
     if survey.kind == "volumes" and args.network is None and not args.no_plan:
         survey = _planned(survey)
 
@@ -130,15 +135,23 @@ def _new(args: Namespace) -> int:
         ["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"]
     )
     document = {
-        "bundle": str(folder), "kind": survey.kind, "task": survey.task, "data": survey.folder,
-        "classes": dict(zip(survey.classes, survey.counts, strict=True)), "channels": survey.channels,
-        "sides": list(survey.sides), "data_source": "phantom" if survey.phantom else "real",
+        "bundle": str(folder),
+        "kind": survey.kind,
+        "task": survey.task,
+        "data": survey.folder,
+        "classes": dict(zip(survey.classes, survey.counts, strict=True)),
+        "channels": survey.channels,
+        "sides": list(survey.sides),
+        "data_source": "phantom" if survey.phantom else "real",
         "notes": list(survey.notes),
-        "patients": survey.patients or None, "group_by": survey.group_by,
+        "patients": survey.patients or None,
+        "group_by": survey.group_by,
         "offered_group_by": survey.offer and survey.offer[0],
-        "said": list(survey.said), "tested": survey.tested,
-        "offered_folds": survey.folds or None, "next": command,
-    }  # fmt: skip
+        "said": list(survey.said),
+        "tested": survey.tested,
+        "offered_folds": survey.folds or None,
+        "next": command,
+    }
 
     return show(args, document, _lines(folder, survey, command, _offer(args, survey)))
 

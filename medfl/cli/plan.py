@@ -47,6 +47,12 @@ def add(verbs: Any) -> None:
         "alike at all sites; default: those of nnU-Net's dataset.json",
         default="",
     )
+    plan.add_text(
+        "--per-site",
+        "spacing",
+        "one network, but each site resamples to the spacing of its own cases; default: all to one",
+        default="",
+    )
     plan.add_path(
         "--out", "DIR", "new folder; its name becomes the name of the bundle", required=True
     )
@@ -67,7 +73,7 @@ def _plan(args: Namespace) -> int:
     from medfl.starter.survey import Survey
 
     sites = _written(args.files) if args.files else _divided(args)
-    planned = plan(sites, args.memory, arguments.parse_names(args.channels))
+    planned = plan(sites, args.memory, arguments.parse_names(args.channels), args.per_site)
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
     lines = []
     for choice in planned.choices:

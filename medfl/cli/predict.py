@@ -99,10 +99,19 @@ def _predict(args: Namespace) -> int:
     from medfl.runs.predict import predict
 
     document = predict(
-        args.model, args.images, args.out,
-        reference=args.reference, columns=columns, which=args.which, site=args.site, device=args.device or "cpu",
-        thread_count=args.threads, calibrated=not args.uncalibrated, progress=sys.stderr.isatty(), say=log,
-    )  # fmt: skip
+        args.model,
+        args.images,
+        args.out,
+        reference=args.reference,
+        columns=columns,
+        which=args.which,
+        site=args.site,
+        device=args.device or "cpu",
+        thread_count=args.threads,
+        calibrated=not args.uncalibrated,
+        progress=sys.stderr.isatty(),
+        say=log,
+    )
 
     for failure in document["failed"]:
         warn(" ".join(f"error: {failure['id']}: {failure['problem']}".split()))

@@ -80,8 +80,11 @@ def _report(args: Namespace) -> int:
     gains, file = write_gains(args.folders, args.gains)
     written.append(str(file))
     document = {
-        "reports": written, "gains": gains.gains, "values": gains.values, "small": sorted(gains.small),
+        "reports": written,
+        "gains": gains.gains,
+        "values": gains.values,
+        "small": sorted(gains.small),
         "notes": gains.notes,
-    }  # fmt: skip
+    }
 
     return show(args, document, [gains.table(), "", *gains.summary(), *written])

@@ -370,9 +370,17 @@ def _check(args: Namespace) -> int:
 
     policy = None if args.policy is None else Policy.read(args.policy)
     preflight = PreflightOptions(
-        args.bundle, args.data, policy, server, args.kit, args.device, args.batch_size,
-        _config(args.config), args.folder, args.unlabelled,
-    )  # fmt: skip
+        args.bundle,
+        args.data,
+        policy,
+        server,
+        args.kit,
+        args.device,
+        args.batch_size,
+        _config(args.config),
+        args.folder,
+        args.unlabelled,
+    )
     report = check(preflight, progress=sys.stderr.isatty())
     show(args, report.as_dict(), report.text())
     report.require()
@@ -542,8 +550,14 @@ def of_survey(survey: Survey) -> tuple[Fingerprint, Cases]:
             cases.append((record.image, record.mask))
 
     empty = Fingerprint(
-        survey.kind, survey.channels, survey.images, survey.masks, classes, survey.channel_titles, survey.own_depth,
-    )  # fmt: skip
+        survey.kind,
+        survey.channels,
+        survey.images,
+        survey.masks,
+        classes,
+        survey.channel_titles,
+        survey.own_depth,
+    )
     return empty, cases
 
 

@@ -56,16 +56,27 @@ def _subgroups(args: Namespace) -> int:
     subgroups = run.subgroups(args.by, MIN_COUNT if args.min_count is None else args.min_count)
     source = run.run.data.source
     document = {
-        "run": str(run.path), "run_hash": run.run.run_hash, "data_source": source, "by": subgroups.by,
-        "min_count": subgroups.min_count, "groups": subgroups.records(), "notes": subgroups.notes(),
+        "run": str(run.path),
+        "run_hash": run.run.run_hash,
+        "data_source": source,
+        "by": subgroups.by,
+        "min_count": subgroups.min_count,
+        "groups": subgroups.records(),
+        "notes": subgroups.notes(),
         "areas": {
             group.name: {
-                name: {"auroc": area.value, "low": area.low, "high": area.high, "cases": area.positives}
+                name: {
+                    "auroc": area.value,
+                    "low": area.low,
+                    "high": area.high,
+                    "cases": area.positives,
+                }
                 for name, area in group.areas.items()
             }
-            for group in subgroups.rows if group.areas
+            for group in subgroups.rows
+            if group.areas
         },
-    }  # fmt: skip
+    }
 
     if source == "phantom":
         last = "PHANTOM data: images drawn by a program"

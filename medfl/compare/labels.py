@@ -9,8 +9,16 @@ from medfl.report import RunFiles
 from medfl.report.formatting import setting
 
 TRAINING = (
-    "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
-)  # fmt: skip
+    "rounds",
+    "local_epochs",
+    "batch_size",
+    "lr",
+    "lr_decay",
+    "decay_per",
+    "site_weights",
+    "keep_optimizer",
+    "cohort",
+)
 """Training settings of sites, in the order used in tables."""
 _SETTINGS = ("bundle", *TRAINING, "amp", "messages", "aggregation", "site_labels", "partial_loss")
 

@@ -122,6 +122,23 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
     return read
 
 
+def spacings(text: str) -> dict[str, tuple[float, ...]]:
+    """Return site -> mm along each axis, of `--site-spacing`; InputError for text of another form."""
+    sites: dict[str, tuple[float, ...]] = {}
+    for site, sides in by_site("--site-spacing")(text).items():
+        mm = tuple(map(_number, sides[0].split("x")))
+        if len(sides) > 1 or len(mm) != 3 or not all(0 < side < math.inf for side in mm):
+            raise InputError(
+                f"--site-spacing {text}"[:200],
+                "three lengths in mm above 0 for each site",
+                "as 'north=1x1x2.5;south=1x1x5'",
+            )
+
+        sites[site] = mm
+
+    return sites
+
+
 def device(text: str) -> tuple[str, int]:
     """Return the kind of device, "auto", "cpu" or "cuda", and its index; InputError for anything else."""
     kind, colon, index = text.partition(":")

@@ -130,9 +130,12 @@ class GeneralSettings:
         "random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1
     )
     device: str = setting(
-        "device for training; default: cpu", "auto|cpu|cuda[:i]",
-        group=MACHINE, default="cpu", parse=setting_values.device,
-    )  # fmt: skip
+        "device for training; default: cpu",
+        "auto|cpu|cuda[:i]",
+        group=MACHINE,
+        default="cpu",
+        parse=setting_values.device,
+    )
     amp: bool = setting("train with automatic mixed precision", group=COMPUTING, default=False)
     tf32: bool = setting(
         "allow TF32 matrix products and convolutions on a GPU",
@@ -145,62 +148,105 @@ class GeneralSettings:
     )
     compile: bool = setting(
         "compile networks with torch.compile for training; results differ in the last bits",
-        group=COMPUTING, default=False, later=True,
-    )  # fmt: skip
+        group=COMPUTING,
+        default=False,
+        later=True,
+    )
     portable: bool = setting(
         "restrict kernels to AVX2 and one CPU thread so that results are bit-identical across x86 CPUs",
-        group=COMPUTING, default=False, later=True,
-    )  # fmt: skip
+        group=COMPUTING,
+        default=False,
+        later=True,
+    )
     threads: int = setting(
-        "CPU threads per worker; more than 1 may change the last bits of results; default: 1", "T",
-        group=MACHINE, default=1, minimum=1, maximum=_MAX_VALUE,
-    )  # fmt: skip
+        "CPU threads per worker; more than 1 may change the last bits of results; default: 1",
+        "T",
+        group=MACHINE,
+        default=1,
+        minimum=1,
+        maximum=_MAX_VALUE,
+    )
     eval_every: int = setting(
-        "evaluate every N rounds; 0: after the last round only; default: 1", "N",
-        group=TRAINING, default=1, minimum=0, maximum=2**63 - 1,
-    )  # fmt: skip
+        "evaluate every N rounds; 0: after the last round only; default: 1",
+        "N",
+        group=TRAINING,
+        default=1,
+        minimum=0,
+        maximum=2**63 - 1,
+    )
     score_trained: bool = setting(
         "at the end, also score the global model fine-tuned for one more local training at each site",
-        group=TRAINING, default=False, later=True,
-    )  # fmt: skip
+        group=TRAINING,
+        default=False,
+        later=True,
+    )
     init: str = setting(
         "initial weights, for the same network, or all but its head (backbone:FILE, torchvision:NAME or timm:NAME, "
-        "where these libraries have downloaded them); default: random, from the seed", "FILE|run:DIR|bundle:DIR|...",
-        group=TRAINING, default="", later=True,
-    )  # fmt: skip
+        "where these libraries have downloaded them); default: random, from the seed",
+        "FILE|run:DIR|bundle:DIR|...",
+        group=TRAINING,
+        default="",
+        later=True,
+    )
     metrics: str = setting(
         "comma-separated segmentation metrics on test images beside Dice: all (default), dice (Dice "
-        "alone), hd95 or surface_dice; the last two also for one structure (hd95_liver)", "NAMES",
-        group=TRAINING, default=setting_values.ALL, later=True, parse=setting_values.metrics,
-    )  # fmt: skip
+        "alone), hd95 or surface_dice; the last two also for one structure (hd95_liver)",
+        "NAMES",
+        group=TRAINING,
+        default=setting_values.ALL,
+        later=True,
+        parse=setting_values.metrics,
+    )
     messages: str = setting(
         "compression of messages: lossless (default), float16, bfloat16, int8, or topk:FRACTION (largest "
-        "changes, with error feedback)", "FORM",
-        group=TRAINING, default=LOSSLESS, later=True, parse=setting_values.messages,
-    )  # fmt: skip
+        "changes, with error feedback)",
+        "FORM",
+        group=TRAINING,
+        default=LOSSLESS,
+        later=True,
+        parse=setting_values.messages,
+    )
     aggregation: str = setting(
         "how the server combines n replies: mean (default), or, for methods with FedAvg's server: clip:C "
         "(mean of changes clipped to norm C; clip:auto: to the round's median norm); or, with equal site "
         "weights: median (tolerates fewer than n/2 faulty sites; ignores minority sites; O(n log n)), "
         "trimmed:FRACTION (tolerates that fraction of faulty sites; ignores less), krum:F (tolerates F "
         "faulty sites of at least 2F+3; learns from one site per round; O(n^2)), multikrum:F (as krum, but"
-        " averages n-F-2 sites)", "RULE",
-        group=ROBUSTNESS, default=MEAN, later=True, parse=setting_values.aggregation,
-    )  # fmt: skip
+        " averages n-F-2 sites)",
+        "RULE",
+        group=ROBUSTNESS,
+        default=MEAN,
+        later=True,
+        parse=setting_values.aggregation,
+    )
     channel_drop: float = setting(
         "probability of setting each channel of a training image to zero (at least one is kept); for runs "
-        "whose sites lack channels", "P",
-        group=SITES, default=0.0, later=True, minimum=0, maximum=0.9,
-    )  # fmt: skip
+        "whose sites lack channels",
+        "P",
+        group=SITES,
+        default=0.0,
+        later=True,
+        minimum=0,
+        maximum=0.9,
+    )
     unlabelled: str = setting(
-        "comma-separated sites that train without labels; any labels they have are hidden", "SITES",
-        group=SITES, default="", later=True, parse=setting_values.site_names,
-    )  # fmt: skip
+        "comma-separated sites that train without labels; any labels they have are hidden",
+        "SITES",
+        group=SITES,
+        default="",
+        later=True,
+        parse=setting_values.site_names,
+    )
     max_share: float | None = setting(
         "cap on one site's share of the aggregation weight; default: no cap, but in a run across machines "
-        "with three or more sites, a share above one half is an error", "F",
-        group=ROBUSTNESS, default=None, later=True, above=0, maximum=1,
-    )  # fmt: skip
+        "with three or more sites, a share above one half is an error",
+        "F",
+        group=ROBUSTNESS,
+        default=None,
+        later=True,
+        above=0,
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,39 +278,75 @@ class ProtocolSettings:
         maximum=1,
     )
     patience: int = setting(
-        "stop after this many rounds without a better validation metric; default: 0 (never)", "N",
-        group=TRAINING, default=0, later=True, minimum=0, maximum=_MAX_VALUE,
-    )  # fmt: skip
+        "stop after this many rounds without a better validation metric; default: 0 (never)",
+        "N",
+        group=TRAINING,
+        default=0,
+        later=True,
+        minimum=0,
+        maximum=_MAX_VALUE,
+    )
     decay_per: str = setting(
         "apply --lr-decay per round (default) or per local epoch; poly: a round's factor is (1 - rounds before it / "
-        "all rounds)^0.9 instead, as nnU-Net's", "round|epoch|poly",
-        group=TRAINING, default="round", later=True, choices=("round", "epoch", POLY),
-    )  # fmt: skip
+        "all rounds)^0.9 instead, as nnU-Net's",
+        "round|epoch|poly",
+        group=TRAINING,
+        default="round",
+        later=True,
+        choices=("round", "epoch", POLY),
+    )
     site_weights: str = setting(
         "weight of each site in averages: by number of images (samples, default) or equal (uniform)",
-        "samples|uniform", group=TRAINING, default="samples", later=True,
+        "samples|uniform",
+        group=TRAINING,
+        default="samples",
+        later=True,
         choices=("samples", "uniform"),
-    )  # fmt: skip
+    )
     keep_optimizer: bool = setting(
         "keep each site's optimiser state between rounds; default: reset it every round",
-        group=TRAINING, default=False, later=True,
-    )  # fmt: skip
+        group=TRAINING,
+        default=False,
+        later=True,
+    )
     site_labels: str = setting(
         "segmentation: the structures that each listed site annotates; auto: those found in its training "
-        "masks; default: every site annotates all", "SITE=NAME,...;...",
-        group=SITES, default="", later=True, parse=setting_values.by_site("--site-labels"), longest=10_000,
-    )  # fmt: skip
+        "masks; default: every site annotates all",
+        "SITE=NAME,...;...",
+        group=SITES,
+        default="",
+        later=True,
+        parse=setting_values.by_site("--site-labels"),
+        longest=10_000,
+    )
     site_channels: str = setting(
         "image channels that each listed site has, by name or number; its other channels are set to zero "
-        "and need no files; default: every site has all", "SITE=NAME,...;...",
-        group=SITES, default="", later=True, parse=setting_values.by_site("--site-channels"), longest=10_000,
-    )  # fmt: skip
+        "and need no files; default: every site has all",
+        "SITE=NAME,...;...",
+        group=SITES,
+        default="",
+        later=True,
+        parse=setting_values.by_site("--site-channels"),
+        longest=10_000,
+    )
+    site_spacing: str = setting(
+        "mm to which each listed site resamples its volumes; default: every site to the bundle's spacing",
+        "SITE=XxYxZ;...",
+        group=SITES,
+        default="",
+        later=True,
+        parse=setting_values.spacings,
+        longest=10_000,
+    )
     partial_loss: str = setting(
         "how unannotated structures enter the loss: marginal (default; merged with background) or naive "
-        "(treated as absent)", "marginal|naive",
-        group=SITES, default="marginal", later=True,
+        "(treated as absent)",
+        "marginal|naive",
+        group=SITES,
+        default="marginal",
+        later=True,
         choices=("marginal", "naive"),
-    )  # fmt: skip
+    )
 
 
 SETTINGS: Mapping[str, Setting] = {

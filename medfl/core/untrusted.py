@@ -45,7 +45,7 @@ _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 """Unicode categories."""
 _YAML = "tag:yaml.org,2002:"
 # The C version, if available: several times as fast.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Refused(Exception):
@@ -311,7 +311,7 @@ def _short(text: str) -> str:
 
 def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
     level = 0
-    for count, event in enumerate(yaml.parse(text, _LOADER)):  # before anything is built
+    for count, event in enumerate(yaml.parse(text, LOADER)):  # before anything is built
         if isinstance(event, yaml.CollectionStartEvent):
             level += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -329,7 +329,7 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
         ):
             raise Refused(f"the YAML tag {printable(event.tag)!r}")
 
-    loader = _LOADER(text)
+    loader = LOADER(text)
     try:
         root = loader.get_single_node()
         if root is None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from monai import transforms as mt
 from monai.data import MetaTensor, PILReader
@@ -22,6 +23,7 @@ from monai.transforms import (
     MapTransform,
     Randomizable,
     RandomizableTrait,
+    Spacingd,
     Transform as MonaiTransform,
 )
 from monai.transforms.io.array import SUPPORTED_READERS
@@ -42,7 +44,7 @@ from medfl.data.prepared import (
     check_channels,
     extras,
 )
-from medfl.data.source import LACKS, NO_LABEL, Source
+from medfl.data.source import LACKS, NO_LABEL, SPACING, Source
 from medfl.datasets.readers.reading import JOINED
 
 # Entries of a data list without a label, or without some channels: make the deterministic transforms accept them.
@@ -163,6 +165,43 @@ class ZeroChannels(MonaiTransform):
         image = image.clone()
         image[absent] = 0
         return {**data, "image": image}
+
+
+def resample_each(source: Source) -> Source:
+    """Return a source that resamples each entry to its `SPACING`.
+
+    Raises:
+        InputError: no transform resamples.
+    """
+    steps = []
+    for step in Compose(source.transforms).flatten().transforms:  # type: ignore[no-untyped-call]  # MONAI declares no types for it
+        steps.append(_OwnSpacing(step) if isinstance(step, Spacingd) else step)
+
+    if not any(isinstance(step, _OwnSpacing) for step in steps):
+        raise InputError(
+            "--site-spacing with a bundle that does not resample its images",
+            "volumes that its transforms give a spacing (Spacingd)",
+            "leave it out",
+        )
+
+    return replace(source, transforms=(Compose(steps),))
+
+
+class _OwnSpacing(MonaiTransform):
+    """Resample an entry to its `SPACING`, others as `step` does."""
+
+    def __init__(self, step: Spacingd) -> None:
+        self.step = step
+        self.keys = step.keys
+
+    def __call__(self, data: Item) -> Item:
+        """Return the entry without its `SPACING`."""
+        step = copy(self.step)
+        if SPACING in data:
+            step.spacing_transform = copy(step.spacing_transform)
+            step.spacing_transform.pixdim = np.array(data[SPACING])
+
+        return step(without(data, [SPACING]))  # type: ignore[arg-type, return-value]  # MONAI asks for keys of its own kind
 
 
 class StandInLabel(MonaiTransform):

@@ -30,6 +30,8 @@ _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "
 NO_LABEL = "lacks_label"
 LACKS = "lacks_channels"
 """Keys of an entry and its record: its label is missing or must not be read; indices of missing channels."""
+SPACING = "site_spacing"
+"""Key of an entry: mm to which it is resampled, if not to the bundle's spacing."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Medical image data sets: layouts, data lists, readers, checks and phantoms.
 
-A data set is one module of this folder with a `DATASET`; it is found by being there.
+A data set is one module of this folder with a `DATASET`, and its sheet in `sheets/`; it is found by being there.
 """
 
 from __future__ import annotations

@@ -16,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
+import yaml
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.mappings import pick
 from medfl.core.task import SECTIONS
+from medfl.core.untrusted import LOADER
 from medfl.datasets.readers.reading import ClassIndex, container_uri, content_key
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
@@ -58,9 +60,26 @@ class Download:
     bytes: int | None = None
 
 
+def sheet(name: str) -> dict[str, Any]:
+    """Return what `sheets/<name>.yaml` says: the attributes of a `DataSet` that need no code, by their names.
+
+    Raises:
+        FileNotFoundError: the data set has no sheet.
+    """
+    text = (Path(__file__).parent / "sheets" / f"{name}.yaml").read_text("utf-8")
+    entries = yaml.load(text, LOADER)
+    if "downloads" in entries:
+        entries["downloads"] = tuple(Download(**file) for file in entries["downloads"])
+
+    for key in {"folders", "concepts", "notes"} & entries.keys():
+        entries[key] = tuple(entries[key])
+
+    return {"name": name, **entries}
+
+
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """One data set.
+    """One data set. Title, licence, source and all else that needs no code is in its `sheet`.
 
     Attributes:
         classes: names in label order, as in the source's tables or folders; in segmentation of the mask's values 0, 1,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medfl.core.mappings import present
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, published
@@ -140,13 +140,11 @@ _PHANTOM_FOLDERS = {
 }
 
 DATASET = DataSet(
-    name="bone_age",
-    title="RSNA bone age: months of age from radiographs of children's hands",
+    **sheet("bone_age"),
     task="regression",
     classes=("bone age",),
     channels=1,
     mixed_channels=True,
-    folders=("bone_age", "rsna-bone-age", "boneage"),
     layouts=(
         Layout(
             "boneage-training-dataset.csv or train.csv (id, boneage, male), Validation Dataset.csv (Image ID, male, "
@@ -168,9 +166,6 @@ DATASET = DataSet(
         "official": published("official"),
         "image": by_group("bone_age"),
     },
-    licence="terms of the RSNA's page: for research and education, not to be passed on",
-    source="https://www.rsna.org/rsnai/ai-image-challenge/rsna-pediatric-bone-age-challenge-2017",
-    citation="Halabi et al.: The RSNA Pediatric Bone Age Machine Learning Challenge. Radiology 290, 498 (2019)",
     draw=draw_files(
         tuple(map(_scene, range(1, _YEARS + 1))),
         even(_YEARS),
@@ -182,11 +177,4 @@ DATASET = DataSet(
         },
     ),
     per_class=30,
-    notes=(
-        "an image counts as its own patient: the source names none, nor the hospitals (three in the United States)",
-        "the table of the test set is published as test.xlsx: save it as test.csv",
-        "split image: 70/10/20 of all images that have an age, by a hash",
-        "sex is for subgroups alone; the network sees the image only, unlike the challenge's best ones",
-    ),
-    download_note="accept the terms at the RSNA's page; put the three tables and the unpacked images in one folder",
 )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, filled
@@ -163,13 +163,11 @@ def _phantom_age(case: Case) -> int:
 
 
 DATASET = DataSet(
-    name="brain_age",
-    title="Brain age: years of age from T1 MRI of OASIS and of IXI's three hospitals",
+    **sheet("brain_age"),
     task="regression",
     classes=("age",),
     centres=CENTRES,
     channels=1,
-    folders=("brain_age", "oasis_tissue", "IXI", "OASIS"),
     layouts=(
         Layout(
             "any of: oasis_cross-sectional.csv (ID, M/F, Age) + OAS1_<number>_MR<n>*.nii[.gz]; IXI.csv (IXI_ID, "
@@ -182,11 +180,6 @@ DATASET = DataSet(
         ),
     ),
     rules={"subject": filled(by_group("brain_age"))},
-    licence="terms of OASIS-1's page; CC BY-SA 3.0 (IXI); CC BY-NC 3.0 (scans of malf.templates)",
-    source="https://sites.wustl.edu/oasisbrains; https://brain-development.org/ixi-dataset; "
-    "https://github.com/muschellij2/malf.templates",
-    citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "
-    "IXI, EPSRC GR/S21533/02",
     draw=draw_files(
         tuple(map(_scene, range(_DECADES))),
         even(_DECADES, len(CENTRES)),
@@ -209,11 +202,4 @@ DATASET = DataSet(
     ),
     per_class=16,
     size=32,
-    notes=(
-        "split subject: 70/10/20 within each centre; all scans of a subject are in one section",
-        "volumes of subjects without an age in the tables are left out",
-        "OASIS publishes .hdr and .img files: turn them into .nii.gz, and IXI.xls into IXI.csv",
-        "the skull is removed in OASIS's files _masked_gfc, not in IXI's: remove it there before the two are joined",
-    ),
-    download_note="put the tables and the volumes of either or both in one folder",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
@@ -84,12 +84,10 @@ def _phantom_age(case: Case) -> int:
 
 
 DATASET = DataSet(
-    name="brain_tissue",
-    title="Brain tissue on T1 MRI of OASIS: ventricular fluid, grey, white",
+    **sheet("brain_tissue"),
     task="segmentation",
     classes=CLASSES,
     channels=1,
-    folders=("brain_tissue", "oasis_tissue"),
     layouts=(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
@@ -102,10 +100,6 @@ DATASET = DataSet(
         "subject": by_group("brain_tissue"),
         "age": validation_from_train("age", 0.2),
     },
-    licence="CC BY-NC 3.0",
-    source="https://github.com/muschellij2/malf.templates",
-    citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "
-    "labels by Neuromorphometrics, Inc., grouped into tissues",
     draw=draw_files(
         (_SCENE,),
         mixed([[9], [1]]),
@@ -124,11 +118,4 @@ DATASET = DataSet(
     ),
     per_class=30,
     size=48,
-    notes=(
-        "test and retest scans of a subject stay in one section",
-        f"split age tests on the subjects from {OLD:.0f} years on, and trains and validates on the younger ones",
-        "the skull is removed (background exactly 0); fluid outside the ventricles is shown, but labelled background",
-    ),
-    download_note="the scans are made of the files of https://github.com/muschellij2/malf.templates, folder "
-    "inst/extdata: <id>_SS.nii.gz and <id>_classified.nii.gz, brought to 2 mm",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
@@ -119,14 +119,12 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 
 
 DATASET = DataSet(
-    name="chest_xray14",
-    title="ChestX-ray14: fourteen findings in chest radiographs of the NIH",
+    **sheet("chest_xray14"),
     task="multilabel",
     classes=FINDINGS,
     centres=VIEWS,
     channels=1,
     mixed_channels=True,
-    folders=("chest_xray14", "ChestX-ray14", "NIH", "CXR8", "nih-chest-xrays"),
     layouts=(
         Layout(
             "Data_Entry_2017[_v2020].csv + images/ or images_001/ to images_012/, folders or zips + train_val_list.txt "
@@ -146,9 +144,6 @@ DATASET = DataSet(
         "official": validation_from_train("official"),
         "patient": by_group("chest_xray14"),
     },
-    licence="no restrictions on use; its page asks for a link to it, the citation and the NIH Clinical Center's name",
-    source="https://nihcc.app.box.com/v/ChestXray-NIHCC",
-    citation="Wang et al.: ChestX-ray8: Hospital-scale Chest X-ray Database and Benchmarks. CVPR 2017",
     draw=draw_files(
         tuple(finding_scene(found, len(FINDINGS)) for found in _PATTERNS),
         even(len(_PATTERNS), len(VIEWS)),
@@ -169,11 +164,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=24,
-    notes=(
-        "a centre is a view: PA (standing) or AP (mostly of patients who cannot stand); all are of one hospital",
-        "split official: the published lists, patients apart; validation is 10 % of the patients of train",
-        "the findings were read from reports by a program; the paper estimates over 90 % of them to be right",
-        "rows of images that are not in the folder are left out, so that some of the twelve archives are enough",
-    ),
-    download_note="put Data_Entry_2017_v2020.csv, both lists and the images of the archives, unpacked, in one folder",
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medfl.core.names import not_among
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, validation_from_train
@@ -112,14 +112,12 @@ def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
 
 
 DATASET = DataSet(
-    name="chexpert",
-    title="CheXpert: five findings in chest radiographs of Stanford, some uncertain",
+    **sheet("chexpert"),
     task="multilabel",
     classes=FINDINGS,
     centres=CENTRES,
     channels=1,
     mixed_channels=True,
-    folders=("chexpert", "CheXpert-v1.0-small", "CheXpert-v1.0", "CheXpert"),
     layouts=(
         Layout(
             "train.csv + valid.csv (Path, Sex, Age, Frontal/Lateral, AP/PA, the findings) + train/ + valid/ with "
@@ -135,10 +133,6 @@ DATASET = DataSet(
         "frontal": validation_from_train("frontal"),
         "all": validation_from_train("all"),
     },
-    licence="Stanford University Dataset Research Use Agreement: for research only, not to be passed on",
-    source="https://stanfordmlgroup.github.io/competitions/chexpert/",
-    citation="Irvin et al.: CheXpert: A Large Chest Radiograph Dataset with Uncertainty Labels and Expert Comparison. "
-    "AAAI 2019",
     draw=draw_files(
         tuple(finding_scene(found, len(FINDINGS)) for found in _PATTERNS),
         even(len(_PATTERNS), len(CENTRES)),
@@ -150,14 +144,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=40,
-    notes=(
-        "a centre is a view: AP (mostly of patients who cannot stand), PA or lateral; all are of one hospital; frontal "
-        "views of patients who lie on a side count as AP",
-        "split frontal: frontal views alone, split all: the lateral ones, too; both test on valid.csv, which "
-        "radiologists read, and validate on 10 % of the patients of train.csv",
-        "findings of train.csv were read from reports by a program: one that it calls uncertain is -1, one that a "
-        "report does not name counts as absent",
-        "rows of images that are not in the folder are left out",
-    ),
-    download_note="accept the agreement at the source; put train.csv, valid.csv, train/ and valid/ in one folder",
 )

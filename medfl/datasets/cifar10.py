@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
@@ -29,27 +29,13 @@ def batches_layout(kind: str, classes: int) -> Layout:
 
 
 DATASET = DataSet(
-    name="cifar10",
-    title="CIFAR-10: ten kinds of animal and vehicle",
+    **sheet("cifar10"),
     classes=CLASSES,
     concepts=CLASSES,
     channels=3,
-    folders=("cifar10", "CIFAR10", "cifar-10"),
     layouts=(batches_layout(CIFAR10, len(CLASSES)),),
     rules={"official": validation_from_train("official")},
-    licence="none is stated on its page, which asks to cite the technical report",
-    source="https://www.cs.toronto.edu/~kriz/cifar.html",
-    citation="Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of "
-    "Toronto (2009)",
     draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR10)),
     per_class=60,
     size=32,
-    notes=("50,000 training images, of which 10 % become validation, and 10,000 test images",),
-    downloads=(
-        Download(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-            ARCHIVES[CIFAR10],
-            "md5:c58f30108f718f92721af3b95e74349a",
-        ),
-    ),
 )

@@ -4,9 +4,9 @@ from dataclasses import replace
 from functools import partial
 
 from medfl.datasets import cifar10
-from medfl.datasets.base import Download
+from medfl.datasets.base import sheet
 from medfl.datasets.phantoms.phantom import draw_stacks
-from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100, write_cifar
+from medfl.datasets.readers.stacks import CIFAR100, write_cifar
 
 # The fine labels, which are in alphabetical order.
 _NAMES = """
@@ -23,22 +23,10 @@ CLASSES = tuple(_NAMES.split())
 
 DATASET = replace(
     cifar10.DATASET,
-    name="cifar100",
-    title="CIFAR-100: a hundred kinds of thing",
+    **sheet("cifar100"),
     classes=CLASSES,
     concepts=tuple(name.replace("_", " ") for name in CLASSES),
-    folders=("cifar100", "CIFAR100", "cifar-100"),
     layouts=(cifar10.batches_layout(CIFAR100, len(CLASSES)),),
     draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR100)),
     per_class=12,
-    notes=(
-        "50,000 training images, of which 10 % become validation, and 10,000 test images; the 100 fine labels are used",
-    ),
-    downloads=(
-        Download(
-            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-            ARCHIVES[CIFAR100],
-            "md5:eb9058c3a382ffc7106e4002c42a8d85",
-        ),
-    ),
 )

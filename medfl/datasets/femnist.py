@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import open_plain
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
 from medfl.datasets.readers.tables import Layout, Table
@@ -138,13 +138,11 @@ def _write(folder: Path, stacks: dict[str, Stack]) -> None:
 
 
 DATASET = DataSet(
-    name="femnist",
-    title="FEMNIST: handwritten digits and letters, by writer",
+    **sheet("femnist"),
     classes=CLASSES,
     concepts=tuple(f"{kind} {text}" for kind, text in zip(KINDS, CLASSES, strict=True)),
     centres=("writers",),
     channels=1,
-    folders=("femnist", "FEMNIST"),
     layouts=(
         Layout(
             "LEAF's JSON files all_data_<number>.json (users, num_samples, user_data), in the folder, its all_data/ or "
@@ -158,21 +156,9 @@ DATASET = DataSet(
         "writers": WholeCentres((35, 5, 10), 150, "femnist"),
         "seeded": by_group("femnist", at_centres=False),
     },
-    licence="terms of NIST Special Database 19 on its page; LEAF's code is under the BSD 2-Clause licence",
-    source="https://doi.org/10.18434/T4H01C (NIST Special Database 19); https://leaf.cmu.edu (LEAF)",
-    citation="Caldas et al.: LEAF: A benchmark for federated settings. arXiv:1812.01097 (2018); Grother: NIST Special "
-    "Database 19, Handprinted Forms and Characters Database (1995)",
     draw=draw_stacks(
         len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS
     ),
     per_class=26,
     size=28,
-    notes=(
-        "a centre is a writer: with partition centre each of the training writers is a site",
-        "split writers: of the writers with fewer than 150 images 35 for training, 5 for validation, 10 for testing, "
-        "drawn in each trial (writers:TRIAL); the others are left out",
-        "split seeded: 70/10/20 of the images of each class, of all writers",
-    ),
-    download_note="made by LEAF's data/femnist/preprocess.sh from by_class.zip and by_write.zip of NIST "
-    "Special Database 19; its folder data/all_data is read",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from medfl.datasets.base import DataSet
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
@@ -96,21 +96,10 @@ def phantom_centre(case: Case) -> str:
 
 
 DATASET = DataSet(
-    name="ham10000",
-    title="HAM10000: seven kinds of pigmented skin lesion, four centres",
+    **sheet("ham10000"),
     classes=CLASSES,
-    concepts=(
-        "actinic keratoses or intraepithelial carcinoma",
-        "basal cell carcinoma",
-        "benign keratosis-like lesions",
-        "dermatofibroma",
-        "melanoma",
-        "melanocytic nevi",
-        "vascular lesions",
-    ),
     centres=CENTRES,
     channels=3,
-    folders=("ham10000", "HAM10000", "dermamnist", "medmnist"),
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
@@ -141,9 +130,6 @@ DATASET = DataSet(
         "flamby": validation_from_train("flamby"),
         "dermamnist": published("dermamnist"),
     },
-    licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for these images; terms of use on the Harvard Dataverse page",
-    source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse)",
-    citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018)",
     draw=draw_files(
         class_scenes(len(CLASSES), 3),
         mixed(MIX),
@@ -161,14 +147,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=90,
-    notes=(
-        "split lesion: 70/10/20 within each class and centre; all images of a lesion are in one section",
-        "split flamby: FLamby's folds are by image, 696 lesions of the full set are in both train and test; "
-        "validation is 10 % of train, lesions kept together",
-        "split dermamnist: the published split is by image, 693 of its 2005 test images show a lesion "
-        "that is also in train",
-        "scores on flamby and dermamnist are therefore optimistic against the lesion split",
-        "9 lesions have images in two centres; vidir_molemax and vienna_dias have no akiec",
-    ),
-    download_note="accept the terms at the Dataverse page; put HAM10000_metadata and both image archives in one folder",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
@@ -59,12 +59,10 @@ def _phantom_name(case: Case) -> str:
 
 
 DATASET = DataSet(
-    name="hippocampus",
-    title="Hippocampus on T1 MRI: anterior and posterior part (Medical Segmentation Decathlon, task 4)",
+    **sheet("hippocampus"),
     task="segmentation",
     classes=CLASSES,
     channels=1,
-    folders=("hippocampus", "msd_hippocampus", ROOT),
     layouts=(
         _layout(f"[{ROOT}/]imagesTr/<name>.nii.gz + labelsTr/<name>.nii.gz", PUBLISHED),
         _layout(
@@ -73,10 +71,6 @@ DATASET = DataSet(
         ),
     ),
     rules={"seeded": by_group("hippocampus")},
-    licence="CC BY-SA 4.0",
-    source="https://medicaldecathlon.com",
-    citation="Antonelli et al.: The Medical Segmentation Decathlon. Nature Communications 13, 4128 (2022); "
-    "Simpson et al., arXiv:1902.09063",
     draw=draw_files(
         (_SCENE,),
         even(1),
@@ -87,16 +81,4 @@ DATASET = DataSet(
     ),
     per_class=40,
     size=40,
-    notes=(
-        "the source names no subject: a volume counts as its own, and both sides of one brain may be in two sections",
-        "intensities are not normalised: maxima go from about 100 to over a million",
-    ),
-    downloads=(
-        Download(
-            f"https://msd-for-monai.s3-us-west-2.amazonaws.com/{ROOT}.tar",
-            f"{ROOT}.tar",
-            "md5:9d24dba78a72977dbd1d2e110310f31b",
-        ),
-    ),
-    download_note="27 MB; 260 volumes with masks, and 130 without, which are not used",
 )

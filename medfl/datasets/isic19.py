@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.ham10000 import by_image, centre_roots, phantom_key, phantom_lesion
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import class_scenes
@@ -97,22 +97,10 @@ def _known_lesion(case: Case) -> str | None:
 _FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"
 
 DATASET = DataSet(
-    name="isic19",
-    title="Fed-ISIC2019: eight kinds of skin lesion, six centres",
+    **sheet("isic19"),
     classes=CLASSES,
-    concepts=(
-        "melanoma",
-        "melanocytic nevus",
-        "basal cell carcinoma",
-        "actinic keratosis",
-        "benign keratosis",
-        "dermatofibroma",
-        "vascular lesion",
-        "squamous cell carcinoma",
-    ),
     centres=CENTRES,
     channels=3,
-    folders=("isic19", "isic2019", "ISIC2019", "fed_isic2019"),
     layouts=(
         Layout(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
@@ -141,10 +129,6 @@ DATASET = DataSet(
         "flamby": validation_from_train("flamby"),
         "lesion": by_group("isic19"),
     },
-    licence="CC BY-NC 4.0",
-    source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",
-    citation="Ogier du Terrail et al.: FLamby. NeurIPS 2022; Tschandl et al., Scientific Data 5, 180161 (2018); "
-    "Codella et al., ISBI 2018; Combalia et al., arXiv:1908.02288",
     draw=draw_files(
         class_scenes(len(CLASSES), 3),
         mixed(MIX),
@@ -162,29 +146,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=90,
-    notes=(
-        "FLamby's folds are by image: lesions of the HAM10000 centres have images in both; validation is 10 % of "
-        "train, lesions kept together",
-        "lesions are known for the four HAM10000 centres only; an image of BCN or MSK counts as its own lesion",
-        "FLamby's label differs from HAM10000's in one class: akiec is divided into AK and SCC",
-    ),
-    downloads=(
-        Download(
-            "https://isic-challenge-data.s3.amazonaws.com/2019/ISIC_2019_Training_Input.zip",
-            f"{IMAGES}.zip",
-        ),
-        Download(
-            f"{_FLAMBY}/train_test_split",
-            "train_test_split.csv",
-            "sha256:d0f9d0d0102f60d78b4c5f9f0ef32100881a8e92fe6c38644f980b3eb4e1a86c",
-            1558106,
-        ),
-        Download(
-            f"{_FLAMBY}/HAM10000_metadata",
-            "HAM10000_metadata.csv",
-            "sha256:de17ec44cb25ea9c3f6378ba18d69224c740afd62e86ec2edc6a894d6aa663d3",
-            690218,
-        ),
-    ),
-    download_note="9.1 GB; FLamby trains on images scaled by its own script, these are the originals",
 )

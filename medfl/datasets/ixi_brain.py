@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.matching import Matched
@@ -176,13 +176,11 @@ def _phantom_path(case: Case, kind: str) -> str:
 
 
 DATASET = DataSet(
-    name="ixi_brain",
-    title="Brain mask on T1 MRI: Fed-IXI, three hospitals",
+    **sheet("ixi_brain"),
     task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
     channels=1,
-    folders=("ixi_brain", "fed_ixi", "IXI-Dataset", "ixi", "brain_t1"),
     layouts=(
         Layout(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
@@ -210,11 +208,6 @@ DATASET = DataSet(
         "subject": by_group("ixi_brain"),
         "few": split_few,
     },
-    licence="CC BY-SA 3.0",
-    source="https://brain-development.org/ixi-dataset; small volumes and masks by TorchIO, "
-    "https://doi.org/10.17632/7kd5wj7v7p.3; split by FLamby (MIT), https://github.com/owkin/FLamby",
-    citation="IXI, EPSRC GR/S21533/02; Pérez-García et al.: TorchIO. Computer Methods and Programs in Biomedicine 208, "
-    "106236 (2021); Ogier du Terrail et al.: FLamby. NeurIPS 2022",
     draw=draw_files(
         (_SCENE,),
         mixed([[311], [181], [74]], LEAST),
@@ -232,16 +225,4 @@ DATASET = DataSet(
     ),
     per_class=42,
     size=48,
-    notes=(
-        "the masks of IXI were made by a program (ROBEX), not drawn by experts",
-        "split flamby: validation is 10 % of train",
-    ),
-    downloads=(
-        Download(
-            "https://prod-dcd-datasets-cache-zipfiles.s3.eu-west-1.amazonaws.com/7kd5wj7v7p-3.zip",
-            "7kd5wj7v7p-3.zip",
-        ),
-    ),
-    download_note="444 MB; the address is FLamby's, whose authors warn that it changes: else see "
-    "https://doi.org/10.17632/7kd5wj7v7p.3",
 )

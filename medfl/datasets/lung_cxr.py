@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
@@ -124,20 +124,12 @@ def _phantom_name(case: Case) -> str:
 _NLM = "https://openi.nlm.nih.gov/imgs/collections"
 
 DATASET = DataSet(
-    name="lung_cxr",
-    title="Lung masks: lungs in chest radiographs, four sources or Montgomery and Shenzhen",
+    **sheet("lung_cxr"),
     task="segmentation",
     classes=CLASSES,
     centres=(*SITES, *NAMED.values()),
     channels=1,
     mixed_channels=True,
-    folders=(
-        "lung_cxr",
-        "covid_cxr_lungs",
-        "montgomery_shenzhen",
-        "chest-xray-masks-and-labels",
-        "MontgomerySet",
-    ),
     layouts=(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
@@ -170,14 +162,6 @@ DATASET = DataSet(
         "patient": by_group("lung_cxr"),
         "fedhelp": by_group("lung_cxr", (571 / 704, 64 / 704, 69 / 704)),
     },
-    licence="annotations CC BY 4.0, images each its own (four sources); terms of the US National Library of Medicine "
-    "(Montgomery, Shenzhen); CC BY-NC-SA 4.0 (Shenzhen masks)",
-    source="https://github.com/GeneralBlockchain/covid-19-chest-xray-segmentations-dataset; "
-    "https://lhncbc.nlm.nih.gov/LHC-downloads/downloads.html#tuberculosis-image-data-sets; "
-    "https://www.kaggle.com/datasets/yoctoman/shcxr-lung-mask",
-    citation="Cohen et al.: COVID-19 Image Data Collection. arXiv:2006.11988 (2020); "
-    "Jaeger et al.: Two public chest X-ray datasets. Quant. Imaging Med. Surg. 4 (2014); "
-    "Stirenko et al.: Chest X-Ray Analysis of Tuberculosis by Deep Learning. ELNANO 2018",
     draw=draw_files(
         (_SCENE,),
         mixed([[count] for count in SITES.values()], LEAST),
@@ -196,15 +180,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=100,
-    notes=(
-        "split patient: 70/10/20 within each centre, by a hash; all images of a patient are in one section",
-        "split fedhelp: the same with 69 of 704 to test and a tenth of the others to validate",
-        "colour images are converted to grey; the masks of both lungs are one class",
-    ),
-    downloads=(
-        Download(f"{_NLM}/NLM-MontgomeryCXRSet.zip", "NLM-MontgomeryCXRSet.zip"),
-        Download(f"{_NLM}/ChinaSet_AllFiles.zip", "ChinaSet_AllFiles.zip"),
-    ),
-    download_note="Montgomery comes with masks; put those of Shenzhen (source: Kaggle, shcxr-lung-mask) beside it as "
-    "mask/ or shcxr-lung-mask.zip",
 )

@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Stack, draw_stacks
 from medfl.datasets.readers import stacks
 from medfl.datasets.readers.splitting import validation_from_train
@@ -53,38 +53,13 @@ def idx_writer(root: str) -> Callable[[Path, dict[str, Stack]], None]:
     return write
 
 
-def idx_downloads(address: str, digests: dict[str, str]) -> tuple[Download, ...]:
-    """Return the four files; `digests` are their MD5."""
-    return tuple(
-        Download(f"{address}/{name}.gz", f"{name}.gz", f"md5:{digest}")
-        for name, digest in digests.items()
-    )
-
-
 DATASET = DataSet(
-    name="mnist",
-    title="MNIST: handwritten digits",
+    **sheet("mnist"),
     classes=tuple(string.digits),
-    concepts=tuple(f"digit {text}" for text in string.digits),
     channels=1,
-    folders=("mnist", "MNIST"),
     layouts=(idx_layout("MNIST"),),
     rules={"official": validation_from_train("official")},
-    licence="CC BY-SA 3.0 as Keras states it; copyright Yann LeCun and Corinna Cortes",
-    source="https://yann.lecun.com/exdb/mnist",
-    citation="LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to document recognition. Proceedings of "
-    "the IEEE 86 (11), 2278-2324 (1998)",
     draw=draw_stacks(10, 1, idx_writer("MNIST")),
     per_class=60,
     size=28,
-    notes=("60,000 training images, of which 10 % become validation, and 10,000 test images",),
-    downloads=idx_downloads(
-        "https://ossci-datasets.s3.amazonaws.com/mnist",
-        {
-            "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-    ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import (
@@ -87,52 +87,13 @@ def _phantom_path(case: Case) -> str:
 _RECORD = "https://zenodo.org/records/1214456"
 
 DATASET = DataSet(
-    name="nct_crc",
-    title="NCT-CRC-HE-100K: nine kinds of tissue in sections of colorectal cancer",
+    **sheet("nct_crc"),
     classes=CLASSES,
-    concepts=(
-        "adipose tissue",
-        "background",
-        "debris",
-        "lymphocytes",
-        "mucus",
-        "smooth muscle",
-        "normal colon mucosa",
-        "cancer-associated stroma",
-        "colorectal adenocarcinoma epithelium",
-    ),
     channels=3,
-    folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
     layouts=tuple(
         _layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)
     ),
     rules={"seeded": filled(seeded), "official": validation_from_train("official")},
-    licence="CC BY 4.0",
-    source=_RECORD,
-    citation="Kather, Halama, Marx: 100,000 histological images of human colorectal cancer and healthy tissue (v0.1). "
-    "Zenodo, doi:10.5281/zenodo.1214456 (2018); Kather et al.: Predicting survival from colorectal cancer histology "
-    "slides using deep learning. PLOS Medicine 16, e1002730 (2019)",
     draw=draw_files(class_scenes(len(CLASSES), 3), even(len(CLASSES)), _phantom_path),
     per_class=75,
-    notes=(
-        f"split seeded: 70/10/20 of {PLAIN} within each class by image, in the order of a hash of the file name; "
-        f"{OTHERS} is left out",
-        f"split official, where {OTHERS} is there: its patients, who are others, to test; 10 % of {PLAIN} to validate",
-        "the files name neither the patient nor the hospital, so patches of one patient are in several sections",
-    ),
-    downloads=(
-        Download(
-            f"{_RECORD}/files/{PLAIN}.zip?download=1",
-            f"{PLAIN}.zip",
-            "md5:6fd702d11df6292bc054397ae038a464",
-            11690284003,
-        ),
-        Download(
-            f"{_RECORD}/files/{OTHERS}.zip?download=1",
-            f"{OTHERS}.zip",
-            "md5:2fd1651b4f94ebd818ebf90ad2b6ce06",
-            800276929,
-        ),
-    ),
-    download_note=f"12.5 GB; {RAW}.zip of the same page has the colours as scanned and is read too",
 )

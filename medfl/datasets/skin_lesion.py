@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medfl.datasets import ham10000
-from medfl.datasets.base import DataSet, Download
+from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.ham10000 import (
     CENTRES,
     METADATA,
@@ -93,13 +93,11 @@ _CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
 _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
 
 DATASET = DataSet(
-    name="skin_lesion",
-    title="Skin lesion masks: lesions in dermatoscopic pictures, HAM10000 or ISIC 2016",
+    **sheet("skin_lesion"),
     task="segmentation",
     classes=CLASSES,
     centres=CENTRES,
     channels=3,
-    folders=("skin_lesion", "ham10000", "HAM10000", "isic2016", "ISIC2016", "isic_2016"),
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
@@ -153,11 +151,6 @@ DATASET = DataSet(
         "whole": validation_from_test("official"),
         "image": by_group("skin_lesion"),
     },
-    licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "
-    "CC0 (ISIC 2016)",
-    source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse); https://challenge.isic-archive.com/data/#2016",
-    citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018); "
-    "Gutman et al.: Skin Lesion Analysis toward Melanoma Detection. arXiv:1605.01397 (2016)",
     draw=draw_files(
         (_SCENE,),
         mixed([[sum(row)] for row in ham10000.MIX], LEAST),
@@ -174,15 +167,4 @@ DATASET = DataSet(
         repeats=True,
     ),
     per_class=100,
-    notes=(
-        "split lesion: 70/10/20 within each centre; all images of a lesion are in one section",
-        "9 lesions of HAM10000 have images in two centres",
-    ),
-    downloads=tuple(
-        Download(f"{_CHALLENGE}/{name}", name)
-        for part in _PARTS.values()
-        for name in (f"{ISIC}_{part}_Data.zip", f"{ISIC}_{part}_GroundTruth.zip")
-    ),
-    download_note="these are the ISIC 2016 pairs; HAM10000 is fetched by hand from the Dataverse page: metadata, both "
-    f"image archives and {HAM_MASKS}.zip in one folder",
 )

@@ -204,9 +204,15 @@ def export(
         job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)
 
     return {
-        "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
-        "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,
-    }  # fmt: skip
+        "job": str(job),
+        "sites": list(sites),
+        "bundle": run.bundle,
+        "bundle_sha256": run.bundle_sha256,
+        "method": run.method,
+        "rounds": run.rounds,
+        "run_hash": run.run_hash,
+        "data_source": run.data.source,
+    }
 
 
 def _language_model_name(plm: str) -> str:

@@ -443,10 +443,14 @@ class RemoteExecutor(_Executor):
             return held_site(accepted, flare_name, config, self._carried, policy, self._say)
 
         algo = MedflClientAlgo(
-            opened, flare_name,
-            folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
+            opened,
+            flare_name,
+            folder=config.folder,
+            outbound=policy.outbound,
+            audit=config.audit or None,
+            say=self._say,
             jobs=JOBS,  # `accepted_run` has checked the policy, and `FlareSite` knows the job
-        )  # fmt: skip
+        )
 
         return FlareSite(algo, flare_name, job=job_of(run), rounds=run.rounds)
 

@@ -158,11 +158,19 @@ def prepare(kit: Path, kind: str) -> Document:
     classes = [*ALLOWED, *listed]
     secure(kit, kind, classes)
     return {
-        "kit": str(kit), "as": kind, "bundle": root.name, "bundle_sha256": sha256, "data": config.data,
-        "folder": config.folder, "policy": config.policy or "none: nothing extra, nothing pinned",
-        "a run may set": ", ".join(config.permits) or "nothing of the bundle", "may be made": ", ".join(classes),
-        "jobs may bring": "no code, and nobody gets a shell or logs" if kind == "site" else "no code",
-    }  # fmt: skip
+        "kit": str(kit),
+        "as": kind,
+        "bundle": root.name,
+        "bundle_sha256": sha256,
+        "data": config.data,
+        "folder": config.folder,
+        "policy": config.policy or "none: nothing extra, nothing pinned",
+        "a run may set": ", ".join(config.permits) or "nothing of the bundle",
+        "may be made": ", ".join(classes),
+        "jobs may bring": "no code, and nobody gets a shell or logs"
+        if kind == "site"
+        else "no code",
+    }
 
 
 def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:

@@ -25,9 +25,27 @@ from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases, CasesByName
 
-INTRODUCE, FINGERPRINT, EXAMINE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
-    "introduce", "fingerprint", "evaluate", "train", "try", "judge", "abroad", "weights", "masks",
-)  # fmt: skip
+(
+    INTRODUCE,
+    FINGERPRINT,
+    EXAMINE,
+    TRAIN,
+    TRAIN_TO_SCORE,
+    SCORE_SITE,
+    SCORE_ON_ALL,
+    COPY_WEIGHTS,
+    SEGMENT,
+) = TASKS = (
+    "introduce",
+    "fingerprint",
+    "evaluate",
+    "train",
+    "try",
+    "judge",
+    "abroad",
+    "weights",
+    "masks",
+)
 """Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""
 
 FINGERPRINT_BYTES = "fingerprint/json"

@@ -25,7 +25,7 @@ from medfl.methods._parts.extras import (
     WithoutLabels,
 )
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
-from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Group, Method, group_names, option, sample_shares, weighted_mean
 
 __all__ = [
     "Bodies",
@@ -39,6 +39,7 @@ __all__ = [
     "WholeCohort",
     "WithoutLabels",
     "extra",
+    "group_names",
     "has_fedavg_server",
     "has_option",
     "has_site_models",
@@ -196,6 +197,8 @@ def has_fedavg_server(method: Method | type[Method]) -> bool:
     cls = method if isinstance(method, type) else type(method)
     return (
         not cls.pools_data
+        and not hasattr(cls, "weights")  # an option for another mean
+        and cls.groups is Method.groups
         and cls.broadcast is Method.broadcast
         and cls.aggregate is Method.aggregate
     )

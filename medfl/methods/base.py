@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medfl.core.declared import declared
 from medfl.core.documents import Config
 from medfl.core.errors import InputError, RunError
-from medfl.core.mappings import pick, without
+from medfl.core.mappings import pick, pick_known, without
 from medfl.core.message import Message, Messages, Tensors, Weights
 from medfl.core.task import TASKS, Task
 from medfl.storage.files import State
@@ -113,16 +113,17 @@ class Method:
         return {"weights": without(weights, personal)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Return what the server sends to one site."""
-        return Message({"weights": server["weights"]})
+        """Return what the server sends to one site (default: the weights, and its groups that go down)."""
+        return Message(pick_known(server, group_names(self, "down")))
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
+        """Return the server's next State: the mean by sample counts (FedAvg), or by the option `weights`."""
         if server.get("weights") == {}:  # every tensor is personal
             return server
 
         # w^{t+1} = sum_k p_k w_k^t
-        return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
+        shares = mean_shares(getattr(self, "weights", "samples"), replies)
+        return {**server, "weights": weighted_mean(replies, "weights", shares)}
 
     def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the method's own figures of a round, given the server's next State (default: none).
@@ -191,6 +192,11 @@ def _complete(state: State, down: Message) -> Weights:
 
 # Means over a group of replies. Sites are added in sorted order, never in order of arrival, so that the sums have the
 # same bits on every run.
+
+
+def group_names(method: Method, flag: str) -> list[str]:
+    """Return `weights` and the method's groups with this flag of `Group`: "up", "down", "like_weights", "smaller"."""
+    return ["weights", *(group.name for group in method.groups() if getattr(group, flag))]
 
 
 def sample_shares(replies: Messages) -> dict[str, float]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from medfl.core.message import Message, Messages
+from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
-from medfl.methods.base import MEANS, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, option
 from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
@@ -43,10 +43,6 @@ class FedBABU(PersonalHead):
         # phi is frozen: only theta has gradients.
         with train_only(model, body):
             return fit(model, site)
-
-    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average the bodies."""
-        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the averaged body with the initial head."""

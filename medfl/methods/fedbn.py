@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.core.message import Messages
-from medfl.methods.base import Method, mean_shares, option, weighted_mean
-from medfl.storage.files import State
-from medfl.training import NORMS, Host, split_names
+from medfl.methods.base import Method, option
+from medfl.training import NORMS, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all": NORMS}
 
@@ -41,10 +39,6 @@ class FedBN(Method):
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the normalisation layers' tensors."""
         return split_names(network, _KINDS[self.norms])
-
-    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average the shared tensors."""
-        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
 
 METHOD = FedBN

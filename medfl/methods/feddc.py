@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from medfl.core.mappings import map_values
 from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
@@ -80,10 +81,6 @@ class FedDC(Method):
             "control": zeros_of(model),
         }
 
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send w and c."""
-        return Message({"weights": server["weights"], "control": server["control"]})
-
     def init_site(self, site: Site) -> State:
         """Start from h_k = 0 and c_k = 0."""
         model = site.model(site.initial_weights)
@@ -114,10 +111,10 @@ class FedDC(Method):
         # D = w_k - w^t
         gone = difference(trained, received, drift)
         if by_gradient:
-            mean = {name: value / steps for name, value in total.items()}
+            mean = map_values(lambda value: value / steps, total)
         else:
             pace = effective_steps(site, model, steps) * site.learning_rate(model)  # K eta
-            mean = {name: -value / pace for name, value in gone.items()}  # -D / (K eta)
+            mean = map_values(lambda value: -value / pace, gone)  # -D / (K eta)
 
         change = difference(mean, common, drift)  # c_k+ - c_k
         # h_k + D and c_k+

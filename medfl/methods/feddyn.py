@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from medfl.core.mappings import map_values, pick_known
 from medfl.core.message import Message, Messages, Weights
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, difference, moved_by, option
@@ -68,11 +69,7 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items if alpha depends on it."""
-        scalars = {}
-        if "mean_samples" in server:
-            scalars["mean_samples"] = server["mean_samples"]
-
-        return Message({"weights": server["weights"]}, scalars)
+        return Message({"weights": server["weights"]}, pick_known(server, ["mean_samples"]))
 
     def init_site(self, site: Site) -> State:
         """Start from H_k = 0."""
@@ -89,7 +86,7 @@ class FedDyn(Method):
 
         alpha = self.alpha * scale
         # The gradient of -<g_k, w> is -g_k = alpha_k H_k, that of the square alpha_k (w - w^t).
-        push_back = push(model, {name: alpha * value for name, value in history.items()})
+        push_back = push(model, map_values(lambda value: alpha * value, history))
         pull_back = pull(model, received, alpha)
         fit(model, site, gradient_hook=in_turn(pull_back, push_back, clip(self.max_norm)))
         trained = snapshot(model)

@@ -75,10 +75,6 @@ class FedGH(PrototypeExchange):
         self.check_introduced(introductions, network)
         return {"header": snapshot(head(network))}
 
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send phi."""
-        return Message({"header": server["header"]})
-
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Train phi on the class means.
 

@@ -18,24 +18,22 @@ does not hold. Class means are computed in evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from medfl.core.documents import Document
 from medfl.core.errors import InputError
-from medfl.core.message import Message, Messages, Weights
-from medfl.core.task import Task
+from medfl.core.mappings import within
+from medfl.core.message import Message
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
-from medfl.methods._parts.prototype_sharing import Sharing
-from medfl.methods.base import Group, Method, option, same_option
+from medfl.methods._parts.prototype_sharing import SharesPrototypes, Sharing
+from medfl.methods.base import Method, option, same_option
 from medfl.storage.files import State
-from medfl.training import FitReport, Host, Site, fit, snapshot
+from medfl.training import FitReport, Site, fit, snapshot
 
 
 @dataclass(frozen=True)
-class FedMR(Method):
+class FedMR(SharesPrototypes):
     """FedAvg with features decorrelated inside each class and kept away from other classes' global prototypes."""
 
     mu1: float | str = option(
@@ -62,50 +60,24 @@ class FedMR(Method):
     stale: str = same_option(Sharing, "stale")
     one_hot: bool = same_option(Sharing, "one_hot")
 
+    inner = Method()
     paper = "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
     tasks = ("classification",)
 
     def __post_init__(self) -> None:
         """Refuse a share of the sites outside (0, 1], and words other than `auto` for mu1."""
-        _ = self._sharing
+        shared = within(vars(self), Sharing.__dataclass_fields__)
+        # the class is frozen
+        object.__setattr__(self, "sharing", Sharing(prototypes=True, **shared))
         if isinstance(self.mu1, str) and self.mu1 != "auto":
             raise InputError(f"mu1={self.mu1}", "mu1 is a number >= 0, or auto", "choose one")
-
-    @property
-    def _sharing(self) -> Sharing:
-        values: Document = {"prototypes": True}
-        for field in fields(Sharing):
-            if field.name != "prototypes":
-                values[field.name] = getattr(self, field.name)
-
-        return Sharing(**values)
-
-    def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the bundle's network, whose head has one output per class."""
-        return self._sharing.check(network, task)
-
-    def groups(self) -> tuple[Group, ...]:
-        """Name the class means of features and the classes' counts."""
-        return self._sharing.groups
-
-    def init_server(self, host: Host, weights: Weights, introductions: Messages) -> State:
-        """Start without prototypes."""
-        return self._sharing.begin(
-            host, super().init_server(host, weights, introductions), introductions
-        )
-
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the weights and the prototypes."""
-        return self._sharing.add_prototypes(
-            server, site_name, super().broadcast(host, server, site_name)
-        )
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with both losses; reply with the class means beside the weights."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
         reply = site.reply(snapshot(model))
-        return state, self._sharing.add_class_means(site, down, model, reply)
+        return state, self.sharing.add_class_means(site, down, model, reply)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with l_intra and, if there are prototypes, l_inter in the loss."""
@@ -125,16 +97,7 @@ class FedMR(Method):
             return loss * (mu1 / max(d * (d - 1), 1))
 
         decorrelated = shaped(site, intra) if mu1 else site
-        return fit(model, self._sharing.pushed(decorrelated, down, model))
-
-    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average the weights by samples, the prototypes class by class."""
-        prototypes = self._sharing.merged(server, replies)
-        return {**super().aggregate(host, server, replies, num_sites), **prototypes}
-
-    def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
-        """Return distances between class means and prototypes."""
-        return self._sharing.observed(server, replies)
+        return fit(model, self.sharing.pushed(decorrelated, down, model))
 
 
 METHOD = FedMR

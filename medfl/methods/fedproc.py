@@ -60,10 +60,6 @@ class FedProc(Method):
         }
         return {**super().init_server(host, weights, introductions), "prototypes": prototypes}
 
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the weights and the prototypes (K, d)."""
-        return Message({"weights": server["weights"], "prototypes": server["prototypes"]})
-
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train; also reply with the class means of the trained model's features."""
         model = site.model(down["weights"])

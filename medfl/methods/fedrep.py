@@ -44,9 +44,10 @@ class FedRep(PersonalHead):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train the head, then the body."""
+        head = self.personal_names(model)
         if self.head_epochs:
-            self._train_head(model, site, self.head_epochs, "head")
-        body = dict(model.named_parameters()).keys() - self.personal_names(model)
+            fit_part(model, site, head, "head", epochs=self.head_epochs)
+        body = dict(model.named_parameters()).keys() - head
         with train_only(model, body):
             return fit(model, site)
 
@@ -54,11 +55,9 @@ class FedRep(PersonalHead):
         """Return the newest body with the site's head fitted to it."""
         model = super().predictor(site, state, down)
         if self.finetune_epochs:
-            self._train_head(model, site, self.finetune_epochs, "finetune")
+            head = self.personal_names(model)
+            fit_part(model, site, head, "finetune", epochs=self.finetune_epochs)
         return model
-
-    def _train_head(self, model: nn.Module, site: Site, epochs: int, purpose: str) -> FitReport:
-        return fit_part(model, site, self.personal_names(model), purpose, epochs=epochs)
 
 
 METHOD = FedRep

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from medfl.core.message import Message, Messages
+from medfl.core.message import Message
 from medfl.methods._parts.extras import WholeCohort
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import option
@@ -36,10 +36,6 @@ class Local(WholeCohort, OwnNetworks):
         model = site.model(state["weights"])
         self.train(model, site, state, down)
         return {"weights": snapshot(model)}, Message()
-
-    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Do nothing."""
-        return server
 
 
 METHOD = Local

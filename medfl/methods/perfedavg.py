@@ -32,13 +32,13 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from medfl.core.message import Message, Messages
+from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods.base import MEANS, Collated, Method, mean_shares, option, weighted_mean
+from medfl.methods.base import MEANS, Collated, Method, option
 from medfl.storage.files import State
-from medfl.training import FitReport, Host, Site, fit, one_sample_safe, trainable
+from medfl.training import FitReport, Site, fit, one_sample_safe, trainable
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,6 @@ class PerFedAvg(Method):
                         parameter.grad.sub_(bent, alpha=self.alpha)  # (3)
 
         return fit(model, site, objective=after_a_step, gradient_hook=back, feed=with_draws)
-
-    def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
-        """Average the sites' weights."""
-        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w, or the site's own, adapted to its training data."""

@@ -110,10 +110,6 @@ class PFedBayes(Method):
         rho = {name: torch.full_like(weights[name], self.rho) for name in names}
         return {"weights": dict(weights), "rho": rho}
 
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send mu, with all that is not Gaussian, and rho."""
-        return Message({"weights": server["weights"], "rho": server["rho"]})
-
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)

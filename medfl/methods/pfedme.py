@@ -31,11 +31,9 @@ from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import (
     MEANS,
     Method,
-    mean_shares,
     option,
     step_towards,
     trained_names,
-    weighted_mean,
 )
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot, trainable
@@ -107,7 +105,7 @@ class PFedMe(Method):
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
         old = server["weights"]
-        mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
+        mean = super().aggregate(host, server, replies, num_sites)["weights"]
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

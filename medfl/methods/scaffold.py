@@ -23,7 +23,6 @@ from medfl.methods.base import (
     Group,
     Method,
     difference,
-    mean_shares,
     moved_by,
     option,
     step_towards,
@@ -62,10 +61,6 @@ class Scaffold(Method):
             **super().init_server(host, weights, introductions),
             "control": zeros_of(host.model(weights)),
         }
-
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send x and c."""
-        return Message({"weights": server["weights"], "control": server["control"]})
 
     def init_site(self, site: Site) -> State:
         """Start from c_i = 0."""
@@ -114,7 +109,7 @@ class Scaffold(Method):
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
-        mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
+        mean = super().aggregate(host, server, replies, num_sites)["weights"]
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N

@@ -356,9 +356,11 @@ class Findings:
         if lacking:
             there = ",".join(name for name in channels if name not in lacking)
             yield Finding(
-                "channels", "warning", f"nothing in any image of: {printable(', '.join(lacking), 200)}",
+                "channels",
+                "warning",
+                f"nothing in any image of: {printable(', '.join(lacking), 200)}",
                 f"tell the operator which are there: --site-channels SITE={printable(there, 200)}",
-            )  # fmt: skip
+            )
 
     def _intensities(self) -> Iterator[Finding]:
         ranges = {image.name: image.values for image in self._images if image.values}

@@ -210,8 +210,9 @@ def _site(document: Config, path: Path) -> SiteStatistics:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
             f"{printable(path)} is incomplete or has another form ({printable(error)})",
-            "a file that medfl site stats --out wrote", "ask the site to write it again",
-        ) from error  # fmt: skip
+            "a file that medfl site stats --out wrote",
+            "ask the site to write it again",
+        ) from error
 
     return SiteStatistics(path.stem, images, classes, low, high, shares)
 

@@ -11,8 +11,8 @@ from monai.data import list_data_collate
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
-from medfl.data.samples import Collate, drop_label, fill_missing
-from medfl.data.source import LACKS, NO_LABEL, Source
+from medfl.data.samples import Collate, drop_label, fill_missing, resample_each
+from medfl.data.source import LACKS, NO_LABEL, SPACING, Source
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ class Section:
         return int(getattr(self.loader, "batch_size", None) or 1)
 
     def hiding(
-        self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int
+        self,
+        hidden: Collection[str],
+        absent: Mapping[str, Sequence[int]],
+        channels: int,
+        spacings: Mapping[str, Sequence[float]],
     ) -> Section:
         """Return this section, whose data are a list, with some labels hidden and absent channels set to zero.
 
@@ -56,6 +60,7 @@ class Section:
             hidden: ids of the items whose labels are hidden.
             absent: id -> positions of the absent channels.
             channels: of an image, 0 if none is absent.
+            spacings: id -> mm to which the item is resampled, if not to the bundle's spacing.
         """
         entries = []
         items = []
@@ -66,9 +71,15 @@ class Section:
                 entry = drop_label(entry)
 
             items.append(item)
-            entries.append({**entry, LACKS: tuple(absent.get(ident, ()))})
+            entry = {**entry, LACKS: tuple(absent.get(ident, ()))}
+            if ident in spacings:
+                entry[SPACING] = spacings[ident]
+
+            entries.append(entry)
 
         source = fill_missing(replace(self.source, entries=entries), channels)
+        if spacings:
+            source = resample_each(source)
 
         return replace(self, items=items, source=source)
 

@@ -83,9 +83,9 @@ class Shared:
         """Return a text that is equal for plans whose prepared images are the same."""
         run = plan.run
         images = [plan.bundle.source, run.config, run.data.folder, run.data.split]
-        # Labels and channels are removed per site, so here the partition changes the images
-        if run.unlabelled or run.site_channels:
-            images += [run.unlabelled, run.site_channels, run.partition.sites]
+        # What differs from site to site makes the images depend on the partition
+        if any(of_sites := [run.unlabelled, run.site_channels, run.site_spacing]):
+            images += [of_sites, run.partition.sites]
         return json.dumps(images, sort_keys=True, default=str)
 
 

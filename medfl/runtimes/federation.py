@@ -243,14 +243,14 @@ class Federation:
                 large = {name for name, parameter in parameters if parameter.ndim > 1}
                 exact |= network.state_dict().keys() - large
 
-        lossy = [group.name for group in self.method.groups() if group.smaller]
+        lossy = frozenset(methods.group_names(self.method, "smaller"))
         # biases and normalisation are few numbers, and rounding them costs accuracy
-        return replace(messages, exact=frozenset(exact), groups=frozenset(["weights", *lossy]))
+        return replace(messages, exact=frozenset(exact), groups=lossy)
 
     @cached_property
     def like_weights(self) -> frozenset[str]:
-        """Message groups, other than the weights, whose tensors have names and forms of the network's."""
-        return frozenset(group.name for group in self.method.groups() if group.like_weights)
+        """Message groups whose tensors have names and forms of the network's."""
+        return frozenset(methods.group_names(self.method, "like_weights"))
 
     def _aggregation(self) -> Aggregation:
         """Return how replies are combined; rules other than the mean require FedAvg's server half."""
@@ -434,7 +434,7 @@ class Federation:
         used = self._architectures.values()
         leave = _span([len(arch.leaves) for arch in used])
         stay = _span([arch.stays for arch in used])
-        besides = sorted(group.name for group in self.method.groups() if group.up)
+        besides = sorted(methods.group_names(self.method, "up")[1:])
         text = f"{leave} tensors leave each site, {stay} stay"
         if besides:
             text = (
@@ -467,13 +467,12 @@ class Federation:
     def message_rules(self, name: str) -> MessageRules:
         """Return the rules for messages between the server and a participant."""
         arch = self._architectures[name]
-        groups = self.method.groups()
         return MessageRules(
             name,
             arch.leaves,
             _forms(arch.networks.initial),
             arch.personal,
-            uploads=frozenset(["weights", *(group.name for group in groups if group.up)]),
+            uploads=frozenset(methods.group_names(self.method, "up")),
             like_weights=self.like_weights,
             fedavg=methods.has_fedavg_server(self.method),
             limits=self.message_limits,
@@ -580,7 +579,7 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             similar = len(adapted.state_dict()) == len(bundle.start)
             network = adapted if similar else plain
             raise InputError(
-                f"--init of another network than that of bundle {bundle.name!r}: {_differences(network, bundle.start)}",
+                f"weights of another network than bundle {bundle.name!r}: {_differences(network, bundle.start)}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
                 "give weights of this network, or choose it with --config network=NAME",
             )

@@ -1,4 +1,4 @@
-"""Which image channels each site has, as the run says (others are zero), and which files may be missing."""
+"""Which image channels each site has, as the run says (others are zero), which files may be missing, own spacings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.setting_values import by_site, site_names
+from medfl.core.setting_values import by_site, site_names, spacings
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Channels, Prepared
 from medfl.data.source import LACKS
@@ -52,6 +52,13 @@ def read(
     return has
 
 
+def own_spacings(run: Run) -> dict[str, tuple[float, ...]]:
+    """Return site -> mm to which its volumes are resampled; InputError for a site that the run does not have."""
+    of_sites = spacings(run.site_spacing)
+    require_sites("--site-spacing", of_sites, run.partition.sites, "=...")
+    return of_sites
+
+
 def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> None:
     """Raise an InputError if a run's channel settings do not fit its bundle or sites."""
     if not text and not drop:
@@ -83,6 +90,7 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
     Raises:
         InputError: as for `check`.
     """
+    own_spacings(run)
     # sections of another federation may already be filled in
     bare = dict(sections)
     for name, prepared in sections.items():
@@ -115,12 +123,14 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
 
 
 def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
-    """Return a note on each site that lacks channels, for the user and the report."""
-    if not run.site_channels:
-        return ()
-
-    channels = names(bundle)
+    """Return notes on sites that lack channels or have a spacing of their own, for the user and the report."""
     lines = []
+    if run.site_spacing:
+        lines.append(
+            f"sites resample to mm of their own: {run.site_spacing}; other sites and new images to the bundle's spacing"
+        )
+
+    channels = names(bundle) if run.site_channels else ()
     for site, has in read(run.site_channels, channels, run.partition.sites).items():
         lacking = [name for i, name in enumerate(channels) if i not in has]
         if lacking:
@@ -134,6 +144,8 @@ def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
 
 def without_absent(bundle: Problem, run: Run) -> Problem:
     """Return a problem that reads no training label of unlabelled sites, and a missing channel of a site as zero.
+
+    Images of a site with a spacing of its own are resampled to that.
 
     Otherwise a crop might depend on such a label, or a mean on such a channel.
 
@@ -149,6 +161,7 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
     for site, present in read(run.site_channels, channels, sites).items():
         site_lacks[site] = sorted({*range(len(channels))} - {*present})
 
+    site_spacing = own_spacings(run)
     unlabelled_ids: set[str] = set()
     for site in site_names(run.unlabelled):
         unlabelled_ids.update(sites.get(site, {}).get("train", ()))
@@ -174,8 +187,15 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
                     f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
                 )
 
-        if bundle.section(section).source.is_list and (hidden or any(absent.values())):
-            replaced[section] = bundle.section(section).hiding(hidden, absent, len(channels))
+        spacing_of = {
+            ident: site_spacing[site] for ident, site in site_of.items() if site in site_spacing
+        }
+        if bundle.section(section).source.is_list and (
+            hidden or any(absent.values()) or spacing_of
+        ):
+            replaced[section] = bundle.section(section).hiding(
+                hidden, absent, len(channels), spacing_of
+            )
 
     if not replaced:
         return bundle

@@ -13,7 +13,9 @@ from medfl.core.run import Run
 from medfl.core.setting_values import by_site, site_names
 from medfl.core.terminal import Print
 
-EMPTY: Mapping[str, str] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+EMPTY: Mapping[str, str] = dict.fromkeys(
+    ("site_labels", "site_channels", "site_spacing", "unlabelled"), ""
+)
 """The settings of single sites, at values that have no effect."""
 
 

@@ -126,6 +126,7 @@ class Plan:
         pooled: fingerprint of all sites, with the names of the channels.
         choices: what was chosen, and why.
         sites: name -> cases.
+        site_spacings: name -> mm, for sites that resample to a spacing of their own.
         differences: sentences on sites far from the pooled data.
     """
 
@@ -138,6 +139,7 @@ class Plan:
     pooled: Fingerprint
     choices: tuple[Choice, ...] = ()
     sites: Mapping[str, int] = field(default_factory=dict)
+    site_spacings: Mapping[str, Sequence[float]] = field(default_factory=dict)
     differences: tuple[str, ...] = ()
 
     def record(self) -> dict[str, object]:
@@ -154,7 +156,10 @@ class Plan:
 
 
 def plan(
-    sites: Mapping[str, Fingerprint], memory: float = 8.0, channel_names: Sequence[str] = ()
+    sites: Mapping[str, Fingerprint],
+    memory: float = 8.0,
+    channel_names: Sequence[str] = (),
+    per_site: str = "",
 ) -> Plan:
     """Plan from the fingerprints of all sites.
 
@@ -162,6 +167,7 @@ def plan(
         sites: name -> fingerprint.
         memory: GB available for a training step.
         channel_names: of the images, CT for Hounsfield units; default: those of the fingerprints.
+        per_site: "spacing" if each site resamples to the spacing of its own cases, else "".
 
     Raises:
         InputError: sites with different tasks, no foreground, a memory in which no patch fits.
@@ -182,6 +188,11 @@ def plan(
     if not 0.5 <= memory <= 1000:
         raise InputError(f"--memory {memory:g}", "0.5 to 1000 GB", "give for example --memory 8")
 
+    if per_site and (per_site != "spacing" or pooled.kind != "volumes"):
+        raise InputError(
+            f"--per-site {per_site} for {pooled.kind}", "spacing, for volumes", "leave it out"
+        )
+
     differences = _differences(sites, pooled)
     if pooled.noise:
         # deviation of the sum over the cases of a number from -1 to 1
@@ -190,8 +201,18 @@ def plan(
             "their rule may be others without it",
         )
 
+    planned = _planned(replace(pooled, channel_names=names), memory)
+    spacings = {}
+    choices = list(planned.choices)
+    for name in sorted(sites) if per_site else ():
+        spacing, coarse = _target_spacing(sites[name])
+        spacings[name] = tuple(spacing.tolist())
+        choices.append(_spacing_choice(f"spacing of {name}", spacings[name], coarse, sites[name]))
+
     return replace(
-        _planned(replace(pooled, channel_names=names), memory),
+        planned,
+        choices=tuple(choices),
+        site_spacings=spacings,
         sites={name: sites[name].cases for name in sorted(sites)},
         differences=differences,
     )
@@ -288,23 +309,29 @@ def _fitted(
             side[largest] -= factors[largest]
 
 
+def _spacing_choice(
+    title: str, spacing: tuple[float, ...], coarse: int | None, cases: Fingerprint
+) -> Choice:
+    rule = "median of all cases"
+    if coarse is not None:
+        rule += f"; anisotropic: along axis {'RAS'[coarse]} the 10 % quantile"
+
+    if cases.noise:
+        rule += "; of a lognormal distribution, as no cells are told"
+    else:
+        hidden = max(tally.hidden for tally in (*cases.spacings, *cases.extents))
+        rule += f"; known to 4.4 %, cells of {hidden:.0%} of the cases hidden at most"
+
+    return Choice(title, spacing, rule, "other spacings at the sites")
+
+
 def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
     pooled = planned.pooled
     network = planned.network
     foreground = pooled.foreground[0]
     choices = []
     if planned.spacing:
-        rule = "median of all cases"
-        if planned.coarse is not None:
-            rule += f"; anisotropic: along axis {'RAS'[planned.coarse]} the 10 % quantile"
-
-        hidden = max(tally.hidden for tally in (*pooled.spacings, *pooled.extents))
-        if pooled.noise:
-            rule += "; of a lognormal distribution, as no cells are told"
-        else:
-            rule += f"; known to 4.4 %, cells of {hidden:.0%} of the cases hidden at most"
-
-        choices.append(Choice("spacing", planned.spacing, rule, "other spacings at the sites"))
+        choices.append(_spacing_choice("spacing", planned.spacing, planned.coarse, pooled))
 
     median = " x ".join(f"{side:.0f}" for side in shape)
     needed = network.memory(planned.patch, planned.batch_size, len(pooled.classes) + 1) / _GB

@@ -72,10 +72,19 @@ def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 
 _KINDS = {
-    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-    "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-}  # fmt: skip
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
 _TYPED = (
     "restore_type_tag",
     *(f"build_{kind}list" for kind in ("int", "double", "bool", "tensor")),
@@ -83,12 +92,19 @@ _TYPED = (
 """Wrappers of TorchScript's lists and dicts."""
 _REBUILT: Mapping[str, Any] = {
     **STAND_INS,
-    **{f"{place}.{name}Storage": kind for place in ("torch", "torch.cuda") for name, kind in _KINDS.items()},
+    **{
+        f"{place}.{name}Storage": kind
+        for place in ("torch", "torch.cuda")
+        for name, kind in _KINDS.items()
+    },
     **{f"torch._utils._rebuild_tensor{version}": dense for version in ("", "_v2")},
-    "torch._utils._rebuild_parameter": first, "torch.Size": first, "collections.Counter": first,
-    "collections.OrderedDict": ordered, "_codecs.encode": latin1,
+    "torch._utils._rebuild_parameter": first,
+    "torch.Size": first,
+    "collections.Counter": first,
+    "collections.OrderedDict": ordered,
+    "_codecs.encode": latin1,
     **{f"torch.jit._pickle.{name}": first for name in _TYPED},
-}  # fmt: skip
+}
 """Name in a file of `torch.save` -> the function to call instead, or the type of a storage's numbers."""
 _STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
 """Pickle opcodes that `torch.save` writes: others create objects, or request memory of any size."""

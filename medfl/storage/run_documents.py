@@ -68,60 +68,129 @@ _OPTIONAL_TEXT = str | None
 _OPTIONAL_TEXTS = list[str] | None
 _OPTIONAL_TEXT_BY_NAME = dict[str, str] | None
 RUN: Form = {
-    "method": str, "bundle": str, "task": str, "key_metric": str, "rounds": Count, "classes": _OPTIONAL_TEXTS,
-    "options": _OBJECT, "config": _OBJECT, "versions": _OPTIONAL_TEXT_BY_NAME, "command": _OPTIONAL_TEXT,
-    "runtime": _OPTIONAL_TEXT, "run_hash": _OPTIONAL_TEXT, "public": _OBJECT,
+    "method": str,
+    "bundle": str,
+    "task": str,
+    "key_metric": str,
+    "rounds": Count,
+    "classes": _OPTIONAL_TEXTS,
+    "options": _OBJECT,
+    "config": _OBJECT,
+    "versions": _OPTIONAL_TEXT_BY_NAME,
+    "command": _OPTIONAL_TEXT,
+    "runtime": _OPTIONAL_TEXT,
+    "run_hash": _OPTIONAL_TEXT,
+    "public": _OBJECT,
     "site_class_counts": dict[str, list[Count]] | None,
     "data": {
-        "source": str, "folder": _OPTIONAL_TEXT, "checksum": _OPTIONAL_TEXT, "split": _OPTIONAL_TEXT,
-        "counts": dict[str, Count] | None, "notes": _OPTIONAL_TEXTS,
+        "source": str,
+        "folder": _OPTIONAL_TEXT,
+        "checksum": _OPTIONAL_TEXT,
+        "split": _OPTIONAL_TEXT,
+        "counts": dict[str, Count] | None,
+        "notes": _OPTIONAL_TEXTS,
     },
     "partition": {
-        "spec": str, "seed": Count, "notes": _OPTIONAL_TEXTS, "sites": dict[str, dict[str, list[str]]] | None,
+        "spec": str,
+        "seed": Count,
+        "notes": _OPTIONAL_TEXTS,
+        "sites": dict[str, dict[str, list[str]]] | None,
     },
-    "resumed": list[Document] | None, "seed": Count | None,
-}  # fmt: skip
+    "resumed": list[Document] | None,
+    "seed": Count | None,
+}
 RESUMED: Form = {"round": Round, "versions": dict[str, str], "command": _OPTIONAL_TEXT}
 PUBLIC: Form = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
 _COSTS = dict.fromkeys(
     ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
 )
 ROUND: Form = {
-    "round": Round, **_COSTS, "cohort": _OPTIONAL_TEXTS, "train_loss": float | None, "judged": _OPTIONAL_TEXT,
-    "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
-    "observed": _METRICS, "contribution": dict[str, dict[str, float]] | None,
-    "left_out": _OPTIONAL_TEXT_BY_NAME, "undefined": _OPTIONAL_TEXT,
-}  # fmt: skip
+    "round": Round,
+    **_COSTS,
+    "cohort": _OPTIONAL_TEXTS,
+    "train_loss": float | None,
+    "judged": _OPTIONAL_TEXT,
+    "val": _METRICS,
+    "val_global": _METRICS,
+    "val_personal": _METRICS,
+    "sites": dict[str, _Site] | None,
+    "observed": _METRICS,
+    "contribution": dict[str, dict[str, float]] | None,
+    "left_out": _OPTIONAL_TEXT_BY_NAME,
+    "undefined": _OPTIONAL_TEXT,
+}
 SUMMARY: Form = {
-    "rounds": Round, **_COSTS, "seconds_per_round": float, "peak_memory_bytes": float, "personal_model": _OPTIONAL_TEXT,
-    "peak_device_bytes": Count | None, "judged": _OPTIONAL_TEXT,
-    "last": _METRICS, "best": _METRICS, "global": _BY_ROUND, "personal": _BY_ROUND, "site_models": _BY_ROUND,
+    "rounds": Round,
+    **_COSTS,
+    "seconds_per_round": float,
+    "peak_memory_bytes": float,
+    "personal_model": _OPTIONAL_TEXT,
+    "peak_device_bytes": Count | None,
+    "judged": _OPTIONAL_TEXT,
+    "last": _METRICS,
+    "best": _METRICS,
+    "global": _BY_ROUND,
+    "personal": _BY_ROUND,
+    "site_models": _BY_ROUND,
     "sites": {
-        "metric": _OPTIONAL_TEXT, "mean": float | None, "sd": float | None, "worst": float | None,
-        "of_classes": Count | None, "classes_at": dict[str, Count] | None,
+        "metric": _OPTIONAL_TEXT,
+        "mean": float | None,
+        "sd": float | None,
+        "worst": float | None,
+        "of_classes": Count | None,
+        "classes_at": dict[str, Count] | None,
         "left_out": _OPTIONAL_TEXTS,
     },
-    "units": _OPTIONAL_TEXT_BY_NAME, "status": _OPTIONAL_TEXT,
-    "weights_sha256": _OPTIONAL_TEXT, "best_sha256": _OPTIONAL_TEXT,
-    "local": _BY_ROUND, "left_out": dict[str, Count] | None, "absent": _OPTIONAL_TEXT_BY_NAME,
-    "labels": dict[str, list[str]] | None, "channels": dict[str, list[str]] | None, "undefined": _OPTIONAL_TEXTS,
-}  # fmt: skip
+    "units": _OPTIONAL_TEXT_BY_NAME,
+    "status": _OPTIONAL_TEXT,
+    "weights_sha256": _OPTIONAL_TEXT,
+    "best_sha256": _OPTIONAL_TEXT,
+    "local": _BY_ROUND,
+    "left_out": dict[str, Count] | None,
+    "absent": _OPTIONAL_TEXT_BY_NAME,
+    "labels": dict[str, list[str]] | None,
+    "channels": dict[str, list[str]] | None,
+    "undefined": _OPTIONAL_TEXTS,
+}
 MANIFEST_FORM: Form = {
-    "round": Round, "server": str, "sites": dict[str, str], "rounds": dict[str, Round] | None, "best": _OPTIONAL_TEXT,
+    "round": Round,
+    "server": str,
+    "sites": dict[str, str],
+    "rounds": dict[str, Round] | None,
+    "best": _OPTIONAL_TEXT,
     "sha256": _OPTIONAL_TEXT_BY_NAME,
     "record": {
-        "best": _OBJECT, "best_test": _METRICS, "best_classes": _OBJECT, "bytes_up": Count, "bytes_down": Count,
-        "seconds": float, "seconds_rounds": float, "absent": dict[str, str], "left_out": dict[str, Count],
+        "best": _OBJECT,
+        "best_test": _METRICS,
+        "best_classes": _OBJECT,
+        "bytes_up": Count,
+        "bytes_down": Count,
+        "seconds": float,
+        "seconds_rounds": float,
+        "absent": dict[str, str],
+        "left_out": dict[str, Count],
         "facts": dict[str, dict[str, list[str]]] | None,
     },
-}  # fmt: skip
+}
 ALL_SITES = "all sites"
 """The name of the row of calibration.json whose threshold belongs to no single site."""
 CALIBRATION: Form = {
-    "weights_sha256": str, "which": str, "task": str, "data_source": str, "model": str, "site": str, "coverage": float,
-    "scores": str, "share": str, "promise": str, "scale": list[float], "rows": list[CoverageRow], "by": str,
-    "groups": list[CoverageRow], "notes": list[str],
-}  # fmt: skip
+    "weights_sha256": str,
+    "which": str,
+    "task": str,
+    "data_source": str,
+    "model": str,
+    "site": str,
+    "coverage": float,
+    "scores": str,
+    "share": str,
+    "promise": str,
+    "scale": list[float],
+    "rows": list[CoverageRow],
+    "by": str,
+    "groups": list[CoverageRow],
+    "notes": list[str],
+}
 BEST: Form = {"round": Round, "value": float}
 _STATE = re.compile(
     r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII

@@ -51,7 +51,7 @@ def tiny(benchmark: Any, *more: str) -> Any:
     ("arguments", "text"),
     [
         (["--device", "cpu"], "error: --device cpu, .*; steps are measured on a GPU; run this .*"),
-        (["--methods", "fedavg,nosuch"], "error: --methods nosuch; methods are ccvr, .*"),
+        (["--methods", "fedavg,nosuch"], "error: --methods nosuch; methods are asymfedavg, .*"),
         (["--sizes", "28,x"], "error: --sizes 28,x; whole numbers above 0.*"),
         (["--ways", "eager,packed"], "error: --ways eager,packed; eager and compiled, .*"),
         (["--steps", "3"], "error: --steps 3; at least 6, .*"),

@@ -143,7 +143,7 @@ def _sees(line: str, *texts: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "texts"),
     [
-        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are ccvr, central, condistfl", "dotted path")),
+        (("--method", "fedfoo"), ("method 'fedfoo'", "methods are asymfedavg, ccvr, central", "dotted path")),
         (("--method", "no.such.module"), ("method 'no.such.module'", "importable module")),
         (("--method", "medfl.core.errors"), ("module 'medfl.core.errors'", "METHOD = ")),
         (("--method", "fedprox", "--set", "nu=1"), ("option 'nu' of method 'fedprox'", "lite, margin, mu, mu2")),
@@ -237,7 +237,7 @@ def test_cuda_without_a_cuda_device(
             ("gone.json: it cannot be read: No such file", "as medfl wrote it"),
         ),
         (("bundles", "x"), ("bundle 'x'", "ham10000, hippocampus, isic19")),
-        (("methods", "x"), ("method 'x'", "methods are ccvr")),
+        (("methods", "x"), ("method 'x'", "methods are asymfedavg")),
         (("report", "gone"), ("gone is not there", "check the path")),
         (("report", "."), ("has no run.json", "medfl run")),
         (("data", "make", "x", "--out", "new"), ("data set 'x'", "ham10000")),

@@ -46,6 +46,7 @@ CHANGES = {
     "site_labels": "a=liver",
     "unlabelled": "b",
     "site_channels": "a=0",
+    "site_spacing": "a=1x1x2",
     "channel_drop": 0.3,
     "partial_loss": "naive",
     "portable": True,
@@ -79,6 +80,7 @@ LATER = (
     "site_labels",
     "unlabelled",
     "site_channels",
+    "site_spacing",
     "channel_drop",
     "partial_loss",
 )

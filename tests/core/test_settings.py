@@ -26,11 +26,11 @@ OTHER: dict[str, Any] = {
     "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median",
     "max_share": 0.6, "metrics": "dice", "init": "start.safetensors", "decay_per": "epoch", "site_weights": "uniform",
     "patience": 3, "site_labels": "a=liver", "partial_loss": "naive", "unlabelled": "b",
-    "site_channels": "a=0", "channel_drop": 0.3,
+    "site_channels": "a=0", "site_spacing": "a=1x1x2", "channel_drop": 0.3,
 }  # fmt: skip
 """A value of each setting that is not its default; switches are True."""
-OF_OTHERS = ("site_labels", "site_channels", "channel_drop", "unlabelled")
-"""What is for other bundles and methods: test_site_labels, test_site_channels, test_fedsemi."""
+OF_OTHERS = ("site_labels", "site_channels", "site_spacing", "channel_drop", "unlabelled")
+"""What is for other bundles and methods: test_site_labels, test_site_channels, test_site_spacing, test_fedsemi."""
 VERBS = {
     "run": ["run", "mednist"],
     "compare": ["compare", "mednist", "--methods", "fedavg", "--out", "grid"],
@@ -136,6 +136,7 @@ def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
         "site_labels",
         "partial_loss",
         "site_channels",
+        "site_spacing",
         "channel_drop",
         "unlabelled",
         "portable",

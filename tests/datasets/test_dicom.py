@@ -315,6 +315,7 @@ MISSING = {
     "twice one place": (POSITION, ("DS", "0\\0\\1"), r"0 to 1 mm apart; .*ImagePositionPatient, one at each place"),
     "no number": (POSITION, ("DS", "0\\0\\a"), r"s cannot be read \(its \(0020,0032\) .* is \['0', '0', 'a'\]\)"),
     "a decimal comma": (SLOPE, ("DS", "0,5"), r"s cannot be read \(its \(0028,1053\) RescaleSlope is \['0,5'\]\)"),
+    "a slope of 0": (SLOPE, ("DS", "0"), r"s cannot be read \(its \(0028,1053\) RescaleSlope is 0\)"),
 }  # fmt: skip
 
 

@@ -318,7 +318,9 @@ def test_yes_and_no_as_spreadsheets_of_other_languages_write_them(
         ("file,n,Mass\n0,2,1\n1,3,0\n2,4,0\n", "not taken: columns of 0 and 1, Mass; --label-column takes them"),
         ("file,grade\n0,2\n1,3\n2,4\n", "'grade' is taken as numbers; --label-column grade takes it as classes"),
         ("file,finding\n0,a;b\n1,a\n2,b\n", "class 'a;b' may be several findings: | between them makes them such"),
-        ("file,finding\n0,A|b\n1,a\n", "differ in upper and lower case only: 'A' and 'a'"),
+        ("file,finding\n0,A|b\n1,a\n", "may say the same: 'A' and 'a'; they count as different"),
+        ("file,label\n0,TRUE\n1,1\n2,0\n3,FALSE\n", "may say the same: '0' and 'FALSE'; '1' and 'TRUE'; they"),
+        ("file,label\n0,ja\n1,Yes\n2,nein\n3,oui\n", "may say the same: 'Yes' and 'ja' and 'oui'; they"),
     ],
 )  # fmt: skip
 def test_what_a_table_could_say_too_is_said(text: str, note: str, tmp_path: Path) -> None:

@@ -178,6 +178,53 @@ def test_a_file_packed_or_unpacked_under_its_old_name_is_read(
     assert count_voxels(uri) == IMAGE.size
 
 
+def _flipped(packed: bytes) -> bytes:
+    middle = len(packed) // 2
+    return packed[:middle] + bytes([packed[middle] ^ 0xFF]) + packed[middle + 1 :]
+
+
+@pytest.mark.parametrize("name", ["damaged.nii.gz", "damaged.nii"])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_flipped, "invalid|CRC check failed"),
+        (lambda packed: packed[:-5] + bytes(5), "CRC check failed|Incorrect length"),
+        (lambda packed: packed[:-5], "ended before"),
+        (lambda packed: packed[: len(packed) // 2], "ended before"),
+        (lambda packed: packed[:20], "ended before"),
+        (gzip.compress, "no NIfTI file"),
+        (lambda packed: packed + b"more", "Not a gzipped file"),
+    ],
+    ids=["bits", "sum", "without its sum", "half", "start", "packed twice", "more behind it"],
+)
+def test_a_damaged_packed_file_is_refused_as_python_unpacks_it(
+    damage: Callable[[bytes], bytes], reason: str, name: str, tmp_path: Path
+) -> None:
+    """Python's gzip compares the sum at the end of the file, up to which nibabel does not read."""
+    voxels = np.random.default_rng(0).integers(0, 1000, (8, 9, 10)).astype(np.int16)
+    packed = gzip.compress(nib.Nifti1Image(voxels, AFFINE).to_bytes())
+    path = tmp_path / name
+    path.write_bytes(packed)
+    assert np.array_equal(read_volume(str(path))[0].numpy(), voxels)
+
+    path.write_bytes(damage(packed))
+    with pytest.raises(InputError, match=reason):
+        read_volume(str(path))
+
+
+@pytest.mark.parametrize(("kind", "field"), [(nib.Nifti1Image, 108), (nib.Nifti2Image, 168)])
+def test_voxels_that_begin_within_the_header_are_refused(
+    kind: Any, field: int, tmp_path: Path
+) -> None:
+    """With `vox_offset` 0 nibabel takes the header for voxels, and ITK what follows it: they do not agree."""
+    content = bytearray(kind(np.arange(720, dtype=np.int16).reshape(8, 9, 10), AFFINE).to_bytes())
+    content[field : field + (4 if field == 108 else 8)] = bytes(4 if field == 108 else 8)
+    path = tmp_path / "x.nii"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="vox_offset"):
+        read_volume(str(path))
+
+
 @pytest.mark.parametrize("name", ["a.nii", "a.nii.gz", "a.png", "a.tif"])
 def test_a_page_or_pointer_in_the_place_of_an_image_is_shown(tmp_path: Path, name: str) -> None:
     read = read_volume if ".nii" in name else reading.read_pixels

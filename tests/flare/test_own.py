@@ -170,7 +170,7 @@ def test_an_init_file_of_another_network_is_not_offered(tmp_path: Path) -> None:
     save_file({"conv.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(
         InputError,
-        match=r"--init of another network .*: 8 tensors are missing: 'body\.0\.weight', .* and 5 more; ",
+        match=r"weights of another network .*: 8 tensors are missing: 'body\.0\.weight', .* and 5 more; ",
     ):
         offer(requested={"init": str(tmp_path / "other.safetensors")})
 

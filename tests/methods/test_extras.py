@@ -12,6 +12,7 @@ import pytest
 from medfl import methods
 from medfl.core.errors import InputError
 from medfl.methods import Method
+from medfl.methods.base import Group
 
 
 def test_prototype_sharing_is_looked_through() -> None:
@@ -20,6 +21,26 @@ def test_prototype_sharing_is_looked_through() -> None:
     assert methods.has_fedavg_server(plain)
     assert not methods.has_fedavg_server(sharing)
     assert methods.extra(sharing, type(plain)) == plain
+
+
+@dataclass(frozen=True)
+class OwnMean(Method):
+    """A method of one's own whose server half is the default one, with another mean."""
+
+    weights: str = "uniform"
+
+
+class OwnGroup(Method):
+    """A method of one's own that sends a group both ways beside the weights."""
+
+    def groups(self) -> tuple[Group, ...]:
+        return (Group("scale"),)
+
+
+@pytest.mark.parametrize("kind", [OwnMean, OwnGroup])
+def test_a_host_that_averages_weights_by_samples_does_not_do_for_more(kind: type[Method]) -> None:
+    assert methods.has_fedavg_server(Method)
+    assert not methods.has_fedavg_server(kind)
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -406,7 +406,7 @@ def test_lite_draws_anew_in_every_step() -> None:
     )
     site = toy.site("a")
     model = site.model(toy.initial)
-    pushed = method._sharing.pushed(site, Message({"prototypes": table}), model).penalty
+    pushed = method.sharing.pushed(site, Message({"prototypes": table}), model).penalty
     values = {round(float(pushed(toy.data["a"][0], toy.data["a"][1])), 6) for _ in range(20)}
     first, second = 0.0, 3 - 5**0.5  # ||(1, 0)|| - ||(0, -1)|| = 0 and ||(0, 3)|| - ||(-1, 2)||
     assert values == {first, round(second, 6)}

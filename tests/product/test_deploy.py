@@ -155,6 +155,7 @@ def _drive(program: str) -> None:
 
 MEANT = {
     "weights": "weights",
+    "entries of the network": "entries",
     "mean features": "prototypes",
     "how many images each class has |": "counts",
     "which classes there are": "owned",

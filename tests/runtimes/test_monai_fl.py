@@ -37,6 +37,7 @@ from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.runtimes.step import introduce
 from medfl.storage.files import load_state, load_weights
 from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_smaller_messages import Wide
@@ -277,8 +278,8 @@ def said(weights: Mapping[str, Any], round_: int | None = None, **settings: Any)
 def broadcast(made: Federation, name: str, round_: int = 1) -> ExchangeObject:
     """What the server of a run that has just begun says to a site."""
     host = made.host(0)
+    introductions = {site: introduce(made, site) for site in made.participants}
     with made.scope():
-        introductions = {name: Message() for name in made.participants}
         server = made.method.init_server(host, made.networks.initial, introductions)
         return said(
             {k: v.clone() for k, v in made.method.broadcast(host, server, name).flat().items()},
@@ -723,6 +724,49 @@ def test_other_bad_input_is_one_line() -> None:
     site.finalize()
     with pytest.raises(RunError, match="site 'x' is not initialized"):
         site.train(broadcast(made, "x"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "extra", "text"),
+    [
+        ("train", 5, "extra 5; keys and values, judge of type list, tuple or set"),
+        ("train", [("judge", "test")], r"extra \[\('judge', 'test'\)\]; keys and values, judge of"),
+        ("train", {"judge": 5}, "extra {'judge': 5}; .* judge of type list"),
+        ("train", {"judge": "test"}, "extra {'judge': 'test'}; .* judge of type list"),
+        ("evaluate", {"section": np.array([1, 2])}, "section of type str"),
+        ("evaluate", {"section": ["test"]}, "section of type str"),
+        ("get_weights", "best", "extra best; keys and values, fl_model_type"),
+        ("get_weights", {ExtraItems.MODEL_TYPE: "a\nb"}, r"model type a\\nb; a site keeps no such model"),
+        ("get_data_stats", np.ones(2), "fingerprint of type bool"),
+        ("get_data_stats", {"fingerprint": np.ones(2)}, "fingerprint of type bool"),
+        ("initialize", {ExtraItems.CLIENT_NAME: 5}, "fl_client_name of type str"),
+        ("initialize", "x", "extra x; keys and values, fl_client_name"),
+    ],
+)  # fmt: skip
+def test_what_a_host_says_beside_a_question_is_checked(ask: str, extra: Any, text: str) -> None:
+    made = federation()
+    site = started(made)["x"]
+    message = (broadcast(made, "x"),) if ask in ("train", "evaluate") else ()
+    with pytest.raises(InputError, match=text) as caught:
+        getattr(site, ask)(*message, extra)
+    assert "\n" not in str(caught.value)
+
+
+def test_types_that_no_setter_of_monai_s_has_seen_are_refused() -> None:
+    made = federation()
+    site = started(made)["x"]
+    for name, value in (
+        ("_statistics", 5),
+        ("_statistics", np.ones(2)),
+        ("_weight_type", np.ones(2)),
+        ("_weight_type", []),
+    ):
+        message = broadcast(made, "x")
+        setattr(message, name, value)
+        with pytest.raises(
+            RunError, match="site 'x': the server's message: its (statistics|weight type)"
+        ):
+            site.train(message)
 
 
 # Stopping

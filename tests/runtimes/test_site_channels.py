@@ -169,7 +169,7 @@ def test_channels_have_names_where_the_bundle_says_them(tmp_path: Path) -> None:
     assert (told["sites"], told["site_channels"]) == (2, "a=T1")
     asked = {"site_channels": "b=1", "unlabelled": "a,b"}
     assert site_settings.of_request_for("b", str(copied), asked) == {
-        "site_labels": "", "site_channels": "b=1", "unlabelled": "b",
+        "site_labels": "", "site_channels": "b=1", "site_spacing": "", "unlabelled": "b",
     }  # fmt: skip
 
 

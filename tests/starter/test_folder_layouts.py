@@ -214,11 +214,11 @@ def test_classes_that_differ_in_case_only_are_told(tmp_path: Path) -> None:
     )
     found = label_columns.read(tmp_path / "t.csv", [f"{n}.png" for n in range(6)])
     assert found.notes == (
-        "names that differ in upper and lower case only: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
+        "names that may say the same: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
         "they count as different",
     )
     different = label_columns.read(tmp_path / "t.csv", ["0.png", "2.png", "3.png"])
-    assert not any("upper and lower case" in note for note in different.notes)
+    assert not any("say the same" in note for note in different.notes)
 
 
 def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:

@@ -105,12 +105,19 @@ def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
     """Return smooth noise, about -1 to 1: random values at `cells` + 1 knots a side, linear in between."""
     values = rng.uniform(-1, 1, [cells + 1] * len(shape))
     for axis, side in enumerate(shape):
-        place = (np.arange(side) + 0.5) * cells / side
-        knot = place.astype(int)
-        weight = (place - knot).reshape([-1 if index == axis else 1 for index in range(len(shape))])
-        values = values.take(knot, axis) * (1 - weight) + values.take(knot + 1, axis) * weight
+        knot, weight, rest = _between_knots(side, cells, len(shape) - axis - 1)
+        values = values.take(knot, axis) * rest + values.take(knot + 1, axis) * weight
 
     return values
+
+
+@functools.cache
+def _between_knots(side: int, cells: int, later_axes: int) -> tuple[NDArray[np.intp], Array, Array]:
+    """Return each pixel's knot before it, and the weights of the next knot and of this one."""
+    place = (np.arange(side) + 0.5) * cells / side
+    knot = place.astype(int)
+    weight = (place - knot).reshape(-1, *[1] * later_axes)
+    return knot, weight, 1 - weight
 
 
 class Look(NamedTuple):

@@ -182,8 +182,7 @@ def read(folder: str) -> tuple[Array, Affine, str]:
         changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
 
     are_scaled = {frame.header.is_scaled for frame in frames}
-    modality = frames[0].header.text("Modality")
-    if False in are_scaled and (True in are_scaled or modality in _SCALED):
+    if False in are_scaled and (True in are_scaled or frames[0].header.text("Modality") in _SCALED):
         changes.append(f"values without {_named('RescaleSlope')} are read as stored")
 
     # Slices and rows come first in files, columns in a volume.
@@ -479,8 +478,11 @@ def _modality(pixels: Array, header: Header) -> Array:
     if tables := header.items("ModalityLUTSequence"):
         return _through(pixels, tables[0], header.is_signed)
 
-    scaled = pixels * header.number("RescaleSlope", 1)
-    return scaled + header.number("RescaleIntercept", 0)
+    slope = header.number("RescaleSlope", 1)
+    if not slope:
+        raise ValueError(f"its {_named('RescaleSlope')} is 0")
+
+    return pixels * slope + header.number("RescaleIntercept", 0)
 
 
 def _through(values: Array, table: Header, is_signed: bool) -> Array:

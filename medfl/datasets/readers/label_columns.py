@@ -738,12 +738,10 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
 
     alike = defaultdict(list)
     for name in names:
-        alike[name.casefold()].append(name)
+        alike[_SURE.get(name.lower(), name.casefold())].append(name)
 
-    if twice := [" and ".join(map(repr, alike[name])) for name in sorted(alike) if alike[name][1:]]:
-        notes.append(
-            f"names that differ in upper and lower case only: {'; '.join(twice)}; they count as different"
-        )
+    if twice := [" and ".join(map(repr, group)) for group in alike.values() if group[1:]]:
+        notes.append(f"names that may say the same: {'; '.join(twice)}; they count as different")
     for name in dict.fromkeys(classes.values()):
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
             notes.append(f"class {name!r} may be several findings: | between them makes them such")

@@ -154,8 +154,7 @@ def class_folders(
             if 2 * sum((path / above / name).is_dir() for name in classes) > len(classes):
                 return [path]
 
-        packed = itertools.chain.from_iterable(map(folder.glob, zips))
-        for path in sorted(filter(Path.is_file, packed)):
+        for path in folders_and_zips(folder, *zips):
             if 2 * len({match[3] for match in _matches(path, pattern)}) > len(classes):
                 return [path]
 

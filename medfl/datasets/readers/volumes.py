@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from medfl.datasets.readers.reading import (
     JOINED,
     Files,
     files_below,
+    is_hidden,
     names_other_file,
     read_member,
     split_uri,
@@ -187,7 +189,7 @@ def count_voxels(uri: str) -> int | None:
     try:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
-        return math.prod(map(int, _open(uri).shape)) or None
+        return math.prod(_open(uri).shape) or None
     except Exception:  # its reader says what is wrong with it
         return None
 
@@ -195,7 +197,7 @@ def count_voxels(uri: str) -> int | None:
 def count_channels(uri: str) -> int:
     """Return the number of channels that a file's header states, 1 where it cannot be read or states none."""
     try:
-        return math.prod(map(int, _open(uri).shape[3:]))
+        return math.prod(_open(uri).shape[3:])
     except Exception:  # its reader says what is wrong with it
         return 1
 
@@ -212,7 +214,7 @@ def volume_index(folder: Path) -> dict[str, str]:
     """
     index: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "__MACOSX":
+        if is_hidden(path.name):
             continue
         if path.is_dir():
             if _is_series(path):
@@ -247,9 +249,7 @@ def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
 
 
 def _is_series(folder: Path) -> bool:
-    names = [
-        file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")
-    ]
+    names = [file.name for file in folder.iterdir() if file.is_file() and not is_hidden(file.name)]
     foreign = [name for name in names if not is_volume(name)]
     return bool(foreign) and (
         len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign)
@@ -269,7 +269,7 @@ class _Raw(NamedTuple):
 
 def _read(uri: str) -> _Raw:
     path, part = split_uri(uri)
-    kind = next((ending for ending in SUFFIXES if uri.lower().endswith(ending)), "")
+    kind = uri[len(bare(uri)) :].lower()
     with refusing(f"volume {uri} cannot be read", _READABLE, "copy the file again, or convert it"):
         if os.path.isdir(uri):
             voxels, affine, changes = dicom.read(uri)
@@ -306,9 +306,12 @@ def _read(uri: str) -> _Raw:
 
 
 def _nifti(uri: str) -> _Raw:
-    image = _open(uri)
+    image = _open(uri, is_whole=True)
     _sides(uri, image.shape)  # before all of a long series is read
     _check_size(uri, image)
+    if image.dataobj.offset < image.header.sizeof_hdr:
+        raise ValueError("its voxels begin within its header, by vox_offset")
+
     _require_spacing(image)
     code = int(image.header["xyzt_units"]) % 8  # beside it stands the unit of time
     unit = _NIFTI_UNITS.get(code, f"the unit {code} of xyzt_units")
@@ -371,12 +374,11 @@ def _check_size(uri: str, image: dicom.Untyped) -> None:
     """Raise a ValueError if voxels take far more memory than the file has bytes: scaled ones are float64."""
     scaled = (image.dataobj.slope, image.dataobj.inter) != (1, 0)
     bytes_of_voxel = max(image.get_data_dtype().itemsize, 8 * scaled)
-    check_unpacked(
-        math.prod(map(int, image.shape)) * bytes_of_voxel, os.path.getsize(split_uri(uri)[0])
-    )
+    check_unpacked(math.prod(image.shape) * bytes_of_voxel, os.path.getsize(split_uri(uri)[0]))
 
 
-def _open(uri: str) -> dicom.Untyped:
+def _open(uri: str, is_whole: bool = False) -> dicom.Untyped:
+    """Open a NIfTI file, packed ones as a whole for the sum at their end, which nibabel does not read."""
     import nibabel as nib
 
     nib.imageglobals.logger.disabled = True  # what it logs of a header is in its errors
@@ -387,10 +389,9 @@ def _open(uri: str) -> dicom.Untyped:
         with open(path, "rb") as file:
             start = file.read(4)
             is_packed = start.startswith(_GZIP)
-            if not is_packed and start not in _NIFTI_STARTS:
-                raise ValueError(f"it is no NIfTI file; {beginning(file)}")
-
-            if is_packed == path.lower().endswith(".gz"):
+            if is_packed == path.lower().endswith(".gz") and (
+                start in _NIFTI_STARTS or (is_packed and not is_whole)
+            ):
                 return nib.load(path)
 
             # packed or unpacked on its way here, under its old name
@@ -399,7 +400,10 @@ def _open(uri: str) -> dicom.Untyped:
     if content.startswith(_GZIP):
         content = unpacked(content)
 
-    version = _NIFTI_STARTS.get(content[:4], 1)
+    version = _NIFTI_STARTS.get(content[:4])
+    if not version:
+        raise ValueError(f"it is no NIfTI file; {beginning(io.BytesIO(content))}")
+
     kind: dicom.Untyped = getattr(nib, f"Nifti{version}Image")
     return kind.from_bytes(content)
 

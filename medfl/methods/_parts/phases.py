@@ -26,12 +26,10 @@ def fit_part(
     """
     settings = replace(site.settings, epochs=epochs)
     if rate is not None:
-        settings = replace(
-            settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0, rates=None
-        )
+
+        def sgd(network: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(trainable(network).values(), rate)
+
+        settings = replace(settings, optimizer=sgd, lr_factor=1.0, rates=None)
     with train_only(model, names, restore_buffers=True):
         return fit(model, replace(site, settings=settings), purpose=purpose)
-
-
-def _sgd(network: nn.Module, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(trainable(network).values(), rate)

@@ -61,10 +61,6 @@ class PrototypeExchange(OwnNetworks):
             lengths["the server"] = feature_size(network)
         check_lengths(lengths)
 
-    def broadcast(self, host: Host, server: State, site_name: str) -> Message:
-        """Send the prototypes."""
-        return Message({"prototypes": server["prototypes"]})
-
 
 # Messages
 

@@ -214,27 +214,15 @@ class Sharing:
         return Message({**reply.tensors, **groups}, reply.scalars)
 
 
-@dataclass(frozen=True)
-class WithPrototypes(Method):
-    """Another method with global prototypes shared beside its weights, and l_inter in its local loss."""
+class SharesPrototypes(Method):
+    """A method made of another one, `inner`, and of prototypes shared beside its weights."""
 
     inner: Method
     sharing: Sharing
 
-    paper = "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
-    tasks = ("classification",)
-
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the inner method's network, whose head has one output per class."""
         return self.sharing.check(self.inner.adapt(network, task), task)
-
-    def check(self, site: Site) -> None:
-        """Check as the inner method does."""
-        self.inner.check(site)
-
-    def personal_names(self, network: nn.Module) -> frozenset[str]:
-        """Return the inner method's."""
-        return self.inner.personal_names(network)
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the inner method's groups, and those of the prototypes."""
@@ -260,6 +248,25 @@ class WithPrototypes(Method):
     def observed(self, server: State, replies: Messages) -> Mapping[str, float]:
         """Return the inner method's numbers, and distances between class means and prototypes."""
         return {**self.inner.observed(server, replies), **self.sharing.observed(server, replies)}
+
+
+@dataclass(frozen=True)
+class WithPrototypes(SharesPrototypes):
+    """Another method with global prototypes shared beside its weights, and l_inter in its local loss."""
+
+    inner: Method
+    sharing: Sharing
+
+    paper = "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping (Fan et al., 2023)"
+    tasks = ("classification",)
+
+    def check(self, site: Site) -> None:
+        """Check as the inner method does."""
+        self.inner.check(site)
+
+    def personal_names(self, network: nn.Module) -> frozenset[str]:
+        """Return the inner method's."""
+        return self.inner.personal_names(network)
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the inner method's."""

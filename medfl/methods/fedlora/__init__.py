@@ -75,13 +75,9 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the shared tensors, and 48 bits of the base's SHA-256."""
-        groups = {}
-        for name in ("weights", "adapters", "delta"):
-            if server.get(name):  # an empty group is not sent
-                groups[name] = server[name]
-
         # a number is sent as float64, which has 53 bits
-        return Message(groups, {"base": int(server["base"][:12], 16)})
+        sent = super().broadcast(host, server, site_name)
+        return Message(sent.tensors, {"base": int(server["base"][:12], 16)})
 
     def aggregate(self, host: Host, server: State, replies: Messages, num_sites: int) -> State:
         """Combine the sites' factors, by the rule of `share`."""

@@ -150,7 +150,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
         """
         built = self._federation if isinstance(self._federation, Federation) else self._federation()
-        name = str((extra or {}).get(ExtraItems.CLIENT_NAME) or self.name)
+        name = _entry(extra, ExtraItems.CLIENT_NAME, str) or self.name
         if name not in built.participants or self.name not in ("", name):
             allowed = self.name or ", ".join(built.participants)
             raise InputError(f"site {name!r}", f"its name here is {allowed}", "use that name")
@@ -192,7 +192,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
         view = self._ready()
-        sections = (extra or {}).get(SCORED_SECTIONS, ())
+        sections = _entry(extra, SCORED_SECTIONS, list, tuple, set) or ()
         score_on = tuple(section for section in SECTIONS if section in sections)
         # before anything can fail: `get_weights` must not send the last round's reply again
         self._reply = None
@@ -227,10 +227,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: the last training failed or was aborted.
         """
         view = self._ready()
-        kind = (extra or {}).get(ExtraItems.MODEL_TYPE)
+        kind = _entry(extra, ExtraItems.MODEL_TYPE, object)
         if kind is not None:
             raise InputError(
-                f"site {self.name!r}: model type {kind}",
+                f"site {self.name!r}: model type {printable(kind, 40)}",
                 "a site keeps no such model",
                 "ask the server",
             )
@@ -254,7 +254,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, or scoring failed.
         """
-        section = (extra or {}).get(SECTION, "validate")
+        section = _entry(extra, SECTION, str) or "validate"
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"one of {either(SECTIONS)}", "choose one")
         self.cases = self.visit(score_site, data, (section,), counted=False)
@@ -345,7 +345,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: the bins are invalid, or not the site's own.
         """
-        if (extra or {}).get(FINGERPRINT):
+        if _entry(extra, FINGERPRINT, bool):
             return ExchangeObject(statistics=self.fingerprint().document())
 
         view = self._ready()
@@ -463,13 +463,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     isinstance(arrived, Mapping),
                     f"its weights are {type(arrived).__name__}, no mapping",
                 )
+                kind: Any = data.weight_type
                 require(
-                    data.weight_type in (None, WeightType.WEIGHTS),
-                    f"its weight type is {data.weight_type}",
+                    kind is None or (isinstance(kind, str) and kind == WeightType.WEIGHTS),
+                    f"its weight type is {printable(kind, 40)}",
                 )
                 require(data.optim is None, "it has the state of an optimiser")
 
-                numbers = data.statistics or {}
+                numbers: Any = {} if data.statistics is None else data.statistics
+                require(
+                    isinstance(numbers, Mapping),
+                    f"its statistics are {type(numbers).__name__}, no mapping",
+                )
                 round_ = numbers.get(ROUND, activity.round)
                 base = numbers.get(BASE_ROUND)
                 for value in (round_, 0 if base is None else base):
@@ -548,6 +553,23 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         values |= self._guard.allowed_numbers(view.facts, *view.facts)
         self._guard.admit_sent(activity, message, values, from_images=True)
         return exchange_object(message.flat(), values)
+
+
+def _entry(extra: object, key: str, *kinds: type) -> Any:
+    """Return what a host says under a key beside a question, None if nothing.
+
+    Raises:
+        InputError: the host gave no keys and values, or what is under the key is of no such kind.
+    """
+    value = extra.get(key) if isinstance(extra, Mapping) else extra
+    if value is None or (isinstance(extra, Mapping) and isinstance(value, kinds)):
+        return value
+
+    raise InputError(
+        f"extra {printable(extra, 60)}",
+        f"keys and values, {key} of type {either([kind.__name__ for kind in kinds])}",
+        "change what the host sends",
+    )
 
 
 def _added(reply: Message, unsent: Weights) -> Message:

@@ -255,8 +255,8 @@ class HeldSite(SiteEnd):
             read_forms(stated["leaves"]),
             network,
             personal=frozenset(stated["personal"]),
-            uploads=frozenset(["weights", *(group.name for group in method.groups() if group.up)]),
-            like_weights=frozenset(group.name for group in method.groups() if group.like_weights),
+            uploads=frozenset(methods.group_names(method, "up")),
+            like_weights=frozenset(methods.group_names(method, "like_weights")),
             fedavg=methods.has_fedavg_server(method),
             limits=MessageLimits.for_networks(
                 {
@@ -267,11 +267,9 @@ class HeldSite(SiteEnd):
         )
         messages = Compression.parse(run.messages)
         if not messages.lossless:
-            lossy = [group.name for group in method.groups() if group.smaller]
+            lossy = frozenset(methods.group_names(method, "smaller"))
             exact = frozenset(stated["exact"])
-            messages = Compression(
-                messages.kind, messages.fraction, exact, frozenset(["weights", *lossy])
-            )
+            messages = Compression(messages.kind, messages.fraction, exact, lossy)
 
         self.wire_compression = messages
 
@@ -370,7 +368,7 @@ class HeldSite(SiteEnd):
         message = self.rules.decode_reply(flat)
         self.rules.check_reply(message)
         self._count_names(message.scalars)
-        for group in message.tensors.keys() - {"weights"} - self.rules.like_weights:
+        for group in message.tensors.keys() - self.rules.like_weights:
             self._count_names(message[group])
 
         return message

@@ -31,10 +31,22 @@ _EVERY = 1.0
 _KINDS = {
     str(dtype): dtype
     for dtype in (
-        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
-        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
     )
-}  # fmt: skip
+}
 """Types of the tensors in a State's file."""
 
 

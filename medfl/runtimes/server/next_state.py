@@ -88,7 +88,7 @@ def next_state(
         sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
 
     # forms first: distances are defined only between tensors of the same form
-    attendance.drop(odd_replies(replies, sent, {"weights"} | federation.like_weights))
+    attendance.drop(odd_replies(replies, sent, federation.like_weights))
     usable = without(replies, left_out)
     attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
