@@ -219,19 +219,21 @@ class MaskEvaluator:
         ):
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
+            predictions = [prediction]
+            if self.compares:
+                predictions.append(_largest(prediction, range(1, count)))
+
             spacing = _spacing(shard.prepared, index, reference.ndim)
             # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
-            largest_alone = _largest(prediction, range(1, count))[part] if self.compares else None
-            prediction = prediction[part]
+            predictions = [mask[part] for mask in predictions]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             own_row = _own_metrics(self.metrics, ident, logits, y)
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
-                prediction = annotated.renumbered(prediction)
-                largest_alone = annotated.renumbered(largest_alone) if self.compares else None
+                predictions = [annotated.renumbered(mask) for mask in predictions]
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
                 logits = annotated.marginal_logits(logits)
@@ -245,11 +247,9 @@ class MaskEvaluator:
                 tolerance=self.tolerance,
                 surface_metrics=surface_metrics,
             )
-            row = measure(prediction)
-            if largest_alone is not None:
-                row |= _compared(
-                    prediction, largest_alone, reference, names, measure(largest_alone)
-                )
+            row, *of_largest = map(measure, predictions)
+            if of_largest:
+                row |= _compared(*predictions, reference, names, *of_largest)
 
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
