@@ -27,7 +27,7 @@ from medfl.core.names import slug
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import LARGEST, Cases
 
 _BATCH = 16  # maximum number of items in a batch of masks
 _PIXELS = 16 * 256 * 256  # and of their pixels
@@ -364,11 +364,11 @@ def _compared(
     scored: Metrics,
 ) -> Metrics:
     """Return scores by largest components; `largest_alone` and `scored` are of all structures'."""
-    row = {f"largest_{metric}": value for metric, value in scored.items()}
+    row = {LARGEST + metric: value for metric, value in scored.items()}
     for index, name in enumerate(map(slug, names[1:]), 1):
         removed = reference[(prediction == index) & (largest_alone != index)]
         right = (removed == 0).sum() - (removed == index).sum()
-        row[f"largest_pixel_accuracy_{name}"] = float(right) / reference.numel()
+        row[f"{LARGEST}pixel_accuracy_{name}"] = float(right) / reference.numel()
 
     return row
 

@@ -119,6 +119,8 @@ OF_CASES = (
 """Values that are not metrics of a case."""
 WHOLE = "whole:"
 """Prefix of a metric that is not a mean over cases: each case holds the value of the whole set."""
+LARGEST = "largest_"
+"""Prefix of what a mask would score by the largest component of each structure; validation compares with it."""
 OVER_CLASSES = frozenset(
     {
         "balanced_accuracy",
@@ -422,7 +424,7 @@ def _case_means(values_of: Mapping[str, Array]) -> Metrics:
     result: Metrics = {}
     for name, array in values_of.items():
         scored = array[~np.isnan(array)]
-        if scored.size and array.ndim == 1:
+        if scored.size and array.ndim == 1 and not name.startswith(LARGEST):
             name = name.removeprefix(WHOLE)
             # In float64: the mean of many float32 losses would lose digits.
             result[name] = float(scored.mean(dtype=np.float64))

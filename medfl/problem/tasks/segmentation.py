@@ -14,8 +14,10 @@ from medfl.core.names import slug
 from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.mask_metrics import KINDS, by_structure
-from medfl.evaluation.metrics import Cases, summarise
+from medfl.evaluation.metrics import LARGEST, Cases
 from medfl.problem.tasks.kind import Examined, Kind, no_sets
+
+_UNDEFINED = torch.tensor(torch.nan)
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,23 @@ class Segmentation(Kind):
         "kept_<structure>" (N, 2) is the validation Dice without and with it, NaN if no validation case has the
         structure. The rule is that of nnU-Net (Isensee et al., Nature Methods 18:203, 2021).
         """
-        first = "largest_dice_"
+        first = f"{LARGEST}dice_"
         names = [name.removeprefix(first) for name in cases.values if name.startswith(first)]
         if not names:
             return cases
 
-        validated = summarise(validation) if validation is not None else {}
+        validated = {} if validation is None else validation.values
         values = {}
         for metric, value in cases.values.items():
-            if not metric.startswith("largest_"):
+            if not metric.startswith(LARGEST):
                 values[metric] = value
 
-        gains = [cases.values[f"largest_pixel_accuracy_{name}"] for name in names]
+        gains = [cases.values[f"{LARGEST}pixel_accuracy_{name}"] for name in names]
         structures = torch.stack(gains).isfinite().sum(0)  # of each case
         for name, gain in zip(names, gains, strict=True):
-            pair = [validated.get(f"{kind}{name}", np.nan) for kind in ("dice_", first)]
-            values[f"kept_{name}"] = torch.tensor(pair, dtype=torch.float64).expand(len(cases), 2)
+            columns = [validated.get(f"{kind}{name}", _UNDEFINED) for kind in ("dice_", first)]
+            pair = [column.double().nanmean() for column in columns]
+            values[f"kept_{name}"] = torch.stack(pair).expand(len(cases), 2)
             if not pair[1] > pair[0]:
                 continue
 
@@ -82,8 +85,8 @@ class Segmentation(Kind):
             for metric in KINDS:
                 column = f"{metric}_{name}"
                 if column in values:
-                    change = (cases.values[f"largest_{column}"] - values[column]).nan_to_num()
-                    values[column] = cases.values[f"largest_{column}"]
+                    change = (cases.values[LARGEST + column] - values[column]).nan_to_num()
+                    values[column] = cases.values[LARGEST + column]
                     if metric in values:
                         values[metric] = values[metric] + change / structures
 
