@@ -54,7 +54,13 @@ from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
-from medfl.problem.described import Config, Document, channel_names, mask_names
+from medfl.problem.described import (
+    LARGEST_COMPONENT,
+    Config,
+    Document,
+    channel_names,
+    mask_names,
+)
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
@@ -131,7 +137,6 @@ class OwnMetric:
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
-_LARGEST = "largest_component"
 _FORMER = {"trial": False, "scores": "medfl"}
 """Declared for shipped bundles of earlier releases, whose own federated.yaml lacks these keys."""
 
@@ -261,7 +266,7 @@ class Bundle(Problem):
         return key in self._config
 
     def _read(self, overrides: Config, *files: Path) -> Configuration:
-        config = without(overrides, [_LARGEST])
+        config = without(overrides, [LARGEST_COMPONENT])
         return Configuration(self.root, files, config, self.metadata, self.device, self.policy)
 
     @cached_property
@@ -405,10 +410,10 @@ class Bundle(Problem):
     @cached_property
     def _largest(self) -> Any:
         """The structures of which only the largest component is kept; True: validation cases decide."""
-        largest = self._overrides.get(_LARGEST, self.protocol.get(_LARGEST, ()))
+        largest = self._overrides.get(LARGEST_COMPONENT, self.protocol.get(LARGEST_COMPONENT, ()))
         if largest and not (self.task == "segmentation" and self._is_scored_by_medfl):
             raise InputError(
-                f"{_LARGEST} in the federated.yaml of bundle {self.name!r}, a {self.task}",
+                f"{LARGEST_COMPONENT} in the federated.yaml of bundle {self.name!r}, a {self.task}",
                 "a segmentation with `scores: medfl` has it",
                 "take it out",
             )

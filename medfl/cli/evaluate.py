@@ -95,7 +95,6 @@ def run(args: Namespace) -> int:
         _check_one_model(model, record)
 
     _check_classes(model, bundle, config)
-    config = {**_decision(model, bundle), **config}
     method, options = _method_of(record)
     requested |= {"method": method, "rounds": 0, "init": init}
     document = federate(
@@ -163,25 +162,6 @@ def _check_classes(model: Path, bundle: str, config: Config) -> None:
             f"{bundle} has the classes {listed([*map(printable, expected)])}",
             "name a bundle with the model's classes, in its order",
         )
-
-
-def _decision(model: Path, bundle: str) -> Config:
-    """Return the structures whose largest component alone is kept, as decided for the model and not for new cases."""
-    from medfl.bundle.files import read_metadata, read_protocol
-    from medfl.problem.described import largest_components
-    from medfl.storage.run_reader import RunReader
-
-    if "largest_component" not in read_protocol(bundle):
-        return {}
-
-    names: list[str] = []
-    if model.is_dir() and is_run(model):
-        classes = (RunReader(model).summary.get("last") or {}).get("classes") or {}
-        names = [name for name, metrics in classes.items() if metrics.get("largest_component")]
-    elif model.is_dir():
-        names = [*largest_components(read_metadata(model))]
-
-    return {"largest_component": names}
 
 
 def _parts(model: Path, bundle: str | None) -> tuple[str, str]:

@@ -9,6 +9,8 @@ from medfl.core.documents import Config as Config, Document as Document
 from medfl.core.type_checks import type_errors
 
 MOST_CHANNELS = 1000
+LARGEST_COMPONENT = "largest_component"
+"""In federated.yaml and in the configuration of an evaluation; a decision's name in a summary."""
 CHANNEL_INDEX = re.compile("[0-9]{1,6}")
 
 
@@ -49,9 +51,9 @@ def mask_values(metadata: Config) -> Sequence[int]:
     return values
 
 
-def largest_components(metadata: Config) -> Sequence[str]:
+def largest_components(metadata: Config) -> list[str]:
     """Return the structures of which an exported model keeps only the largest component."""
     entry = metadata.get("medfl")
     names = entry.get("largest_components") if isinstance(entry, Mapping) else None
     # the file may come from anybody
-    return names if isinstance(names, list) else ()
+    return names if isinstance(names, list) else []

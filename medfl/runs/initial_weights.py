@@ -18,6 +18,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from medfl.bundle.files import read_metadata
 from medfl.core.errors import InputError, beginning
 from medfl.core.mappings import within, without
 from medfl.core.message import Tensors, Weights
@@ -26,10 +27,12 @@ from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.core.untrusted import json_values
+from medfl.problem import described
 from medfl.problem.problem import Problem
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.files import hashed, load_pickled, save_weights, weights_sha256
 from medfl.storage.places import BACKBONES, weights_file
+from medfl.storage.run_reader import RunReader
 
 FILE = "init.safetensors"
 """In a run folder."""
@@ -62,6 +65,19 @@ def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> t
         weights = _as_backbone(text, drawn, weights, say)
 
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
+
+
+def largest_components(text: str) -> list[str]:
+    """Return the structures of which the model of `run:DIR` or `bundle:DIR` keeps only the largest component."""
+    kind, _, folder = text.partition(":")
+    path = Path(folder).expanduser()
+    if kind == "run":
+        classes = (RunReader(path).summary.get("last") or {}).get("classes") or {}
+        return [
+            name for name, metrics in classes.items() if metrics.get(described.LARGEST_COMPONENT)
+        ]
+
+    return described.largest_components(read_metadata(path)) if kind == "bundle" else []
 
 
 def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:

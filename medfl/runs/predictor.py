@@ -36,7 +36,7 @@ from medfl.evaluation.evaluators import (
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy import admission
-from medfl.problem.described import channel_names, largest_components
+from medfl.problem.described import LARGEST_COMPONENT, channel_names, largest_components
 from medfl.problem.problem import Problem
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
@@ -274,7 +274,7 @@ def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Ev
     if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
         return evaluator
 
-    recorded = _recorded(networks, site, "largest_component")
+    recorded = _recorded(networks, site, LARGEST_COMPONENT)
     largest = [name for name, value in recorded.items() if float(value or 0)]
     return replace(evaluator, compares=False, largest=largest)
 

@@ -26,6 +26,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.flare.offer import offer
 from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.inspection import inspect
 from medfl.problem.fingerprint import Cases, _released as released, gather
@@ -394,6 +395,9 @@ def test_from_folders_to_a_round(
     assert cli.main([*command, "--jobs", "1", "--out", str(evaluated)]) == 0
     config = json.loads((evaluated / "run.json").read_text())["config"]
     assert config["largest_component"] == ["organ", "tumour"]
+    asked = {"init": f"run:{tmp_path / 'run'}", "rounds": 0}
+    offered = offer(str(bundle), ["north"], requested=asked, data=str(folder))
+    assert offered.config == config
     largest = {row["id"]: row for row in medfl.Result(tmp_path / "run").predict()}
     for row in medfl.Result(evaluated).predict():
         if row["id"] in largest:

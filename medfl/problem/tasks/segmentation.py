@@ -15,6 +15,7 @@ from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.mask_metrics import KINDS, by_structure
 from medfl.evaluation.metrics import LARGEST, Cases
+from medfl.problem.described import LARGEST_COMPONENT
 from medfl.problem.tasks.kind import Examined, Kind, no_sets
 
 _UNDEFINED = torch.tensor(torch.nan)
@@ -50,7 +51,7 @@ class Segmentation(Kind):
                 and decision.isfinite().all()
             ):
                 before, after = decision[0].tolist()
-                metrics["largest_component"] = float(after > before)
+                metrics[LARGEST_COMPONENT] = float(after > before)
                 metrics |= {"validation_dice": before, "validation_dice_largest": after}
 
         return results

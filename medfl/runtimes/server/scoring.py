@@ -30,6 +30,7 @@ from medfl.evaluation.metrics import (
     spread,
 )
 from medfl.evaluation.slices import unit
+from medfl.problem.described import LARGEST_COMPONENT
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
@@ -497,7 +498,7 @@ class Scoring:
     def _largest(self, cases: Cases) -> list[str]:
         """Return the structures whose largest component alone is kept in these cases."""
         classes = self._classes(self.summarise(cases), cases).get("classes", {})
-        return [name for name, metrics in classes.items() if metrics.get("largest_component")]
+        return [name for name, metrics in classes.items() if metrics.get(LARGEST_COMPONENT)]
 
     def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.
