@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -353,7 +354,10 @@ def test_from_folders_to_a_round(
     assert fingerprint.read(file).document() == json.loads(file.read_text())
 
     assert cli.main(["plan", str(file), "--memory", "1", "--out", str(tmp_path / "planned")]) == 0
-    assert "next: medfl site inspect" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "next: medfl site inspect" in printed
+    assert re.search(r"^patch: \d+ x \d+ x \d+ \(", printed, re.MULTILINE)
+    assert re.search(r"^network: strides .*; filters \d+", printed, re.MULTILINE)
     bundle = tmp_path / "planned"
     inspect(bundle).require()
     metadata = json.loads((bundle / "configs/metadata.json").read_text())
