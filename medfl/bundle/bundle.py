@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,19 @@ from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
-from medfl.problem.described import Config, Document, channel_names, mask_names
+from medfl.problem.described import (
+    LARGEST_COMPONENT,
+    Config,
+    Document,
+    channel_names,
+    mask_names,
+)
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
 from medfl.problem.sections import check_labels
 from medfl.problem.tasks import check_task, told_by
+from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
 from medfl.problem.tasks.regression import NumberEvaluator
 from medfl.storage import cache_folder
@@ -264,7 +271,8 @@ class Bundle(Problem):
         return key in self._config
 
     def _read(self, overrides: Config, *files: Path) -> Configuration:
-        return Configuration(self.root, files, overrides, self.metadata, self.device, self.policy)
+        config = without(overrides, [LARGEST_COMPONENT])
+        return Configuration(self.root, files, config, self.metadata, self.device, self.policy)
 
     @cached_property
     def metadata(self) -> Config:  # type: ignore[override]
@@ -397,6 +405,25 @@ class Bundle(Problem):
     def _is_declared(self) -> bool:
         """Whether task, channels and classes are declared, so that no trial step is needed."""
         return self.protocol.get("trial") is False
+
+    @property
+    def kind(self) -> Kind:
+        """The behaviour of its kind of task; `largest_component: true` is decided on validation cases."""
+        kind = super().kind
+        return replace(kind, decides=True) if self._largest is True else kind
+
+    @cached_property
+    def _largest(self) -> Any:
+        """The structures of which only the largest component is kept; True: validation cases decide."""
+        largest = self._overrides.get(LARGEST_COMPONENT, self.protocol.get(LARGEST_COMPONENT, ()))
+        if largest and not (self.task == "segmentation" and self._is_scored_by_medfl):
+            raise InputError(
+                f"{LARGEST_COMPONENT} in the federated.yaml of bundle {self.name!r}, a {self.task}",
+                "a segmentation with `scores: medfl` has it",
+                "take it out",
+            )
+
+        return largest
 
     @property
     def _is_scored_by_medfl(self) -> bool:
@@ -562,7 +589,11 @@ class Bundle(Problem):
             tolerance = float(self.get("surface_tolerance"))
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
-            return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+            scorer = MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+            if self.kind.decides:
+                return replace(scorer, compares=True)
+
+            return replace(scorer, largest=self._largest)
 
         if self.task == "segmentation":
             return CaseEvaluator(

@@ -13,6 +13,8 @@ from medfl.cli.site import add_pairs, of_folder
 from medfl.core import InputError
 from medfl.storage import require_new_bundle
 
+_MOST_AXES = 3
+
 if TYPE_CHECKING:
     from medfl.data.fingerprint import Fingerprint
 
@@ -77,11 +79,23 @@ def _plan(args: Namespace) -> int:
     folder = starter.write(args.out, Survey.of_plan(planned, len(sites)))
     lines = []
     for choice in planned.choices:
-        lines.append(f"{choice.choice}: {choice.value} ({choice.because})")
+        lines.append(f"{choice.choice}: {_shown(choice.value)} ({choice.because})")
 
     lines += [f"note: {note}" for note in planned.differences]
     lines += [f"bundle: {folder}", f"next: medfl site inspect {folder}"]
     return show(args, {"bundle": str(folder), **planned.record()}, lines)
+
+
+def _shown(value: Any) -> str:
+    """Return a choice as text: sizes as 40 x 56 x 40, each part of a network by its name."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {_shown(part)}" for name, part in value.items())
+
+    if not isinstance(value, tuple):
+        return str(value)
+
+    is_size = len(value) <= _MOST_AXES and not isinstance(value[0], tuple)
+    return (" x " if is_size else ", ").join(map(_shown, value))
 
 
 def _written(files: list[Path]) -> dict[str, Fingerprint]:

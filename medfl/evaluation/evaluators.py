@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,13 +17,14 @@ from ignite.engine import Engine
 from ignite.exceptions import NotComputableError
 from monai.data import MetaTensor, decollate_batch
 from monai.inferers import SimpleInferer
+from monai.transforms import KeepLargestConnectedComponent
 from torch import Tensor, nn
 
-from medfl.core import InputError, MedflError, Metrics, RunError, Tensors, as_text, root_cause
+from medfl.core import InputError, MedflError, Metrics, RunError, Tensors, as_text, root_cause, slug
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
-from medfl.evaluation.metrics import Cases
+from medfl.evaluation.metrics import LARGEST, Cases
 
 _BATCH = 16  # maximum number of items in a batch of masks
 _PIXELS = 16 * 256 * 256  # and of their pixels
@@ -181,6 +182,8 @@ class MaskEvaluator:
         tolerance: of the surface Dice, in the unit of the images' spacing.
         background_limit: a pixel is background if its background probability exceeds this; None: if it is the largest.
         metrics: further ones, of logits and target.
+        largest: names of the classes of which only the largest component is kept.
+        compares: also return what each structure's largest component would score, as `largest_<metric>_<name>`.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -189,6 +192,8 @@ class MaskEvaluator:
     tolerance: float = 1.0
     background_limit: float | None = None
     metrics: OwnMetrics = field(default_factory=dict)
+    largest: Collection[str] = ()
+    compares: bool = False
 
     @torch.no_grad()
     def __call__(
@@ -211,30 +216,38 @@ class MaskEvaluator:
         ):
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
+            predictions = [prediction]
+            if self.compares:
+                predictions.append(_largest(prediction, range(1, count)))
+
             spacing = _spacing(shard.prepared, index, reference.ndim)
             # Padding added by the transforms is not part of the case.
             part = _in_file(shard.prepared, index, reference.shape)
-            prediction = prediction[part]
+            predictions = [mask[part] for mask in predictions]
             reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
 
             own_row = _own_metrics(self.metrics, ident, logits, y)
             annotated = shard.shown.get(index)
             if annotated is not None:  # do not score structures that its mask does not annotate
-                prediction = annotated.renumbered(prediction)
+                predictions = [annotated.renumbered(mask) for mask in predictions]
                 reference = annotated.renumbered(reference)
                 names = ("background", *(names[c] for c in annotated.classes))
                 logits = annotated.marginal_logits(logits)
                 y = annotated.renumbered(y)
 
-            row = scores(
-                prediction,
-                reference,
-                names,
-                spacing,
-                self.tolerance,
+            measure = partial(
+                scores,
+                reference=reference,
+                classes=names,
+                spacing=spacing,
+                tolerance=self.tolerance,
                 surface_metrics=surface_metrics,
             )
+            row, *of_largest = map(measure, predictions)
+            if of_largest:
+                row |= _compared(*predictions, reference, names, *of_largest)
+
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
                 rows.append({**row, "loss": float(self.loss(logits, y)), **own_row})
@@ -292,6 +305,11 @@ class MaskEvaluator:
         # a power of two: sums over a batch then round identically on more devices
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
+    def kept_alone(self, count: int) -> list[int]:
+        """Return which of this many classes are those in `largest`."""
+        structures = enumerate(foreground(self.classes, count - 1), 1)
+        return [index for index, name in structures if name in self.largest]
+
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
             raise RunError(f"the model's output is not finite for case {ident!r}")
@@ -307,7 +325,7 @@ class MaskEvaluator:
             if channels > 1:
                 winner *= 1 + logits[:, 1:].argmax(1)
 
-        predicted = winner[0].to(torch.uint8).cpu()
+        predicted = _largest(winner[0].to(torch.uint8).cpu(), self.kept_alone(classes))
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -324,6 +342,32 @@ class MaskEvaluator:
             )
 
         return Masks(predicted, reference.to(torch.uint8), classes)
+
+
+def _largest(mask: Tensor, classes: Sequence[int]) -> Tensor:
+    """Return a mask (H, W[, D]) with only the largest connected component of these classes."""
+    if not classes:
+        return mask
+
+    # a copy, because MONAI's transform changes its input
+    return KeepLargestConnectedComponent(classes, is_onehot=False)(mask[None].clone())[0]
+
+
+def _compared(
+    prediction: Tensor,
+    largest_alone: Tensor,
+    reference: Tensor,
+    names: Sequence[str],
+    scored: Metrics,
+) -> Metrics:
+    """Return scores by largest components; `largest_alone` and `scored` are of all structures'."""
+    row = {LARGEST + metric: value for metric, value in scored.items()}
+    for index, name in enumerate(map(slug, names[1:]), 1):
+        removed = reference[(prediction == index) & (largest_alone != index)]
+        right = (removed == 0).sum() - (removed == index).sum()
+        row[f"{LARGEST}pixel_accuracy_{name}"] = float(right) / reference.numel()
+
+    return row
 
 
 def _background(logits: Tensor) -> Tensor:

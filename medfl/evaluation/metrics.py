@@ -71,6 +71,8 @@ OF_CASES = (
 """Values that are not metrics of a case."""
 WHOLE = "whole:"
 """Prefix of a metric that is not a mean over cases: each case holds the value of the whole set."""
+LARGEST = "largest_"
+"""Prefix of what a mask would score by the largest component of each structure; validation compares with it."""
 OVER_CLASSES = frozenset(
     {
         "balanced_accuracy",
@@ -218,8 +220,8 @@ class Cases:
         for part in filled:
             lacking = not_among(examples, part.values)
             for name in lacking:
-                # Only a per-case float can be NaN.
-                if examples[name].ndim > 1 or not examples[name].is_floating_point():
+                # Only a float can be NaN, and classes are never absent.
+                if name == "probabilities" or not examples[name].is_floating_point():
                     raise ValueError(f"cannot join cases with and without {lacking}")
 
         ids: list[str] = []
@@ -229,7 +231,7 @@ class Cases:
             for name, example in examples.items():
                 column = part.values.get(name)
                 if column is None:
-                    column = example.new_full((len(part),), torch.nan)
+                    column = example.new_full((len(part), *example.shape[1:]), torch.nan)
 
                 columns[name].append(column)
 
@@ -374,7 +376,7 @@ def _case_means(values_of: Mapping[str, Array]) -> Metrics:
     result: Metrics = {}
     for name, array in values_of.items():
         scored = array[~np.isnan(array)]
-        if scored.size:
+        if scored.size and array.ndim == 1 and not name.startswith(LARGEST):
             name = name.removeprefix(WHOLE)
             # In float64: the mean of many float32 losses would lose digits.
             result[name] = float(scored.mean(dtype=np.float64))

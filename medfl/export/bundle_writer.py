@@ -56,7 +56,7 @@ from medfl.problem.tasks.kind import column_names
 from medfl.problem.tasks.regression import scale_of
 from medfl.report.formatting import time_left
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
-from medfl.runs.predictor import thresholds_of
+from medfl.runs.predictor import evaluator_of, thresholds_of
 from medfl.storage import (
     PHANTOM,
     check_which,
@@ -201,6 +201,9 @@ class _BundleWriter:
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
         self.thresholds = [*thresholds_of(trained, model.site or None, say)]  # of findings
+        evaluator = evaluator_of(trained, self.bundle, model.site or None)
+        self.largest = [*getattr(evaluator, "largest", ())]
+        self.kept_alone = getattr(evaluator, "kept_alone", lambda count: [])
         self.monai_network: Any = None  # the `network_def` for MONAI alone
 
     def write(self) -> Document:
@@ -241,6 +244,7 @@ class _BundleWriter:
 
         meta["medfl"] |= {"files": files, "measured_on": measured, "task": self.task.kind}
         meta["medfl"] |= {"thresholds": self.thresholds} if self.thresholds else {}
+        meta["medfl"] |= {"largest_components": self.largest} if self.largest else {}
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
         self._describe(meta)
@@ -455,6 +459,10 @@ class _BundleWriter:
         dataset = file.get("dataset")
         is_ours = isinstance(dataset, Mapping) and str(dataset.get("data")).startswith(_OURS)
         if not is_ours:
+            if self.largest:
+                self.notes.append(
+                    "MONAI's run of it keeps all components; `medfl predict` keeps the largest ones."
+                )
             return self._by_monai(file)
 
         count, outputs = channels
@@ -480,6 +488,7 @@ class _BundleWriter:
             "values": [*values],
             "dtype": "uint8" if max(values) < 256 else "uint16",
             "thresholds": self.thresholds,
+            "largest": self.kept_alone(outputs),
             "mean": mean.tolist(),
             "sd": sd.tolist(),
         }
@@ -763,7 +772,8 @@ def compare_predictions(
         return None
 
     shard = Shard.of(images.prepared, range(len(images.inputs)))
-    cases = images.bundle.evaluator(network, shard, CPU)
+    evaluator = evaluator_of(trained, images.bundle, model.site or None)
+    cases = evaluator(network, shard, CPU)
     rows = {row.get("id"): row for _, row in read_rows(file)}
     count = 0
     largest = 0.0

@@ -292,6 +292,7 @@ _NAMED = {
     "PILReader": "pillow",
     "ndimage": "scipy",
     ".nii": "nibabel",
+    "KeepLargest": "scikit-image",
     "medfl": DISTRIBUTION,
 }
 """What an inference configuration names -> the package that it needs."""

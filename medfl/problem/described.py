@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from medfl.core import Config as Config, Document as Document, type_errors
 
 MOST_CHANNELS = 1000
+LARGEST_COMPONENT = "largest_component"
+"""In federated.yaml and in the configuration of an evaluation; a decision's name in a summary."""
 CHANNEL_INDEX = re.compile("[0-9]{1,6}")
 
 
@@ -46,3 +48,11 @@ def mask_values(metadata: Config) -> Sequence[int]:
         return ()
 
     return values
+
+
+def largest_components(metadata: Config) -> list[str]:
+    """Return the structures of which an exported model keeps only the largest component."""
+    entry = metadata.get("medfl")
+    names = entry.get("largest_components") if isinstance(entry, Mapping) else None
+    # the file may come from anybody
+    return names if isinstance(names, list) else []

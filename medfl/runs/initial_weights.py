@@ -18,6 +18,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from medfl.bundle.files import read_metadata
 from medfl.core import (
     InputError,
     Print,
@@ -31,10 +32,12 @@ from medfl.core import (
     within,
     without,
 )
+from medfl.problem import described
 from medfl.problem.problem import Problem
 from medfl.storage import hashed, load_pickled, save_weights, weights_file, weights_sha256
 from medfl.storage.checkpoints import ScriptModule
 from medfl.storage.places import BACKBONES
+from medfl.storage.run_reader import RunReader
 
 FILE = "init.safetensors"
 """In a run folder."""
@@ -67,6 +70,19 @@ def begin_with(bundle: Problem, text: str, say: Print = str, seed: int = 0) -> t
         weights = _as_backbone(text, drawn, weights, say)
 
     return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
+
+
+def largest_components(text: str) -> list[str]:
+    """Return the structures of which the model of `run:DIR` or `bundle:DIR` keeps only the largest component."""
+    kind, _, folder = text.partition(":")
+    path = Path(folder).expanduser()
+    if kind == "run":
+        classes = (RunReader(path).summary.get("last") or {}).get("classes") or {}
+        return [
+            name for name, metrics in classes.items() if metrics.get(described.LARGEST_COMPONENT)
+        ]
+
+    return described.largest_components(read_metadata(path)) if kind == "bundle" else []
 
 
 def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:

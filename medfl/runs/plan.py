@@ -49,6 +49,7 @@ from medfl.core.compression import Compression
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
+from medfl.problem.described import LARGEST_COMPONENT
 from medfl.problem.problem import Problem
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
@@ -174,6 +175,9 @@ def make_plan(
     device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = dict(protocol["config"])
+    if request.rounds == 0 and LARGEST_COMPONENT in protocol:
+        config[LARGEST_COMPONENT] = initial_weights.largest_components(request.init)
+
     for key, value in request.config.items():
         config[key] = override_value(value)
 

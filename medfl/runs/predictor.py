@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from monai.transforms import Transform
@@ -31,6 +32,7 @@ from medfl.evaluation.conformal import Rule
 from medfl.evaluation.evaluators import (
     CaseEvaluator,
     ClassEvaluator,
+    Evaluator,
     MaskEvaluator,
     OwnValues,
     VectorEvaluator,
@@ -38,7 +40,8 @@ from medfl.evaluation.evaluators import (
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy import admission
-from medfl.problem.described import channel_names
+from medfl.problem.described import LARGEST_COMPONENT, channel_names, largest_components
+from medfl.problem.problem import Problem
 from medfl.problem.tasks import KINDS
 from medfl.problem.tasks.kind import Kind
 from medfl.problem.tasks.multilabel import FindingEvaluator
@@ -162,7 +165,8 @@ def _with_rule(
     evaluator = predictor.evaluator
     if isinstance(evaluator, MaskEvaluator):
         # masks are enlarged instead of listed: a set of masks would be unreadable
-        evaluator = replace(evaluator, background_limit=threshold)
+        # of these the coverage is promised, not of their largest components
+        evaluator = replace(evaluator, background_limit=threshold, largest=())
 
     return replace(predictor, rule=rule, evaluator=evaluator)
 
@@ -232,7 +236,7 @@ def _of_run(
             f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}"
         )
 
-    evaluator = bundle.evaluator
+    evaluator = evaluator_of(networks, bundle, site)
     assert isinstance(evaluator, VectorEvaluator | MaskEvaluator | CaseEvaluator)
     # new images have no reference that a loss, or the bundle's metric, could be of
     if isinstance(evaluator, MaskEvaluator | NumberEvaluator):
@@ -269,26 +273,43 @@ def _of_run(
     return _with_rule(predictor, calibration, threshold_site, say)
 
 
+def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Evaluator:
+    """Return the evaluator of a model, which keeps the largest components that the run decided to keep."""
+    evaluator = bundle.evaluator
+    if not (isinstance(evaluator, MaskEvaluator) and evaluator.compares):
+        return evaluator
+
+    recorded = _recorded(networks, site, LARGEST_COMPONENT)
+    largest = [name for name, value in recorded.items() if float(value or 0)]
+    return replace(evaluator, compares=False, largest=largest)
+
+
+def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, Any]:
+    """Return what a finished run recorded under a key for each finding or structure, None where it did not."""
+    of_round = (networks.summary.get(networks.which) or {}).get("classes") or {}
+    row: Mapping[str, str] = {}
+    # sites.csv is of the last round
+    if site and networks.which == "last" and networks.finished:
+        row = next((row for row in networks.files.sites if row["site"] == site), row)
+
+    values = {}
+    for name in (*networks.task.classes, *of_round):
+        values[name] = (of_round.get(name) or {}).get(key)
+        if site:
+            values[name] = row.get(f"personal_{key}_{slug(name)}")
+
+    return values
+
+
 def thresholds_of(networks: RunNetworks, site: str | None, say: Print) -> tuple[float, ...]:
     """Return the threshold of each finding that the run chose on its validation images, () for other tasks.
 
     If there is none, it is 0.5, which is reported: for an interrupted run, or a site's model of the best round.
     """
-    task = networks.task
-    if not KINDS[task.kind].decides:
+    if not KINDS[networks.task.kind].decides:
         return ()
 
-    if site is None:
-        entry = (networks.summary.get(networks.which) or {}).get("classes") or {}
-        chosen = {name: (entry.get(name) or {}).get("threshold") for name in task.classes}
-    else:
-        row: Mapping[str, str] = {}
-        # sites.csv is of the last round
-        if networks.which == "last" and networks.finished:
-            row = next((row for row in networks.files.sites if row["site"] == site), row)
-
-        chosen = {name: row.get(f"personal_threshold_{slug(name)}") for name in task.classes}
-
+    chosen = _recorded(networks, site, "threshold")
     without = [name for name, value in chosen.items() if value is None]
     if without:
         say(
@@ -332,7 +353,9 @@ def _of_bundle(opened: Inference, path: Path, device: torch.device) -> Predictor
         _refuse_overlaps(opened, path)
 
     if task == "segmentation":
-        evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
+        evaluator = MaskEvaluator(
+            _no_loss, classes, opened.inferer, _tolerance(path), largest=largest_components(meta)
+        )
 
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = (

@@ -36,7 +36,7 @@ from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
-from medfl.runs.predictor import thresholds_of
+from medfl.runs.predictor import evaluator_of, thresholds_of
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
 from medfl.storage.run_reader import RunReader
@@ -407,7 +407,9 @@ class Result(ResultTables):
 
     def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
         network = self.network(which, site)
-        bundle = self._trained(which).bundle
+        trained = self._trained(which)
+        bundle = trained.bundle
+        bundle = bundle.replaced(evaluator=evaluator_of(trained, bundle, site))
         shard = _shard(new_images.prepared(bundle, images), None)
 
         with tf32(self.run.tf32):
@@ -434,11 +436,13 @@ class Result(ResultTables):
         site: str | None,
     ) -> list[Record]:
         owner = self._owners(section)
-        examined = self.examined(network, section, ids)
+        evaluator = evaluator_of(self._trained(which), self.plan.bundle, site)
+        examined = dataclasses.replace(self.examined(network, section, ids), evaluator=evaluator)
         with tf32(self.run.tf32):
             rows = self._records(examined.cases(), which, site)
             if self.task == "segmentation" and not isinstance(examined.evaluator, ClassEvaluator):
-                masks = new_images.masks(self.plan.bundle, network, examined.shard, self.device)
+                bundle = self.plan.bundle.replaced(evaluator=evaluator)
+                masks = new_images.masks(bundle, network, examined.shard, self.device)
                 for row, mask in zip(rows, masks, strict=True):
                     row["mask"] = mask["mask"]
 

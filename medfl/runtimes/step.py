@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -322,6 +322,7 @@ def segment(
     name: str,
     ids: Sequence[str],
     folder: str | None,
+    largest: Collection[str] = (),
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network.
 
@@ -334,6 +335,9 @@ def segment(
     evaluator = federation.bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
+
+    if isinstance(evaluator, MaskEvaluator) and evaluator.compares:
+        evaluator = replace(evaluator, largest=largest)
 
     part = shard
     # all cases are written, a few masks are returned

@@ -8,7 +8,7 @@ and none of them passes through the server's process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -215,6 +215,7 @@ class SegmentSite(RoundTask):
 
     ids: list[str]
     folder: str | None
+    largest: Collection[str] = ()
 
     function = segment_site
 
@@ -284,7 +285,8 @@ class SegmentGlobal(ServerTask):
     site: str
     ids: list[str]
     folder: str | None
+    largest: Collection[str] = ()
 
     def work(self, federation: Federation, network: nn.Module) -> dict[str, Masks]:
         """Return id -> masks."""
-        return segment(federation, network, self.site, self.ids, self.folder)
+        return segment(federation, network, self.site, self.ids, self.folder, self.largest)

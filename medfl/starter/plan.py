@@ -34,10 +34,11 @@ _FIXED = (
     "optimizer: SGD with momentum 0.99, Nesterov's, learning rate 0.01, poly schedule over the rounds",
     "volumes: every third patch is around a voxel with a class; mirrored, turned, scaled, of other contrast",
     "volumes: inference in windows that overlap by half, weighted by a Gaussian",
+    "post-processing: only the largest component of a structure whose validation Dice that raises; each run decides",
 )
 _LEFT_OUT = (
     "normalisation within a mask of what is not 0, and cropping to it",
-    "cascades, ensembles of folds, mirroring at inference and choice of post-processing by validation",
+    "cascades, ensembles of folds, mirroring at inference",
 )
 
 
@@ -318,7 +319,9 @@ def _spacing_choice(
         rule += "; of a lognormal distribution, as no cells are told"
     else:
         hidden = max(tally.hidden for tally in (*cases.spacings, *cases.extents))
-        rule += f"; known to 4.4 %, cells of {hidden:.0%} of the cases hidden at most"
+        rule += "; known to 4.4 %"
+        if hidden:
+            rule += f", with up to {hidden:.0%} of the cases in suppressed cells"
 
     return Choice(title, spacing, rule, "other spacings at the sites")
 
@@ -362,7 +365,7 @@ def _choices(planned: Plan, shape: Floats, memory: float) -> tuple[Choice, ...]:
         if not pooled.noise:
             rule = (
                 f"CT: the 0.5 and 99.5 % quantile of {foreground.count} foreground voxels, their mean and sd; "
-                f"quantiles known to 0.8 %, bins of {foreground.hidden:.2%} of the voxels hidden"
+                f"quantiles known to 0.8 %, {foreground.hidden:.2%} of the voxels in suppressed bins"
             )
 
     choices.append(Choice("intensities", ends, rule, "other names of channels, or scanners"))

@@ -236,3 +236,14 @@ def test_tables_agree() -> None:
     assert title("val_mean_dice") == "val mean dice"
     assert title("surface_dice_left_lung") == "Surface Dice left lung"
     assert title("hd95_left_lung") == "HD95 left lung"
+
+
+def test_a_value_of_several_numbers_that_a_site_lacks_is_nan_there() -> None:
+    """A structure that a site does not annotate has no decision there."""
+    decision = torch.tensor([[0.5, 0.6]], dtype=torch.float64)
+    dice = torch.tensor([0.5])
+    with_it = Cases(("a",), {"dice": dice, "kept_left": decision})
+    joined = Cases.concat([with_it, Cases(("b",), {"dice": dice})]).values["kept_left"]
+    assert joined[0].tolist() == [0.5, 0.6]
+    assert joined.shape == (2, 2)
+    assert joined[1].isnan().all()

@@ -136,6 +136,8 @@ def test_law1_monai_fl_gives_the_same_bits(bundle: Path, folder: Path, tmp_path:
 
     assert runs["simulator"]["run_hash"] == runs["monai-fl"]["run_hash"]
     assert runs["simulator"]["weights_sha256"] == runs["monai-fl"]["weights_sha256"]
+    assert runs["simulator"]["last"] == runs["monai-fl"]["last"]
+    assert "validation_dice_largest" in runs["simulator"]["last"]["classes"]["ball"]
 
 
 def test_without_the_flag_nothing_changes(bundle: Path, pooled: Path, folder: Path) -> None:

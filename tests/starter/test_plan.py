@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.data import fingerprint
 from medfl.data.fingerprint import Fingerprint, Tally
+from medfl.flare.offer import offer
 from medfl.networks.deep_supervision import with_full_size
 from medfl.policy.inspection import inspect
 from medfl.problem.fingerprint import Cases, _released as released, gather
@@ -352,7 +354,10 @@ def test_from_folders_to_a_round(
     assert fingerprint.read(file).document() == json.loads(file.read_text())
 
     assert cli.main(["plan", str(file), "--memory", "1", "--out", str(tmp_path / "planned")]) == 0
-    assert "next: medfl site inspect" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "next: medfl site inspect" in printed
+    assert re.search(r"^patch: \d+ x \d+ x \d+ \(", printed, re.MULTILINE)
+    assert re.search(r"^network: strides .*; filters \d+", printed, re.MULTILINE)
     bundle = tmp_path / "planned"
     inspect(bundle).require()
     metadata = json.loads((bundle / "configs/metadata.json").read_text())
@@ -381,6 +386,27 @@ def test_from_folders_to_a_round(
     )
     row = run.predict()[0]
     assert row["mask"].shape == nib.load(next((folder / "images").glob(f"{row['id']}*"))).shape
+
+    # its validation cases decided on the components, and an evaluation does not decide anew
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for metrics in summary["last"]["classes"].values():
+        assert {"largest_component", "validation_dice", "validation_dice_largest"} <= metrics.keys()
+        metrics["largest_component"] = 1.0
+
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    evaluated = tmp_path / "evaluated"
+    command = ["evaluate", str(tmp_path / "run"), "--data", str(folder), "--sites", "1"]
+    assert cli.main([*command, "--jobs", "1", "--out", str(evaluated)]) == 0
+    config = json.loads((evaluated / "run.json").read_text())["config"]
+    assert config["largest_component"] == ["organ", "tumour"]
+    asked = {"init": f"run:{tmp_path / 'run'}", "rounds": 0}
+    offered = offer(str(bundle), ["north"], requested=asked, data=str(folder))
+    assert offered.config == config
+    largest = {row["id"]: row for row in medfl.Result(tmp_path / "run").predict()}
+    for row in medfl.Result(evaluated).predict():
+        if row["id"] in largest:
+            np.testing.assert_array_equal(row["mask"], largest[row["id"]]["mask"])
+            assert row["dice_organ"] == pytest.approx(largest[row["id"]]["dice_organ"], nan_ok=True)
 
 
 def test_one_machine_plans_as_its_sites_do(

@@ -86,11 +86,15 @@ def _example(
     federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks
 ) -> Example:
     image, geometry = test_item(federation, site, ident)
-    row = cases.select([ident]).values
+    row = {
+        name: float(value)
+        for name, value in cases.select([ident]).values.items()
+        if value.ndim == 1
+    }
     return Example(
         rank,
         ident,
-        map_values(float, row),
+        row,
         in_true_colours(federation, image),
         masks.reference.numpy(),
         masks.prediction.numpy(),

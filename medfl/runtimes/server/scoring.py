@@ -36,6 +36,7 @@ from medfl.evaluation.metrics import (
     spread,
 )
 from medfl.evaluation.slices import unit
+from medfl.problem.described import LARGEST_COMPONENT
 from medfl.runtimes import site_labels, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
@@ -479,19 +480,29 @@ class Scoring:
             folders = {name: str(self.folder.predictions_folder(name)) for name in names}
 
         ids = {name: list(shown.get(name, {})) for name in names}
+        largest = {name: self._largest(cases[name]) for name in names}
         if self.method.judged == "global":
             segment = partial(tasks.SegmentGlobal, last, server)
-            at_server = [partial(segment, name, ids[name], folders[name]) for name in names]
+            at_server = [
+                partial(segment, name, ids[name], folders[name], largest[name]) for name in names
+            ]
             masks = dict(zip(names, self.dispatcher.at_server(at_server), strict=True))
         else:
 
             def task(site: str, **fields: Any) -> tasks.RoundTask:
-                return tasks.SegmentSite(site, **fields, ids=ids[site], folder=folders[site])
+                return tasks.SegmentSite(
+                    site, **fields, ids=ids[site], folder=folders[site], largest=largest[site]
+                )
 
             masks = _in_order(names, self.dispatcher.at_sites(task, last, server, names))
 
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
+
+    def _largest(self, cases: Cases) -> list[str]:
+        """Return the structures whose largest component alone is kept in these cases."""
+        classes = self._classes(self.summarise(cases), cases).get("classes", {})
+        return [name for name, metrics in classes.items() if metrics.get(LARGEST_COMPONENT)]
 
     def _final_personal(self, last: int, server: State) -> CasesByName:
         """Score the personal models of all sites on test items.

@@ -1,0 +1,99 @@
+"""The largest component of a structure is kept where this raises the validation Dice, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medfl.data.prepared import Shard, Stacked
+from medfl.evaluation.evaluators import MaskEvaluator
+from medfl.evaluation.metrics import Cases, summarise
+from medfl.problem.tasks.segmentation import Segmentation
+
+NAMES = ("background", "left", "right")
+
+
+def drawn(*, islands: bool, parts: int, absent: bool = False) -> tuple[Tensor, Tensor]:
+    """Prediction and reference (16, 16): a block of class 1 with a false island, and `parts` true blocks of class 2."""
+    reference = torch.zeros(16, 16, dtype=torch.uint8)
+    if not absent:
+        reference[1:5, 1:5] = 1
+
+    for part in range(parts):
+        reference[8:11, 1 + 5 * part : 4 + 5 * part] = 2
+
+    prediction = reference.clone()
+    if islands:
+        prediction[13:15, 13:15] = 1
+
+    return prediction, reference
+
+
+def evaluated(masks: list[tuple[Tensor, Tensor]], names: tuple[str, ...], **options: Any) -> Cases:
+    """Score predictions as a network's, which returns its input."""
+    one_hot = [nn.functional.one_hot(p.long(), len(names)).movedim(-1, 0).float() for p, _ in masks]
+    items = [{"id": f"c{index}"} for index in range(len(masks))]
+    prepared = Stacked(items, torch.stack(one_hot), torch.stack([r[None] for _, r in masks]))
+    evaluator = MaskEvaluator(
+        lambda p, y: torch.tensor(0.0), names, lambda x, network: network(x), **options
+    )
+    shard = Shard.of(prepared, range(len(masks)))
+    return evaluator(
+        nn.Identity(), shard, torch.device("cpu"), surface_metrics=("hd95", "surface_dice")
+    )
+
+
+def decided(validation: list[Any], test: list[Any], names: tuple[str, ...] = NAMES) -> Cases:
+    return Segmentation().decided(
+        evaluated(test, names, compares=True), evaluated(validation, names, compares=True)
+    )
+
+
+def kept(cases: Cases, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    structures = Segmentation().by_name(summarise(cases), cases, names)
+    return tuple(name for name in structures if structures[name].get("largest_component"))
+
+
+@pytest.mark.parametrize(
+    ("validation", "classes"),
+    [
+        ([drawn(islands=True, parts=1)], ("left",)),  # a false island is removed
+        ([drawn(islands=False, parts=2)], ()),  # the second part is real
+        ([drawn(islands=False, parts=1)], ()),  # nothing changes
+        ([drawn(islands=True, parts=1, absent=True)], ()),  # no validation case has it
+        ([], ()),
+    ],
+)
+def test_only_what_raises_the_validation_dice_is_kept(validation: Any, classes: Any) -> None:
+    """Scores of the decided test cases are those of a network whose masks are post-processed."""
+    test = [drawn(islands=True, parts=2), drawn(islands=True, parts=1, absent=True)]
+    cases = (
+        decided(validation, test)
+        if validation
+        else Segmentation().decided(evaluated(test, NAMES, compares=True), None)
+    )
+    assert kept(cases) == classes
+
+    expected = evaluated(test, NAMES, largest=classes)
+    assert expected.values.keys() == {n for n in cases.values if not n.startswith("kept_")}
+    for name, values in expected.values.items():
+        torch.testing.assert_close(cases.values[name], values, equal_nan=True)
+
+
+def test_a_binary_structure_is_reported_with_both_dice() -> None:
+    names = ("background", "left")
+    prediction, reference = drawn(islands=True, parts=0)
+    cases = decided([(prediction, reference)], [(prediction, reference)], names)
+    left = Segmentation().by_name(summarise(cases), cases, names)["left"]
+    assert left["largest_component"] == 1
+    assert left["validation_dice"] == pytest.approx(2 * 16 / (16 + 20))
+    assert left["validation_dice_largest"] == left["dice"] == 1
+
+
+def test_cases_of_a_bundle_that_does_not_declare_it_stay_as_they_are() -> None:
+    cases = evaluated([drawn(islands=True, parts=1)], NAMES)
+    assert Segmentation().decided(cases, cases) is cases
+    assert not any(name.startswith("largest") for name in cases.values)
