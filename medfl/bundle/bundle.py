@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from monai.data import decollate_batch
@@ -409,21 +409,30 @@ class Bundle(Problem):
     @property
     def kind(self) -> Kind:
         """The behaviour of its kind of task; `largest_component: true` is decided on validation cases."""
-        kind = super().kind
-        return replace(kind, decides=True) if self._largest is True else kind
+        return replace(super().kind, decides=super().kind.decides or self._largest is True)
 
     @cached_property
-    def _largest(self) -> Any:
+    def _largest(self) -> Literal[True] | list[str]:
         """The structures of which only the largest component is kept; True: validation cases decide."""
-        largest = self._overrides.get(LARGEST_COMPONENT, self.protocol.get(LARGEST_COMPONENT, ()))
-        if largest and not (self.task == "segmentation" and self._is_scored_by_medfl):
+        largest: Literal[True] | list[str] = self._overrides.get(
+            LARGEST_COMPONENT, self.protocol.get(LARGEST_COMPONENT, [])
+        )
+        if not largest:
+            return []
+
+        is_named = isinstance(largest, list) and all(name in self.structures for name in largest)
+        if not (self._is_scored_as_masks and (largest is True or is_named)):
             raise InputError(
-                f"{LARGEST_COMPONENT} in the federated.yaml of bundle {self.name!r}, a {self.task}",
-                "a segmentation with `scores: medfl` has it",
+                f"{LARGEST_COMPONENT} {largest!r} of bundle {self.name!r}, a {self.task}",
+                "true, or structures, in the federated.yaml of a segmentation with `scores: medfl`",
                 "take it out",
             )
 
         return largest
+
+    @property
+    def _is_scored_as_masks(self) -> bool:
+        return self.task == "segmentation" and self._is_scored_by_medfl
 
     @property
     def _is_scored_by_medfl(self) -> bool:
@@ -588,9 +597,9 @@ class Bundle(Problem):
         if "surface_tolerance" in self._config:
             tolerance = float(self.get("surface_tolerance"))
 
-        if self.task == "segmentation" and self._is_scored_by_medfl:
+        if self._is_scored_as_masks:
             scorer = MaskEvaluator(self.loss, self.structures, inferer, tolerance)
-            if self.kind.decides:
+            if self._largest is True:
                 return replace(scorer, compares=True)
 
             return replace(scorer, largest=self._largest)

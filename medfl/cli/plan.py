@@ -86,7 +86,7 @@ def _plan(args: Namespace) -> int:
     return show(args, {"bundle": str(folder), **planned.record()}, lines)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a choice as text: sizes as 40 x 56 x 40, each part of a network by its name."""
     if isinstance(value, dict):
         return "; ".join(f"{name} {_shown(part)}" for name, part in value.items())

@@ -244,9 +244,9 @@ class MaskEvaluator:
                 tolerance=self.tolerance,
                 surface_metrics=surface_metrics,
             )
-            row, *of_largest = map(measure, predictions)
-            if of_largest:
-                row |= _compared(*predictions, reference, names, *of_largest)
+            row = measure(predictions[0])
+            if self.compares:
+                row |= _compared(predictions, reference, names, measure(predictions[1]))
 
             with _naming_item(ident):
                 # on the whole grid, with padding: the same loss as in training
@@ -305,11 +305,6 @@ class MaskEvaluator:
         # a power of two: sums over a batch then round identically on more devices
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
 
-    def kept_alone(self, count: int) -> list[int]:
-        """Return which of this many classes are those in `largest`."""
-        structures = enumerate(foreground(self.classes, count - 1), 1)
-        return [index for index, name in structures if name in self.largest]
-
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
             raise RunError(f"the model's output is not finite for case {ident!r}")
@@ -325,7 +320,9 @@ class MaskEvaluator:
             if channels > 1:
                 winner *= 1 + logits[:, 1:].argmax(1)
 
-        predicted = _largest(winner[0].to(torch.uint8).cpu(), self.kept_alone(classes))
+        predicted = _largest(
+            winner[0].to(torch.uint8).cpu(), kept_alone(self.largest, self.classes, classes)
+        )
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -344,6 +341,12 @@ class MaskEvaluator:
         return Masks(predicted, reference.to(torch.uint8), classes)
 
 
+def kept_alone(largest: Collection[str], names: Sequence[str], count: int) -> list[int]:
+    """Return which of this many classes with these names are those in `largest`."""
+    structures = enumerate(foreground(names, count - 1), 1)
+    return [index for index, name in structures if name in largest]
+
+
 def _largest(mask: Tensor, classes: Sequence[int]) -> Tensor:
     """Return a mask (H, W[, D]) with only the largest connected component of these classes."""
     if not classes:
@@ -354,13 +357,10 @@ def _largest(mask: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def _compared(
-    prediction: Tensor,
-    largest_alone: Tensor,
-    reference: Tensor,
-    names: Sequence[str],
-    scored: Metrics,
+    predictions: Sequence[Tensor], reference: Tensor, names: Sequence[str], scored: Metrics
 ) -> Metrics:
-    """Return scores by largest components; `largest_alone` and `scored` are of all structures'."""
+    """Return scores by largest components: `scored`, which is of the second prediction, and what each one changes."""
+    prediction, largest_alone = predictions
     row = {LARGEST + metric: value for metric, value in scored.items()}
     for index, name in enumerate(map(slug, names[1:]), 1):
         removed = reference[(prediction == index) & (largest_alone != index)]

@@ -35,6 +35,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.datasets.readers.mask_values import picture_values
+from medfl.evaluation.evaluators import kept_alone
 from medfl.evaluation.metrics import Cases
 from medfl.export import configs, descriptions, network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
@@ -203,7 +204,6 @@ class _BundleWriter:
         self.thresholds = [*thresholds_of(trained, model.site or None, say)]  # of findings
         evaluator = evaluator_of(trained, self.bundle, model.site or None)
         self.largest = [*getattr(evaluator, "largest", ())]
-        self.kept_alone = getattr(evaluator, "kept_alone", lambda count: [])
         self.monai_network: Any = None  # the `network_def` for MONAI alone
 
     def write(self) -> Document:
@@ -244,7 +244,9 @@ class _BundleWriter:
 
         meta["medfl"] |= {"files": files, "measured_on": measured, "task": self.task.kind}
         meta["medfl"] |= {"thresholds": self.thresholds} if self.thresholds else {}
-        meta["medfl"] |= {"largest_components": self.largest} if self.largest else {}
+        if self.largest:
+            meta["medfl"]["largest_components"] = self.largest
+
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
         self._describe(meta)
@@ -488,7 +490,7 @@ class _BundleWriter:
             "values": [*values],
             "dtype": "uint8" if max(values) < 256 else "uint16",
             "thresholds": self.thresholds,
-            "largest": self.kept_alone(outputs),
+            "largest": kept_alone(self.largest, self.bundle.structures, outputs),
             "mean": mean.tolist(),
             "sd": sd.tolist(),
         }

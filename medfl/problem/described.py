@@ -53,6 +53,8 @@ def mask_values(metadata: Config) -> Sequence[int]:
 def largest_components(metadata: Config) -> list[str]:
     """Return the structures of which an exported model keeps only the largest component."""
     entry = metadata.get("medfl")
-    names = entry.get("largest_components") if isinstance(entry, Mapping) else None
     # the file may come from anybody
-    return names if isinstance(names, list) else []
+    if isinstance(entry, Mapping) and isinstance(entry.get("largest_components"), list):
+        return [*entry["largest_components"]]
+
+    return []

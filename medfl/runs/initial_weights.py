@@ -82,7 +82,10 @@ def largest_components(text: str) -> list[str]:
             name for name, metrics in classes.items() if metrics.get(described.LARGEST_COMPONENT)
         ]
 
-    return described.largest_components(read_metadata(path)) if kind == "bundle" else []
+    if kind == "bundle":
+        return described.largest_components(read_metadata(path))
+
+    return []
 
 
 def read(text: str, names: Set[str] = frozenset(), say: Print = str) -> Tensors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from monai.transforms import Transform
@@ -284,7 +283,7 @@ def evaluator_of(networks: RunNetworks, bundle: Problem, site: str | None) -> Ev
     return replace(evaluator, compares=False, largest=largest)
 
 
-def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, Any]:
+def _recorded(networks: RunNetworks, site: str | None, key: str) -> dict[str, str | float | None]:
     """Return what a finished run recorded under a key for each finding or structure, None where it did not."""
     of_round = (networks.summary.get(networks.which) or {}).get("classes") or {}
     row: Mapping[str, str] = {}

@@ -97,3 +97,13 @@ def test_cases_of_a_bundle_that_does_not_declare_it_stay_as_they_are() -> None:
     cases = evaluated([drawn(islands=True, parts=1)], NAMES)
     assert Segmentation().decided(cases, cases) is cases
     assert not any(name.startswith("largest") for name in cases.values)
+
+
+@pytest.mark.parametrize("entry", ["yes", 5, ["liver"], {"left": 1}])
+def test_an_entry_that_names_no_structure_is_refused(entry: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "lungs"
+    shutil.copytree(bundle_folder("lung_cxr"), folder)
+    protocol = folder / "configs/federated.yaml"
+    protocol.write_text(f"{protocol.read_text()}\nlargest_component: {json.dumps(entry)}\n")
+    with pytest.raises(InputError, match="largest_component .* true, or structures"):
+        assert Bundle(folder).evaluator

@@ -44,12 +44,11 @@ class Segmentation(Kind):
         results = by_structure(scores, cases.values, names, len(cases))
         for name, metrics in results.items():
             decision = cases.values.get(f"kept_{slug(name)}")
-            # of several models there are several decisions
-            if (
-                decision is not None
-                and len(decision.unique(dim=0)) == 1
-                and decision.isfinite().all()
-            ):
+            if decision is None or not len(decision):
+                continue
+
+            # several models have several decisions; NaN is none
+            if (decision == decision[0]).all():
                 before, after = decision[0].tolist()
                 metrics[LARGEST_COMPONENT] = float(after > before)
                 metrics |= {"validation_dice": before, "validation_dice_largest": after}
@@ -67,7 +66,10 @@ class Segmentation(Kind):
         if not names:
             return cases
 
-        validated = {} if validation is None else validation.values
+        validated: Mapping[str, Tensor] = {}
+        if validation is not None:
+            validated = validation.values
+
         values = {}
         for metric, value in cases.values.items():
             if not metric.startswith(LARGEST):
