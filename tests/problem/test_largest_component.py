@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from medfl.bundle.bundle import Bundle
+from medfl.bundle.files import shipped_folders
+from medfl.core import InputError
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.metrics import Cases, summarise
@@ -102,7 +108,7 @@ def test_cases_of_a_bundle_that_does_not_declare_it_stay_as_they_are() -> None:
 @pytest.mark.parametrize("entry", ["yes", 5, ["liver"], {"left": 1}])
 def test_an_entry_that_names_no_structure_is_refused(entry: Any, tmp_path: Path) -> None:
     folder = tmp_path / "lungs"
-    shutil.copytree(bundle_folder("lung_cxr"), folder)
+    shutil.copytree(shipped_folders()["lung_cxr"], folder)
     protocol = folder / "configs/federated.yaml"
     protocol.write_text(f"{protocol.read_text()}\nlargest_component: {json.dumps(entry)}\n")
     with pytest.raises(InputError, match="largest_component .* true, or structures"):
