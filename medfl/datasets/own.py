@@ -17,8 +17,7 @@ from pathlib import Path, PurePath
 
 from medfl.core.documents import Config
 from medfl.core.errors import InputError
-from medfl.core.mappings import map_values
-from medfl.core.names import composed, not_among
+from medfl.core.names import alike, composed, not_among
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import folders_below, printable
 from medfl.datasets.base import MARKER, Item, item_of
@@ -176,7 +175,10 @@ def paired(
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the class folders."""
     classes = [*map(composed, classes)]
-    images = map_values(tables.image_files, image_folders(root))
+    spelling = {alike(name): name for name in classes}
+    images = {}
+    for name, folder in image_folders(root).items():
+        images[spelling.get(alike(name), name)] = tables.image_files(folder)
 
     bare: tuple[Record, ...] = ()
     # a class may be called so; then the folder is one of the classes'
@@ -416,6 +418,8 @@ def _folders(root: Path) -> dict[str, Path]:
     for path in root.iterdir():
         if path.is_dir() and path.name[0] not in "._":
             shown.append(path)
+
+    by_name((alike(path.name), str(path)) for path in shown)  # which refuses those that look alike
     return {name: Path(path) for name, path in by_name((path.name, str(path)) for path in shown)}
 
 
@@ -549,8 +553,8 @@ def path_below(root: Path, name: str) -> Path:
         place /= part
         if not place.exists():
             # macOS writes an accent as a character of its own: the same name in other bytes
-            alike = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
-            place = next(alike, place)
+            fits = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
+            place = next(fits, place)
 
     return place
 

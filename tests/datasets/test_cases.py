@@ -33,3 +33,10 @@ def test_items_without_labels_are_a_sequence_also_in_parts() -> None:
     items = _WithoutLabels([{"id": "a", "label": 2}, {"id": "b", "label": 0}])
     assert items[1] == {"id": "b"}
     assert list(items[:1]) == [{"id": "a"}]
+
+
+def test_an_id_that_a_spreadsheet_changed_is_told_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / cases.TABLE).write_text("file,patient\n1E+05,p\n")
+    record = replace(RECORD, image=str(tmp_path / "100000.png"), id="100000.png")
+    with pytest.raises(InputError, match="a spreadsheet may have made '1E\\+05' of a name"):
+        cases.read(tmp_path, [record])

@@ -329,6 +329,48 @@ def test_a_place_that_is_absent_or_differs_is_refused_by_its_tag(tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
+MIXED = {
+    "photometric": (
+        (0x0028, 0x0004),
+        "CS",
+        "MONOCHROME1",
+        "MONOCHROME2",
+        "PhotometricInterpretation",
+    ),
+    "units": ((0x0054, 0x1001), "CS", "BQML", "CNTS", "Units"),
+    "kind of values": ((0x0028, 0x1054), "LO", "HU", "US", "RescaleType"),
+    "frame of reference": ((0x0020, 0x0052), "UI", "1.2.3", "1.2.4", "FrameOfReferenceUID"),
+    "patient": ((0x0010, 0x0020), "LO", "a", "b", "PatientID"),
+    "modality": ((0x0008, 0x0060), "CS", "CT", "PT", "Modality"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_slices_that_mean_different_things_are_refused_by_their_tag(
+    tmp_path: Path, name: str
+) -> None:
+    tag, kind, first, second, keyword = MIXED[name]
+    slices = [(PIXELS, {tag: (kind, value)}) for value in (first, first, second)]
+    folder = series(tmp_path / "s", *slices)
+    assert {pydicom.dcmread(p)[keyword].value for p in Path(folder).iterdir()} == {first, second}
+    with pytest.raises(
+        InputError, match=rf"{keyword} is {second} in .*7\.dcm and {first} in .*8\."
+    ):
+        read_volume(folder)
+    slices[2] = (PIXELS, {tag: (kind, first)})
+    assert read_volume(series(tmp_path / "t", *slices)).shape == (1, 4, 3, 3)
+
+
+def test_slices_of_two_acquisitions_are_one_volume_and_it_is_said(tmp_path: Path) -> None:
+    numbers = [{(0x0020, 0x0012): ("IS", number)} for number in "112"]
+    folder = series(tmp_path / "s", *((PIXELS + index, more) for index, more in enumerate(numbers)))
+    volume = read_volume(folder)
+    reader = sitk.ImageSeriesReader()
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(folder))
+    assert np.array_equal(volume[0], sitk.GetArrayFromImage(reader.Execute()).T)
+    assert volume.meta[CHANGES].startswith("slices that differ in (0020,0012) AcquisitionNumber")
+
+
 def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
     folder = series(tmp_path / "s", (PIXELS, {THICKNESS: ("DS", "2.5")}))
     volume = read_volume(folder)

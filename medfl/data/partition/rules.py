@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.names import composed, listed
+from medfl.core.names import alike, composed, listed, respelled
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import targets
@@ -131,10 +131,12 @@ class Partition:
 
 
 def _positions(sections: Sections) -> dict[str, dict[str, int]]:
-    """Return section -> id, in composed characters -> index."""
+    """Return section -> id, in composed characters and as it is compared -> index."""
     where = {}
     for name, section in sections.items():
-        where[name] = {composed(str(item["id"])): i for i, item in enumerate(section)}
+        idents = [composed(str(item["id"])) for item in section]
+        where[name] = {alike(ident): i for i, ident in enumerate(idents)}
+        where[name] |= {ident: i for i, ident in enumerate(idents)}
 
     return where
 
@@ -426,10 +428,13 @@ def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
 
 
 def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
+    advice = "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it"
     where = _positions(data)
     homes: Homes = {name: [None] * len(section) for name, section in data.items()}
     for line, row in _rows(path):
         key = (row.get("id") or "").strip()
+        if not any(key in places for places in where.values()):
+            key = alike(key).strip()
         site = (row.get("site") or "").strip()
         section = (row.get("section") or "").strip()
         if not site or not site.isprintable() or set(site) & set("/\\"):
@@ -452,7 +457,7 @@ def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
                 f"{path}, line {line}: id {key!r} is unknown"
                 + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
-                "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it",
+                respelled([key]) or advice,
             )
 
         # an id that several sections have gets the site in each

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from medfl.core.errors import InputError, either
-from medfl.core.names import as_number, composed
+from medfl.core.names import alike, as_number, respelled
 from medfl.core.task import SECTIONS
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
@@ -119,7 +119,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
         used[name], row_of[record.id] = record.id, rows[name]
 
     if missing:
-        advice = "add one for it"
+        advice = respelled(rows.keys() - used.keys()) or "add one for it"
         bare_number = as_number(PurePosixPath(missing[0]).stem)
         if bare_number and bare_number in map(as_number, rows):
             advice = f"write column 'file' as text: {bare_number!r} has lost the zeros before it"
@@ -144,4 +144,4 @@ def _names(root: Path, record: Record) -> list[str]:
 
 def key(text: str) -> str:
     """Return a path or name from a table in its comparable form: with slashes, without the ending of NIfTI."""
-    return bare(composed(text).strip().replace("\\", "/").removeprefix("./"))
+    return bare(alike(text).strip().replace("\\", "/").removeprefix("./"))

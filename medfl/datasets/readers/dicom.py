@@ -47,6 +47,15 @@ _ITK_SOURCE = re.compile(r".*ERROR: (\w+\(0x\w+\): )?")
 _METAIO = re.compile(
     r"^(Meta\w+: |Uncompress |\w+ required and not defined).*\n(   .*\n)*", re.MULTILINE
 )
+_SAME = (
+    "Modality",
+    "PatientID",
+    "FrameOfReferenceUID",
+    "PhotometricInterpretation",
+    "RescaleType",
+    "Units",
+)
+"""What slices of one volume may leave out, and not state differently."""
 _SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
 _STORED = [
     "SamplesPerPixel",
@@ -160,6 +169,9 @@ def read(folder: str) -> tuple[Array, Affine, str]:
             )
 
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
+    for keyword in _SAME:
+        _require_same(frames, keyword)
+
     places, affine = _placed(folder, frames)
     (columns,), (rows,) = (_require_equal(frames, keyword) for keyword in ("Columns", "Rows"))
     voxels = np.empty((len(frames), int(rows), int(columns)), np.float32)
@@ -180,6 +192,12 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     if padded.any() and not padded.all():
         voxels[padded] = voxels[~padded].min()
         changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
+
+    acquisitions = {frame.header.text("AcquisitionNumber") for frame in frames}
+    if len(acquisitions) > 1:
+        changes.append(
+            f"slices that differ in {_named('AcquisitionNumber')} are read as one volume"
+        )
 
     are_scaled = {frame.header.is_scaled for frame in frames}
     if False in are_scaled and (True in are_scaled or frames[0].header.text("Modality") in _SCALED):
@@ -328,16 +346,30 @@ def _require_equal(frames: Sequence[Frame], keyword: str, count: int = 1) -> Aff
     """Return the numbers of a tag that must be equal in all frames; an InputError names the tag if they differ."""
     first = _numbers(frames[0], keyword, count)
     for frame in frames:
-        numbers = _numbers(frame, keyword, count)
-        if not np.allclose(numbers, first, rtol=0, atol=_ALIKE):
-            raise InputError(
-                f"{_named(keyword)} is {frames[0].header.text(keyword)} in DICOM file {frames[0].file} and "
-                f"{frame.header.text(keyword)} in {frame.file}",
-                "the slices of a volume have one grid",
-                "keep slices of one orientation, size and spacing in each folder",
-            )
+        if not np.allclose(_numbers(frame, keyword, count), first, rtol=0, atol=_ALIKE):
+            raise _different(keyword, frames[0], frame)
 
     return first
+
+
+def _require_same(frames: Sequence[Frame], keyword: str) -> None:
+    """Raise an InputError if a tag has another text in a frame than in one before it."""
+    frame_of: dict[str, Frame] = {}
+    for frame in frames:
+        if text := frame.header.text(keyword):
+            frame_of.setdefault(text, frame)
+
+    for frame in [*frame_of.values()][1:]:
+        raise _different(keyword, next(iter(frame_of.values())), frame)
+
+
+def _different(keyword: str, frame: Frame, other: Frame) -> InputError:
+    return InputError(
+        f"{_named(keyword)} is {frame.header.text(keyword)} in DICOM file {frame.file} and "
+        f"{other.header.text(keyword)} in {other.file}",
+        "the slices of a volume have one grid, and one meaning of their values",
+        "keep slices in which this tag is equal in each folder",
+    )
 
 
 # Places

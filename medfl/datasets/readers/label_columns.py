@@ -14,7 +14,7 @@ import numpy as np
 
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.names import as_number, composed, listed
+from medfl.core.names import alike, as_number, differ, listed, respelled
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 
@@ -134,7 +134,7 @@ class Meaning:
 
 def head(name: str) -> str:
     """Return a column's name in the form that is compared."""
-    return re.sub(r"[\s_-]+", "_", composed(str(name)).strip().lower())
+    return re.sub(r"[\s_-]+", "_", alike(str(name)).strip().lower())
 
 
 def find_column(path: Path, columns: Sequence[str], name: str, flag: str) -> str:
@@ -261,8 +261,11 @@ class _Table:
             else:
                 sets.append({part for part in parts if head(part) not in _NO_FINDING})
 
-        present = set[str]().union(*(entry for entry in sets if entry))
-        names = self._wanted.names or tuple(sorted(present))
+        present = sorted(set[str]().union(*filter(None, sets)))
+        spelled, notes = _one_spelling(present, self._wanted.names)
+        form = dict(zip(present, spelled, strict=True))
+        sets = [entry and {form[name] for name in entry} for entry in sets]
+        names = self._wanted.names or tuple(sorted({*spelled}))
         if not names:
             raise InputError(
                 f"{self._path}: column {column!r} names no finding",
@@ -288,6 +291,7 @@ class _Table:
             names,
             column,
             f"{len(names)} findings by column {column!r}, with | between several: {', '.join(names)}",
+            tuple(notes),
         )
 
     # Several columns
@@ -678,10 +682,12 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     column = column or next(by_number, None)
     if column is None:
         shown = listed(columns, 20) or "no rows below a header"
+        cells = [row[heads[name]] or "" for row in rows for name in matches]
+        advice = "name the column with --file-column, or check the folder"
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
-            "name the column with --file-column, or check the folder",
+            respelled(cells) or advice,
         )
 
     index = matches[column]
@@ -716,6 +722,14 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
+    pairs = [(rows[number][heads[column]], image) for image, number in index.items()]
+    if pairs := [pair for pair in pairs if differ(*pair)]:
+        notes.append(
+            f"{len(pairs)} names of images differ from the table's in characters that are invisible or look alike: "
+            f"{' and '.join(map(ascii, pairs[0]))}"
+        )
+    if advice := respelled(without_image):
+        notes.append(advice)
     if meaning.task == "multilabel":
         notes += _outcomes(meaning.names, targets.values())
 
@@ -736,11 +750,11 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    alike = defaultdict(list)
+    same = defaultdict(list)
     for name in names:
-        alike[_SURE.get(name.lower(), name.casefold())].append(name)
+        same[_SURE.get(name.lower(), name.casefold())].append(name)
 
-    if twice := [" and ".join(map(repr, group)) for group in alike.values() if group[1:]]:
+    if twice := [" and ".join(map(repr, group)) for group in same.values() if group[1:]]:
         notes.append(f"names that may say the same: {'; '.join(twice)}; they count as different")
     for name in dict.fromkeys(classes.values()):
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
@@ -814,27 +828,26 @@ def _by_number(
 
 
 def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the class of each row with numbers in one spelling, and notes where the table has several of one."""
+    """Return the class of each row in one spelling (numbers, look-alikes), and notes where the table has several."""
     spelling: dict[str, str] = {}
     for name in known:
-        spelling.setdefault(as_number(name), name)
+        spelling.setdefault(_plain(name), name)
 
     written = defaultdict(set)
     for name in class_of:
-        written[as_number(name)].add(name)
+        written[_plain(name)].add(name)
 
     notes = []
-    for number, names in sorted(written.items()):
-        if number and len(names) > 1:
-            name = spelling.setdefault(number, number)
-            notes.append(
-                f"one class by its number, {name!r}: {' and '.join(map(repr, sorted(names)))}"
-            )
+    for plain, names in sorted(written.items()):
+        if len(names) > 1:
+            name = spelling.setdefault(plain, plain)
+            notes.append(f"one class, {name!r}: {' and '.join(map(ascii, sorted(names)))}")
 
-    spelling.pop("", None)
-    return [
-        name if name in known else spelling.get(as_number(name), name) for name in class_of
-    ], notes
+    return [name if name in known else spelling.get(_plain(name), name) for name in class_of], notes
+
+
+def _plain(name: str) -> str:
+    return as_number(alike(name)) or alike(name)
 
 
 def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> list[str]:

@@ -170,8 +170,8 @@ def by_name(files: Iterable[tuple[str, str]]) -> Files:
     for name, uri in files:
         if (alternative := uri_of.setdefault(composed(name), uri)) != uri:
             raise InputError(
-                f"{ascii(alternative)} and {ascii(uri)} have one name, in composed and decomposed characters",
-                "names that differ to the eye (Unicode NFC)",
+                f"{ascii(alternative)} and {ascii(uri)} have one name, in characters that look alike",
+                "names that differ to the eye (Unicode NFC; of classes NFKC)",
                 "rename one of them, or remove it",
             )
 
