@@ -458,7 +458,7 @@ def picture_affine(file: str) -> Affine:
 
 
 def _stored(file: str, header: Header) -> Array:
-    """Return the stored pixels (frames, H, W) of a file in shades of grey."""
+    """Return the pixels (frames, H, W) of a file in shades of grey, with all bits of their words."""
     if header.is_coloured:
         raise InputError(
             f"DICOM file {file} has colours by {_named('PhotometricInterpretation')}",
@@ -481,6 +481,11 @@ def _stored(file: str, header: Header) -> Array:
 
         plain.PhotometricInterpretation = "MONOCHROME2"
         syntax = plain.file_meta.get("TransferSyntaxUID")
+        if header.whole("BitsAllocated") == 16 and syntax and not syntax.is_compressed:
+            # padding may need bits above those of other pixels
+            plain.BitsStored = 16
+            plain.HighBit = 15
+
         # GDCM loses the last bits where frames fill no bytes, and swaps 32-bit numbers in big-endian order wrongly
         if header.whole("BitsAllocated") in (1, 32) and syntax and not syntax.is_compressed:
             pixels = plain.pixel_array
@@ -507,6 +512,7 @@ def _pixels(file: str) -> Array:
 
 def _modality(pixels: Array, header: Header) -> Array:
     """Return stored pixels as physical values: by a table, or times slope plus intercept."""
+    pixels = _without_unused_bits(pixels, header)
     if tables := header.items("ModalityLUTSequence"):
         return _through(pixels, tables[0], header.is_signed)
 
@@ -552,8 +558,19 @@ def _padding(pixels: Array, header: Header) -> Array:
     if header.is_signed:
         ends = (ends + 2**15) % 2**16 - 2**15
 
-    padded: Array = (pixels >= ends.min()) & (pixels <= ends.max())
+    padded = np.zeros(pixels.shape, bool)
+    for values in (pixels, _without_unused_bits(pixels, header)):
+        padded |= (values >= ends.min()) & (values <= ends.max())
+
     return padded
+
+
+def _without_unused_bits(pixels: Array, header: Header) -> Array:
+    unused = 16 - header.whole("BitsStored", 16)
+    if pixels.itemsize != 2 or unused <= 0:
+        return pixels
+
+    return np.right_shift(np.left_shift(pixels, unused), unused)  # which keeps the sign
 
 
 def read_picture(file: str) -> Bytes:
@@ -598,7 +615,12 @@ def _coloured(file: str, header: Header) -> tuple[Array, int]:
     """Return the colours (H, W, 3) of a picture, and their largest possible value."""
     _require_shallow(file)
     if "PALETTE" in header.text("PhotometricInterpretation"):
-        colours = _pixels(file)[0]
+        # GDCM fails where a table's first index is not 0
+        pydicom = importlib.import_module("pydicom")
+        grey = pydicom.Dataset()
+        grey.PhotometricInterpretation = "MONOCHROME2"
+        indices = _without_unused_bits(_stored(file, Header((grey, *header)))[0], header)
+        colours = pydicom.pixels.apply_color_lut(indices, _dataset(file))
         return colours, np.iinfo(colours.dtype).max
 
     plain = _dataset(file)
