@@ -108,17 +108,7 @@ def alike(text: str) -> str:
         return text
 
     plain = unicodedata.normalize("NFKC", text)
-    return "".join(filter(_is_seen, plain))
-
-
-def _is_seen(character: str) -> bool:
-    return unicodedata.category(character) != "Cf"
-
-
-def differ(name: str, other: str) -> bool:
-    """Tell whether names that are alike, or paths that end in them, have other characters."""
-    odd = [[c for c in text.rpartition("/")[2] if alike(c) != c] for text in (name, other)]
-    return odd[0] != odd[1]
+    return "".join(c for c in plain if unicodedata.category(c) != "Cf")
 
 
 def respelled(cells: Iterable[str]) -> str:

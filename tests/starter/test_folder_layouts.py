@@ -142,7 +142,7 @@ def test_a_number_that_lost_its_zeros_finds_its_image(spelled: str, tmp_path: Pa
     (tmp_path / "t.csv").write_text("\n".join(["id,label", *lines]) + "\n")
     seen = starter.survey(tmp_path / "p", labels=tmp_path / "t.csv")
     assert seen.counts == (6, 6)
-    assert "12 images are matched by their numbers" in " ".join(seen.notes)
+    assert "12 names of images differ from the table's in zeros" in " ".join(seen.notes)
     labels = label_columns.read(tmp_path / "t.csv", [f"{n:04d}.png" for n in range(8, 20)]).classes
     assert all(name == "ab"[int(image[:4]) % 2] for image, name in labels.items())
     picture(tmp_path / "p" / "012.png")

@@ -14,7 +14,7 @@ import numpy as np
 
 from medfl.core.arrays import Floats
 from medfl.core.errors import InputError, did_you_mean, either
-from medfl.core.names import alike, as_number, differ, listed, respelled
+from medfl.core.names import alike, as_number, composed, listed, respelled
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 
@@ -70,6 +70,7 @@ _UNIT = re.compile(
 _MOST_CLASSES = 20  # different whole numbers, above which a column of such is one of numbers
 _LARGEST = float(np.finfo(np.float32).max)
 _A_NUMBER = f"a number with a decimal point, up to {_LARGEST:.2g}, or nothing"
+_NUMBERED = "/"  # before a number, as no name begins
 _MOSTLY = 0.9  # of the cells, from which on the others are taken for mistakes
 
 
@@ -672,28 +673,22 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     for role, name in wanted.roles.items():
         roles[role] = find_column(path, columns, name, f"--{role}-column")
 
-    matches = {}
-    for name in [head(roles["file"])] if "file" in roles else FILES:
-        if name in heads:
-            matches[name] = _matched(path, rows, heads[name], images)
-
-    column = next((column for column, index in matches.items() if index), None)
-    by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
-    column = column or next(by_number, None)
+    candidates = [head(roles["file"])] if "file" in roles else [*filter(heads.__contains__, FILES)]
+    # names as they are before numbers: another column may count the rows
+    ways = itertools.product((False, True), [heads[name] for name in candidates if name in heads])
+    column = next((name for way, name in ways if _matched(path, rows, name, images, way)), None)
     if column is None:
         shown = listed(columns, 20) or "no rows below a header"
-        cells = [row[heads[name]] or "" for row in rows for name in matches]
-        advice = "name the column with --file-column, or check the folder"
+        cells = [row[heads[name]] or "" for row in rows for name in candidates]
         raise InputError(
-            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
+            f"{path} names none of the {len(images)} images in a column "
+            f"{', '.join(map(repr, candidates)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
-            respelled(cells) or advice,
+            respelled(cells) or "name the column with --file-column, or check the folder",
         )
 
-    index = matches[column]
-    numbers = _by_number(path, rows, heads[column], images, index)
-    index |= numbers
-    meaning = understood(path, rows, heads[column], wanted)
+    index = _matched(path, rows, column, images, True)
+    meaning = understood(path, rows, column, wanted)
     spelled: list[str] = []
     classes = {}
     targets = {}
@@ -713,7 +708,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
 
     case_heads |= {role: column for role, column in roles.items() if role != "file"}
     rows_left = sorted(set(range(len(rows))) - set(index.values()))
-    without_image = [str(rows[number][heads[column]]) for number in rows_left]
+    without_image = [str(rows[number][column]) for number in rows_left]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
         f"images have no {_NOUNS[meaning.task]} in the table": [
@@ -722,23 +717,16 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
-    pairs = [(rows[number][heads[column]], image) for image, number in index.items()]
-    if pairs := [pair for pair in pairs if differ(*pair)]:
+    pairs = [(rows[number][column], image) for image, number in index.items()]
+    if pairs := [pair for pair in pairs if _stem(pair[0]) != _stem(pair[1])]:
         notes.append(
-            f"{len(pairs)} names of images differ from the table's in characters that are invisible or look alike: "
-            f"{' and '.join(map(ascii, pairs[0]))}"
+            f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
+            f"or in characters that are invisible or look alike: {' and '.join(map(ascii, pairs[0]))}"
         )
     if advice := respelled(without_image):
         notes.append(advice)
     if meaning.task == "multilabel":
         notes += _outcomes(meaning.names, targets.values())
-
-    if numbers:
-        image, number = next(iter(numbers.items()))
-        notes.append(
-            f"{len(numbers)} images are matched by their numbers, whose zeros the table has lost: "
-            f"{rows[number][heads[column]]} is {image}"
-        )
 
     for reason, entries in left_out.items():
         if entries:
@@ -766,7 +754,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         row = rows[number]
         cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
 
-    by = [f"images by column {heads[column]!r}", meaning.text]
+    by = [f"images by column {column!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
     return Labels(
         meaning.task,
@@ -780,48 +768,30 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     )
 
 
-def _matched(path: Path, rows: Rows, column: str, images: Sequence[str]) -> dict[str, int]:
-    """Return image -> number of its row, the first of equal ones."""
-    forms = [(form, image) for image in images for form in _forms(image)]
+def _matched(
+    path: Path, rows: Rows, column: str, images: Sequence[str], by_number: bool
+) -> dict[str, int]:
+    """Return image -> number of its row, the first of equal ones; `by_number`: also where zeros before it are lost."""
+    forms = [(form, image) for image in images for form in _forms(image, by_number)]
     times = Counter(form for form, _ in forms)
     image_of = {form: image for form, image in forms if times[form] == 1}
     row_numbers: dict[str, int] = {}
 
     for number, row in enumerate(rows):
-        names = [form for form in _row_forms(row[column] or "") if form in image_of]
+        cell = row[column] or ""
+        names = [form for form in _row_forms(cell, by_number) if form in times]
+        if names and names[0].startswith(_NUMBERED) and names[0] not in image_of:
+            fits = [image for form, image in forms if form == names[0]]
+            raise InputError(
+                f"{path}: {cell!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
+                "a row for each image, by the name of its file",
+                "write the column as text",
+            )
+        names = [*filter(image_of.__contains__, names)]
         if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
             image = image_of[names[0]]
             raise InputError(
                 f"{path} has two rows for {image}", "a row for each image", "remove one of them"
-            )
-
-    return row_numbers
-
-
-def _by_number(
-    path: Path,
-    rows: Rows,
-    column: str,
-    images: Sequence[str],
-    matched: Mapping[str, int],
-) -> dict[str, int]:
-    """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
-    images_of = defaultdict(list)
-    for image in images:
-        if image not in matched and (shown := as_number(_forms(image)[-1])):
-            images_of[shown].append(image)
-
-    row_numbers: dict[str, int] = {}
-    for number in sorted(set(range(len(rows))) - set(matched.values())):
-        text = (rows[number][column] or "").strip()
-        fits = [image for image in images_of[as_number(text)] if _forms(image)[-1] != text]
-        if not fits:
-            continue
-        if len(fits) > 1 or rows[row_numbers.setdefault(fits[0], number)] != rows[number]:
-            raise InputError(
-                f"{path}: {text!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
-                "a row for each image, by the name of its file",
-                "write the column as text",
             )
 
     return row_numbers
@@ -865,7 +835,7 @@ def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> l
     return [f"{text} {listed(entries, 20)}" for text, entries in missing.items()]
 
 
-def _row_forms(name: str) -> list[str]:
+def _row_forms(name: str, by_number: bool) -> list[str]:
     """Return what a row may mean: the forms of its path, and of each shorter one from a folder within it on."""
     parts = cases.key(name).split("/")
     forms = []
@@ -873,11 +843,22 @@ def _row_forms(name: str) -> list[str]:
         path = "/".join(parts[start:])
         forms += [path, without_ending(path)]
 
-    return forms
+    return forms + _numbers(name, by_number)
 
 
-def _forms(name: str) -> list[str]:
+def _forms(name: str, by_number: bool) -> list[str]:
     """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
     path = cases.key(name)
     bare = path.rpartition("/")[2]
-    return list(dict.fromkeys([path, without_ending(path), bare, without_ending(bare)]))
+    forms = dict.fromkeys([path, without_ending(path), bare, without_ending(bare)])
+    return [*forms, *_numbers(without_ending(bare), by_number)]
+
+
+def _numbers(name: str, by_number: bool) -> list[str]:
+    number = as_number(name.strip())
+    return [_NUMBERED + number] if by_number and number else []
+
+
+def _stem(name: str) -> str:
+    """Return a name as it is stored, without folder and ending."""
+    return without_ending(composed(name).strip().replace("\\", "/").rpartition("/")[2])

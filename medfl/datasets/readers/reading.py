@@ -14,6 +14,7 @@ import math
 import os
 import re
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -379,6 +380,8 @@ def palette_of(uri: str) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 def _opened(source: IO[bytes]) -> ImageFile:
+    # of what is read as it is described, refused, or damaged beside its pixels
+    warnings.filterwarnings("ignore", module="PIL")
     try:
         return Image.open(source)
     except UnidentifiedImageError as error:
