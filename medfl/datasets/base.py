@@ -71,7 +71,7 @@ def sheet(name: str) -> dict[str, Any]:
     if "downloads" in entries:
         entries["downloads"] = tuple(Download(**file) for file in entries["downloads"])
 
-    for key in {"folders", "concepts", "notes"} & entries.keys():
+    for key in {"folders", "concepts", "notes", "classes", "centres"} & entries.keys():
         entries[key] = tuple(entries[key])
 
     return {"name": name, **entries}

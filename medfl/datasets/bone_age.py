@@ -141,10 +141,6 @@ _PHANTOM_FOLDERS = {
 
 DATASET = DataSet(
     **sheet("bone_age"),
-    task="regression",
-    classes=("bone age",),
-    channels=1,
-    mixed_channels=True,
     layouts=(
         Layout(
             "boneage-training-dataset.csv or train.csv (id, boneage, male), Validation Dataset.csv (Image ID, male, "
@@ -176,5 +172,4 @@ DATASET = DataSet(
             SOURCES["test"].files[0]: _phantom_columns("test", "test"),
         },
     ),
-    per_class=30,
 )

@@ -164,10 +164,7 @@ def _phantom_age(case: Case) -> int:
 
 DATASET = DataSet(
     **sheet("brain_age"),
-    task="regression",
-    classes=("age",),
     centres=CENTRES,
-    channels=1,
     layouts=(
         Layout(
             "any of: oasis_cross-sectional.csv (ID, M/F, Age) + OAS1_<number>_MR<n>*.nii[.gz]; IXI.csv (IXI_ID, "
@@ -200,6 +197,4 @@ DATASET = DataSet(
         sides=((1, 1), (1.25, 1.25), (1, 1)),
         spacing=4.0,
     ),
-    per_class=16,
-    size=32,
 )

@@ -12,7 +12,6 @@ from medfl.datasets.readers.splitting import Record, by_group, validation_from_t
 from medfl.datasets.readers.tables import Layout, Table, read_csv
 from medfl.datasets.readers.volumes import count_voxels, volume_index
 
-CLASSES = ("background", "csf", "grey", "white")
 SUBJECTS = "subjects.csv"
 OLD = 40.0  # years; nobody in the data is between 34 and 45
 _NAME = re.compile(r"oasis_(\d+)_(t1ss|tissue)")
@@ -85,9 +84,6 @@ def _phantom_age(case: Case) -> int:
 
 DATASET = DataSet(
     **sheet("brain_tissue"),
-    task="segmentation",
-    classes=CLASSES,
-    channels=1,
     layouts=(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
@@ -116,6 +112,4 @@ DATASET = DataSet(
         spacing=2.0,
         repeats=True,
     ),
-    per_class=30,
-    size=48,
 )

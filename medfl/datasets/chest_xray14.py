@@ -20,25 +20,11 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-FINDINGS = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Effusion",
-    "Infiltration",
-    "Mass",
-    "Nodule",
-    "Pneumonia",
-    "Pneumothorax",
-    "Consolidation",
-    "Edema",
-    "Emphysema",
-    "Fibrosis",
-    "Pleural_Thickening",
-    "Hernia",
-)
+SHEET = sheet("chest_xray14")
+FINDINGS = SHEET["classes"]
 """In the paper's order."""
 NONE = "No Finding"
-VIEWS = ("PA", "AP")
+VIEWS = SHEET["centres"]
 TABLES = ("Data_Entry_2017_v2020.csv", "Data_Entry_2017.csv")
 LISTS = {"train_val_list.txt": "train", "test_list.txt": "test"}
 _COLUMNS = ("Image Index", "Finding Labels", "Patient ID", "Patient Age", "View Position")
@@ -119,12 +105,7 @@ def _phantom_list(is_tested: bool) -> Callable[[Case], str | None]:
 
 
 DATASET = DataSet(
-    **sheet("chest_xray14"),
-    task="multilabel",
-    classes=FINDINGS,
-    centres=VIEWS,
-    channels=1,
-    mixed_channels=True,
+    **SHEET,
     layouts=(
         Layout(
             "Data_Entry_2017[_v2020].csv + images/ or images_001/ to images_012/, folders or zips + train_val_list.txt "
@@ -163,5 +144,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=24,
 )

@@ -14,8 +14,9 @@ from medfl.datasets.phantoms.scene import finding_scene
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, image_files, note_absent, read_csv
 
-FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
-CENTRES = ("AP", "PA", "lateral")
+SHEET = sheet("chexpert")
+FINDINGS = SHEET["classes"]
+CENTRES = SHEET["centres"]
 TABLES = {"train.csv": "train", "valid.csv": "test"}
 _VALUES = {"": 0.0, "0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "-1": -1.0, "-1.0": -1.0}
 """Meaning of a cell; nothing if the report does not mention the finding."""
@@ -112,12 +113,7 @@ def _phantom_columns(part: str) -> dict[str, Callable[[Case], object]]:
 
 
 DATASET = DataSet(
-    **sheet("chexpert"),
-    task="multilabel",
-    classes=FINDINGS,
-    centres=CENTRES,
-    channels=1,
-    mixed_channels=True,
+    **SHEET,
     layouts=(
         Layout(
             "train.csv + valid.csv (Path, Sex, Age, Frontal/Lateral, AP/PA, the findings) + train/ + valid/ with "
@@ -143,5 +139,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=40,
 )

@@ -11,7 +11,8 @@ from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import ArrayUris, Layout, first, stacked
 
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SHEET = sheet("cifar10")
+CLASSES = SHEET["classes"]
 
 
 def batches_layout(kind: str, classes: int) -> Layout:
@@ -29,13 +30,8 @@ def batches_layout(kind: str, classes: int) -> Layout:
 
 
 DATASET = DataSet(
-    **sheet("cifar10"),
-    classes=CLASSES,
-    concepts=CLASSES,
-    channels=3,
+    **SHEET,
     layouts=(batches_layout(CIFAR10, len(CLASSES)),),
     rules={"official": validation_from_train("official")},
     draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR10)),
-    per_class=60,
-    size=32,
 )

@@ -28,5 +28,4 @@ DATASET = replace(
     concepts=tuple(name.replace("_", " ") for name in CLASSES),
     layouts=(cifar10.batches_layout(CIFAR100, len(CLASSES)),),
     draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR100)),
-    per_class=12,
 )

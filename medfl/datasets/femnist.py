@@ -141,8 +141,6 @@ DATASET = DataSet(
     **sheet("femnist"),
     classes=CLASSES,
     concepts=tuple(f"{kind} {text}" for kind, text in zip(KINDS, CLASSES, strict=True)),
-    centres=("writers",),
-    channels=1,
     layouts=(
         Layout(
             "LEAF's JSON files all_data_<number>.json (users, num_samples, user_data), in the folder, its all_data/ or "
@@ -159,6 +157,4 @@ DATASET = DataSet(
     draw=draw_stacks(
         len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS
     ),
-    per_class=26,
-    size=28,
 )

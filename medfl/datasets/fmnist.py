@@ -9,18 +9,6 @@ from medfl.datasets.phantoms.phantom import draw_stacks
 DATASET = replace(
     mnist.DATASET,
     **sheet("fmnist"),
-    classes=(
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
     layouts=(mnist.idx_layout("FashionMNIST"),),
     draw=draw_stacks(10, 1, mnist.idx_writer("FashionMNIST")),
 )

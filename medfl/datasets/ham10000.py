@@ -22,8 +22,9 @@ from medfl.datasets.readers.tables import (
     read_csv,
 )
 
-CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
-CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
+SHEET = sheet("ham10000")
+CLASSES = SHEET["classes"]
+CENTRES = SHEET["centres"]
 # Images of each centre (row) and class (column).
 MIX = (
     (295, 296, 490, 30, 342, 803, 3),
@@ -96,10 +97,7 @@ def phantom_centre(case: Case) -> str:
 
 
 DATASET = DataSet(
-    **sheet("ham10000"),
-    classes=CLASSES,
-    centres=CENTRES,
-    channels=3,
+    **SHEET,
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
@@ -146,5 +144,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=90,
 )

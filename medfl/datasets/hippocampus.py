@@ -13,7 +13,6 @@ from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import Layout, Table
 from medfl.datasets.readers.volumes import count_voxels, volume_index
 
-CLASSES = ("background", "anterior", "posterior")
 ROOT = "Task04_Hippocampus"
 PUBLISHED = ("imagesTr", "labelsTr")
 PLAIN = ("images", "labels")
@@ -60,9 +59,6 @@ def _phantom_name(case: Case) -> str:
 
 DATASET = DataSet(
     **sheet("hippocampus"),
-    task="segmentation",
-    classes=CLASSES,
-    channels=1,
     layouts=(
         _layout(f"[{ROOT}/]imagesTr/<name>.nii.gz + labelsTr/<name>.nii.gz", PUBLISHED),
         _layout(
@@ -79,6 +75,4 @@ DATASET = DataSet(
         sides=((0.84, 1.0), (1.16, 1.4), (0.84, 1.0)),
         digits=(2.3, 6),
     ),
-    per_class=40,
-    size=40,
 )

@@ -20,8 +20,9 @@ from medfl.datasets.readers.tables import (
 )
 
 # FLamby's targets 0 to 7 and centres 0 to 5.
-CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
-CENTRES = ("BCN", "vidir_molemax", "vidir_modern", "rosendahl", "MSK", "vienna_dias")
+SHEET = sheet("isic19")
+CLASSES = SHEET["classes"]
+CENTRES = SHEET["centres"]
 # Images of each centre (row) and class (column).
 MIX = (
     (2857, 4206, 2809, 737, 1138, 124, 111, 431),
@@ -97,10 +98,7 @@ def _known_lesion(case: Case) -> str | None:
 _FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"
 
 DATASET = DataSet(
-    **sheet("isic19"),
-    classes=CLASSES,
-    centres=CENTRES,
-    channels=3,
+    **SHEET,
     layouts=(
         Layout(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
@@ -145,5 +143,4 @@ DATASET = DataSet(
         },
         repeats=True,
     ),
-    per_class=90,
 )

@@ -21,8 +21,8 @@ from medfl.datasets.readers.splitting import (
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, volume_files, volume_index
 
-CLASSES = ("background", "brain")
-CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2
+SHEET = sheet("ixi_brain")
+CENTRES = SHEET["centres"]  # FLamby's Manufacturer 0, 1, 2
 TABLES = ("metadata_tiny.csv", "ixi_metadata_tiny.csv")
 # Subjects whose Split is test in FLamby's metadata_tiny.csv, which is in its package and not with the images.
 _TEST_SUBJECTS = """
@@ -176,11 +176,7 @@ def _phantom_path(case: Case, kind: str) -> str:
 
 
 DATASET = DataSet(
-    **sheet("ixi_brain"),
-    task="segmentation",
-    classes=CLASSES,
-    centres=CENTRES,
-    channels=1,
+    **SHEET,
     layouts=(
         Layout(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
@@ -223,6 +219,4 @@ DATASET = DataSet(
         sides=((1, 1), (1.25, 1.25), (1, 1)),
         spacing=4.0,
     ),
-    per_class=42,
-    size=48,
 )

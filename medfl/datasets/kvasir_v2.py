@@ -6,23 +6,12 @@ from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import class_folders
 
-CLASSES = (
-    "dyed-lifted-polyps",
-    "dyed-resection-margins",
-    "esophagitis",
-    "normal-cecum",
-    "normal-pylorus",
-    "normal-z-line",
-    "polyps",
-    "ulcerative-colitis",
-)
+SHEET = sheet("kvasir_v2")
+CLASSES = SHEET["classes"]
 ROOT = "kvasir-dataset-v2"
 
 DATASET = DataSet(
-    **sheet("kvasir_v2"),
-    classes=CLASSES,
-    centres=("vestre_viken",),
-    channels=3,
+    **SHEET,
     layouts=(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
@@ -39,5 +28,4 @@ DATASET = DataSet(
         even(len(CLASSES)),
         lambda case: f"{ROOT}/{CLASSES[case.label]}/{CLASSES[case.label]}-{case.number:04d}.jpg",
     ),
-    per_class=76,
 )

@@ -24,7 +24,6 @@ from medfl.datasets.readers.tables import (
     image_files,
 )
 
-CLASSES = ("background", "lung")
 SITES = {
     "other_publications": 20,
     "radiopaedia": 25,
@@ -125,11 +124,7 @@ _NLM = "https://openi.nlm.nih.gov/imgs/collections"
 
 DATASET = DataSet(
     **sheet("lung_cxr"),
-    task="segmentation",
-    classes=CLASSES,
     centres=(*SITES, *NAMED.values()),
-    channels=1,
-    mixed_channels=True,
     layouts=(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
@@ -179,5 +174,4 @@ DATASET = DataSet(
         sides=((0.8, 1), (1, 1)),
         repeats=True,
     ),
-    per_class=100,
 )

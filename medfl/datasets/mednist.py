@@ -5,12 +5,11 @@ from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
-CLASSES = ("AbdomenCT", "BreastMRI", "CXR", "ChestCT", "Hand", "HeadCT")
+SHEET = sheet("mednist")
+CLASSES = SHEET["classes"]
 
 DATASET = DataSet(
-    **sheet("mednist"),
-    classes=CLASSES,
-    channels=1,
+    **SHEET,
     layouts=(
         medmnist(
             "mednist_64.npz: {train,val,test}_{images,labels}",
@@ -29,5 +28,4 @@ DATASET = DataSet(
     ),
     rules={"file": published("file"), "seeded": by_group("mednist")},
     draw=draw_medmnist("mednist", len(CLASSES), 1, CLASSES),
-    per_class=100,
 )

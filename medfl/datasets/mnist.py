@@ -56,10 +56,7 @@ def idx_writer(root: str) -> Callable[[Path, dict[str, Stack]], None]:
 DATASET = DataSet(
     **sheet("mnist"),
     classes=tuple(string.digits),
-    channels=1,
     layouts=(idx_layout("MNIST"),),
     rules={"official": validation_from_train("official")},
     draw=draw_stacks(10, 1, idx_writer("MNIST")),
-    per_class=60,
-    size=28,
 )

@@ -19,7 +19,8 @@ from medfl.datasets.readers.splitting import (
 )
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
-CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
+SHEET = sheet("nct_crc")
+CLASSES = SHEET["classes"]
 PLAIN = "NCT-CRC-HE-100K"
 RAW = "NCT-CRC-HE-100K-NONORM"
 OTHERS = "CRC-VAL-HE-7K"
@@ -87,13 +88,10 @@ def _phantom_path(case: Case) -> str:
 _RECORD = "https://zenodo.org/records/1214456"
 
 DATASET = DataSet(
-    **sheet("nct_crc"),
-    classes=CLASSES,
-    channels=3,
+    **SHEET,
     layouts=tuple(
         _layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)
     ),
     rules={"seeded": filled(seeded), "official": validation_from_train("official")},
     draw=draw_files(class_scenes(len(CLASSES), 3), even(len(CLASSES)), _phantom_path),
-    per_class=75,
 )

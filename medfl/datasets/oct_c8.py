@@ -6,14 +6,12 @@ from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import published
 from medfl.datasets.readers.tables import class_folders
 
-CLASSES = ("AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL")
+SHEET = sheet("oct_c8")
+CLASSES = SHEET["classes"]
 ROOT = "RetinalOCT_Dataset"
 
 DATASET = DataSet(
-    **sheet("oct_c8"),
-    classes=CLASSES,
-    channels=1,
-    mixed_channels=True,
+    **SHEET,
     layouts=(
         class_folders(
             f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
@@ -33,5 +31,4 @@ DATASET = DataSet(
             f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg"
         ),
     ),
-    per_class=76,
 )

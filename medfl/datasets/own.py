@@ -175,7 +175,7 @@ def paired(
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the class folders."""
     classes = [*map(composed, classes)]
-    spelling = {alike(name): name for name in classes}
+    spelling = dict(zip(map(alike, classes), classes, strict=True))
     images = {}
     for name, folder in image_folders(root).items():
         images[spelling.get(alike(name), name)] = tables.image_files(folder)

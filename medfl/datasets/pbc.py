@@ -5,22 +5,11 @@ from medfl.datasets.phantoms.phantom import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
-CLASSES = (
-    "basophil",
-    "eosinophil",
-    "erythroblast",
-    "ig",
-    "lymphocyte",
-    "monocyte",
-    "neutrophil",
-    "platelet",
-)
+SHEET = sheet("pbc")
+CLASSES = SHEET["classes"]
 
 DATASET = DataSet(
-    **sheet("pbc"),
-    classes=CLASSES,
-    centres=("barcelona",),
-    channels=3,
+    **SHEET,
     layouts=(
         medmnist(
             "MedMNIST bloodmnist[_64|_128|_224].npz",
@@ -40,5 +29,4 @@ DATASET = DataSet(
     ),
     rules={"official": published("official"), "seeded": by_group("pbc")},
     draw=draw_medmnist("bloodmnist", len(CLASSES), 3),
-    per_class=76,
 )

@@ -20,10 +20,6 @@ def patient(kind: str, stem: str) -> str:
 
 DATASET = DataSet(
     **sheet("pneumonia"),
-    classes=("normal", "pneumonia"),
-    centres=("guangzhou",),
-    channels=1,
-    mixed_channels=True,
     layouts=(
         class_folders(
             "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
@@ -53,5 +49,4 @@ DATASET = DataSet(
         "fedhelp": by_group("pneumonia", (4712 / 5856, 524 / 5856, 620 / 5856)),
     },
     draw=draw_medmnist("pneumoniamnist", 2, 1),
-    per_class=300,
 )

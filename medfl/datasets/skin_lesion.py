@@ -32,7 +32,6 @@ from medfl.datasets.readers.splitting import (
 )
 from medfl.datasets.readers.tables import Layout, Table, first
 
-CLASSES = ("background", "lesion")
 HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"
 ISIC = "ISBI2016_ISIC_Part1"
 _PARTS = {"train": "Training", "test": "Test"}
@@ -94,10 +93,7 @@ _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as it
 
 DATASET = DataSet(
     **sheet("skin_lesion"),
-    task="segmentation",
-    classes=CLASSES,
     centres=CENTRES,
-    channels=3,
     layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
@@ -166,5 +162,4 @@ DATASET = DataSet(
         sides=((0.75, 0.75), (1, 1)),
         repeats=True,
     ),
-    per_class=100,
 )

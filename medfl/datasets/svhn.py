@@ -28,7 +28,6 @@ def _write(folder: Path, stacks: dict[str, Stack]) -> None:
 DATASET = DataSet(
     **sheet("svhn"),
     classes=tuple(string.digits),
-    channels=3,
     layouts=(
         stacked(
             "train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"
@@ -36,6 +35,4 @@ DATASET = DataSet(
     ),
     rules={"official": validation_from_train("official")},
     draw=draw_stacks(10, 3, _write),
-    per_class=60,
-    size=32,
 )

@@ -132,11 +132,11 @@ class Partition:
 
 def _positions(sections: Sections) -> dict[str, dict[str, int]]:
     """Return section -> id, in composed characters and as it is compared -> index."""
-    where = {}
+    where: dict[str, dict[str, int]] = {}
     for name, section in sections.items():
-        idents = [composed(str(item["id"])) for item in section]
-        where[name] = {alike(ident): i for i, ident in enumerate(idents)}
-        where[name] |= {ident: i for i, ident in enumerate(idents)}
+        where[name] = {}
+        for form in (alike, composed):  # the exact one last, which no other replaces
+            where[name] |= {form(str(item["id"])): i for i, item in enumerate(section)}
 
     return where
 

@@ -170,7 +170,9 @@ def read(folder: str) -> tuple[Array, Affine, str]:
 
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
     for keyword in _SAME:
-        _require_same(frames, keyword)
+        stated = _stated(frames, keyword)
+        if len(stated) > 1:
+            raise _different(keyword, *stated[:2])
 
     places, affine = _placed(folder, frames)
     (columns,), (rows,) = (_require_equal(frames, keyword) for keyword in ("Columns", "Rows"))
@@ -193,8 +195,7 @@ def read(folder: str) -> tuple[Array, Affine, str]:
         voxels[padded] = voxels[~padded].min()
         changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
 
-    acquisitions = {frame.header.text("AcquisitionNumber") for frame in frames}
-    if len(acquisitions) > 1:
+    if len(_stated(frames, "AcquisitionNumber")) > 1:
         changes.append(
             f"slices that differ in {_named('AcquisitionNumber')} are read as one volume"
         )
@@ -352,15 +353,14 @@ def _require_equal(frames: Sequence[Frame], keyword: str, count: int = 1) -> Aff
     return first
 
 
-def _require_same(frames: Sequence[Frame], keyword: str) -> None:
-    """Raise an InputError if a tag has another text in a frame than in one before it."""
+def _stated(frames: Sequence[Frame], keyword: str) -> list[Frame]:
+    """Return the first frame of each text that a tag has."""
     frame_of: dict[str, Frame] = {}
     for frame in frames:
-        if text := frame.header.text(keyword):
-            frame_of.setdefault(text, frame)
+        frame_of.setdefault(frame.header.text(keyword), frame)
 
-    for frame in [*frame_of.values()][1:]:
-        raise _different(keyword, next(iter(frame_of.values())), frame)
+    frame_of.pop("", None)
+    return [*frame_of.values()]
 
 
 def _different(keyword: str, frame: Frame, other: Frame) -> InputError:

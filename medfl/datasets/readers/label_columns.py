@@ -265,7 +265,7 @@ class _Table:
         present = sorted(set[str]().union(*filter(None, sets)))
         spelled, notes = _one_spelling(present, self._wanted.names)
         form = dict(zip(present, spelled, strict=True))
-        sets = [entry and {form[name] for name in entry} for entry in sets]
+        sets = [entry and {*map(form.__getitem__, entry)} for entry in sets]
         names = self._wanted.names or tuple(sorted({*spelled}))
         if not names:
             raise InputError(
@@ -675,7 +675,8 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
 
     candidates = [head(roles["file"])] if "file" in roles else [*filter(heads.__contains__, FILES)]
     # names as they are before numbers: another column may count the rows
-    ways = itertools.product((False, True), [heads[name] for name in candidates if name in heads])
+    present = map(heads.__getitem__, filter(heads.__contains__, candidates))
+    ways = itertools.product((False, True), present)
     column = next((name for way, name in ways if _matched(path, rows, name, images, way)), None)
     if column is None:
         shown = listed(columns, 20) or "no rows below a header"
@@ -717,8 +718,12 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
-    pairs = [(rows[number][column], image) for image, number in index.items()]
-    if pairs := [pair for pair in pairs if _stem(pair[0]) != _stem(pair[1])]:
+    pairs = []
+    for image, number in index.items():
+        if _stem(rows[number][column]) != _stem(image):
+            pairs.append((rows[number][column], image))
+
+    if pairs:
         notes.append(
             f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
             f"or in characters that are invisible or look alike: {' and '.join(map(ascii, pairs[0]))}"
@@ -779,7 +784,7 @@ def _matched(
 
     for number, row in enumerate(rows):
         cell = row[column] or ""
-        names = [form for form in _row_forms(cell, by_number) if form in times]
+        names = [*filter(times.__contains__, _row_forms(cell, by_number))]
         if names and names[0].startswith(_NUMBERED) and names[0] not in image_of:
             fits = [image for form, image in forms if form == names[0]]
             raise InputError(

@@ -34,9 +34,9 @@ def match(images: Named, masks: Named) -> Matched:
     uris_at = defaultdict(list)
     by_name = defaultdict(set)
     by_folder = defaultdict(set)
-    spelling = {alike(path): path for path, _ in [*masks, *images]}
-    images = [(alike(path), uri) for path, uri in images]
-    masks = [(alike(path), uri) for path, uri in masks]
+    spelling: dict[str, str] = {}
+    masks = _compared(masks, spelling)
+    images = _compared(images, spelling)
     for path, uri in images:
         folder, _, name = path.rpartition("/")
         uris_at[path].append(uri)
@@ -91,6 +91,16 @@ def match(images: Named, masks: Named) -> Matched:
         matched[name] = uri
 
     return {_name(path, by_name, spelling): uris[0] for path, uris in uris_at.items()}, matched
+
+
+def _compared(files: Named, spelling: dict[str, str]) -> Named:
+    """Return files with their paths in the form that is compared, and enter how they are spelled."""
+    plain = []
+    for path, uri in files:
+        spelling[alike(path)] = path
+        plain.append((alike(path), uri))
+
+    return plain
 
 
 def _forms(path: str) -> tuple[str, str]:
