@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, read_csv
 from medfl.datasets.readers.volumes import count_voxels, volume_index
@@ -56,20 +56,6 @@ def _read(folder: Path) -> Table:
     return table
 
 
-_SCENE = Scene(
-    (
-        Part((0.0,), texture=(0.0, 1)),
-        Part((0.22,), (0.86, 0.93, 0.86), bumps=(0.05, 5)),
-        Part((0.55,), (0.78, 0.84, 0.78), value=2, bumps=(0.05, 5)),
-        Part((0.82,), (0.56, 0.62, 0.56), value=3, bumps=(0.2, 7)),
-        Part((0.28,), (0.13, 0.4, 0.2), (-0.18, 0.0, 0.1), 1),
-        Part((0.28,), (0.13, 0.4, 0.2), (0.18, 0.0, 0.1), 1),
-    ),
-    shift=0.02,
-    spread=0.05,
-)
-
-
 def _phantom_stem(case: Case) -> str:
     return f"oasis_{9000 + case.number}"
 
@@ -82,8 +68,10 @@ def _phantom_age(case: Case) -> int:
     return 18 + case.group % 16
 
 
+SHEET = sheet("brain_tissue")
+_SCENE = scene_of(SHEET)
 DATASET = DataSet(
-    **sheet("brain_tissue"),
+    **SHEET,
     layouts=(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",

@@ -26,12 +26,7 @@ SHEET = sheet("ham10000")
 CLASSES = SHEET["classes"]
 CENTRES = SHEET["centres"]
 # Images of each centre (row) and class (column).
-MIX = (
-    (295, 296, 490, 30, 342, 803, 3),
-    (32, 211, 475, 51, 680, 1832, 82),
-    (0, 2, 124, 30, 24, 3720, 54),
-    (0, 5, 10, 4, 67, 350, 3),
-)
+MIX = SHEET.pop("mix")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata")
 SPLIT_TABLE = "dermamnist_split.csv"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import Case, draw_files, even
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import Layout, Table
@@ -41,24 +41,16 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
 
 
 # Both parts have the same shade, so that only a voxel's position tells them apart.
-_SCENE = Scene(
-    (
-        Part((0.38,), texture=(0.1, 5)),
-        Part((0.1,), (0.2, 0.7, 0.25), (0.5, 0.0, 0.35)),
-        Part((0.58,), (0.22, 0.6, 0.22), (0.0, -0.2, 0.0), 2, texture=(0.06, 6)),
-        Part((0.58,), (0.34, 0.34, 0.38), (0.05, 0.3, 0.0), 1, texture=(0.06, 6)),
-    ),
-    shift=0.12,
-    spread=0.12,
-)
 
 
 def _phantom_name(case: Case) -> str:
     return f"hippocampus_{case.number + 1:03d}.nii.gz"
 
 
+SHEET = sheet("hippocampus")
+_SCENE = scene_of(SHEET)
 DATASET = DataSet(
-    **sheet("hippocampus"),
+    **SHEET,
     layouts=(
         _layout(f"[{ROOT}/]imagesTr/<name>.nii.gz + labelsTr/<name>.nii.gz", PUBLISHED),
         _layout(

@@ -24,14 +24,7 @@ SHEET = sheet("isic19")
 CLASSES = SHEET["classes"]
 CENTRES = SHEET["centres"]
 # Images of each centre (row) and class (column).
-MIX = (
-    (2857, 4206, 2809, 737, 1138, 124, 111, 431),
-    (24, 3720, 2, 0, 124, 30, 54, 0),
-    (680, 1832, 211, 21, 475, 51, 82, 11),
-    (342, 803, 296, 109, 490, 30, 3, 186),
-    (215, 415, 0, 0, 189, 0, 0, 0),
-    (67, 350, 5, 0, 10, 4, 3, 0),
-)
+MIX = SHEET.pop("mix")
 TABLES = ("train_test_split.csv", "train_test_split", "isic2019_train_test_split.csv")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata", "ham10000_metadata.csv")
 IMAGES = "ISIC_2019_Training_Input"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import (
@@ -155,19 +155,6 @@ def split_few(records: Sequence[Record]) -> list[str]:
 
 
 # Muscle and fat are about as bright as the brain.
-_SCENE = Scene(
-    (
-        Part((0.1,), texture=(0.02, 6)),
-        Part((0.55,), (0.5, 0.5, 0.6), (0.0, 0.1, -0.6), texture=(0.1, 8)),
-        Part((0.55,), (0.88, 0.92, 0.86), bumps=(0.03, 4), texture=(0.1, 8)),
-        Part((0.1,), (0.75, 0.79, 0.73), bumps=(0.03, 4)),
-        Part((0.3,), (0.7, 0.74, 0.68), bumps=(0.03, 4)),
-        Part((0.55,), (0.66, 0.7, 0.64), value=1, bumps=(0.05, 9), texture=(0.12, 8)),
-    ),
-    shift=0.06,
-    spread=0.08,
-    stray=0.01,
-)
 
 
 def _phantom_path(case: Case, kind: str) -> str:
@@ -175,6 +162,7 @@ def _phantom_path(case: Case, kind: str) -> str:
     return f"IXI_sample/{subject}/{kind}/{subject}_{'image' if kind == 'T1' else kind}.nii.gz"
 
 
+_SCENE = scene_of(SHEET)
 DATASET = DataSet(
     **SHEET,
     layouts=(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, sheet
 from medfl.datasets.phantoms.phantom import LEAST, Case, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.pairs import (
     pair_folders,
     paired,
@@ -103,27 +102,16 @@ def _read_sets(folder: Path) -> Table:
     return table
 
 
-_LUNG = Part((0.24,), (0.6, 0.27), value=1, texture=(0.12, 9))
-_SCENE = Scene(
-    (
-        Part((0.1,)),
-        Part((0.65,), (1.2, 0.9)),
-        replace(_LUNG, place=(-0.05, -0.42)),
-        replace(_LUNG, place=(-0.05, 0.42)),
-        Part((0.72,), (0.3, 0.26), (0.3, 0.16)),
-    ),
-    tone=0.04,
-)
-
-
 def _phantom_name(case: Case) -> str:
     return f"cxr_{case.number:03d}.png"
 
 
 _NLM = "https://openi.nlm.nih.gov/imgs/collections"
 
+SHEET = sheet("lung_cxr")
+_SCENE = scene_of(SHEET)
 DATASET = DataSet(
-    **sheet("lung_cxr"),
+    **SHEET,
     centres=(*SITES, *NAMED.values()),
     layouts=(
         Layout(

@@ -17,7 +17,7 @@ from medfl.datasets.ham10000 import (
     phantom_lesion,
 )
 from medfl.datasets.phantoms.phantom import LEAST, draw_files, mixed
-from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.phantoms.scene import scene_of
 from medfl.datasets.readers.pairs import (
     matched,
     pair_folders,
@@ -77,22 +77,13 @@ def _read_isic(folder: Path) -> Table:
     return table
 
 
-_SCENE = Scene(
-    (
-        Part((0.86, 0.72, 0.64), texture=(0.08, 5)),
-        Part((0.52, 0.38, 0.34), (0.5, 0.5), value=1, bumps=(0.25, 5), texture=(0.15, 10)),
-        Part((0.30, 0.22, 0.22), (0.15, 0.15), value=1),
-    ),
-    shift=0.15,
-    spread=0.3,
-    tone=0.08,
-)
-
 _CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
 _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
 
+SHEET = sheet("skin_lesion")
+_SCENE = scene_of(SHEET)
 DATASET = DataSet(
-    **sheet("skin_lesion"),
+    **SHEET,
     centres=CENTRES,
     layouts=(
         Layout(

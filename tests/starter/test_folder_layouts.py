@@ -107,8 +107,8 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "classes", "said"),
     [
-        (("1", "1.0", "2", "02"), ("1", "2"), "one class by its number, '1': '1' and '1.0'"),
-        (("0", "00", "1", "x"), ("0", "1", "x"), "one class by its number, '0': '0' and '00'"),
+        (("1", "1.0", "2", "02"), ("1", "2"), "one class, '1': '1' and '1.0'"),
+        (("0", "00", "1", "x"), ("0", "1", "x"), "one class, '0': '0' and '00'"),
         (("01", "02", "01", "02"), ("01", "02"), ""),
         (
             ("None", "NA", "n/a", "nan"),

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,3 +242,9 @@ def class_scenes(classes: int, channels: int) -> tuple[Scene, ...]:
         )
 
     return tuple(scenes)
+
+
+def scene_of(sheet: dict[str, Any]) -> Scene:
+    """Take the scene out of what the sheet of a data set says."""
+    entries = sheet.pop("scene")
+    return Scene(**{**entries, "parts": [Part(**part) for part in entries["parts"]]})
