@@ -454,6 +454,8 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         problem = (
             tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
         )
+        if ending := conventions.file_ending(images):
+            problem += f", of files that end in {ending} as {conventions.NNUNET_FILE} has it"
         advice = f"name each mask as its image, and move other files away{_ALONE}"
         images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
         masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]

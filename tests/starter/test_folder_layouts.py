@@ -502,6 +502,23 @@ def test_channels_that_images_lack_are_said(tmp_path: Path) -> None:
     assert said in starter.survey(tmp_path).notes
 
 
+@pytest.mark.parametrize("stated", [4, 50])
+def test_cases_that_nnunet_misses_are_said(stated: int, tmp_path: Path) -> None:
+    """A copy that stopped half-way: nnU-Net's own check of a data set refuses another number."""
+    labels = {"background": 0, "a": 1, "b": 2}
+    nnunet(tmp_path, labels=labels, numTraining=stated, channel_names=["CT"])
+    seen = starter.survey(tmp_path)
+    said = "dataset.json has numTraining 50, and 4 images have masks"
+    assert (said in seen.notes) == (stated != 4)
+    assert seen.channel_titles == ("CT",)
+
+
+def test_an_ending_that_no_file_has_is_told(tmp_path: Path) -> None:
+    nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, file_ending=".nrrd")
+    with pytest.raises(InputError, match=r"of files that end in \.nrrd as dataset\.json has it"):
+        starter.survey(tmp_path)
+
+
 def test_a_byte_order_mark_is_no_invisible_character(tmp_path: Path) -> None:
     """Windows' editors write one before a JSON document."""
     nnunet(tmp_path)
