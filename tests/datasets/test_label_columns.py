@@ -446,3 +446,15 @@ def test_an_id_that_a_spreadsheet_changed_is_told_with_the_cause(
         read(tmp_path, text, [f"{name}.png"])
     found = read(tmp_path, f"{text}b,y\n", [f"{name}.png", "b.png"])
     assert any(told in note for note in found.notes)
+
+
+@pytest.mark.parametrize("cell", ["A1.PNG", "a\u20131.png", "'a1.png'", "a1.png;a2.png"])
+def test_names_that_fit_no_image_are_shown_beside_one(cell: str, tmp_path: Path) -> None:
+    told = f"in a column 'file', which has {cell!a}, and the folder 'a1.png'"
+    with pytest.raises(InputError, match=re.escape(told)):
+        read(tmp_path, f'file,label\n"{cell}",x\n', ["a1.png", "a-1.png"])
+
+
+def test_a_row_that_is_there_twice_is_no_row_without_an_image(tmp_path: Path) -> None:
+    found = read(tmp_path, "file,label\na,x\na,x\nb,y\nc,y\n", ["a.png", "b.png"])
+    assert found.notes == ("1 rows of the table have no image: left out, c",)

@@ -681,9 +681,13 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     if column is None:
         shown = listed(columns, 20) or "no rows below a header"
         cells = [row[heads[name]] or "" for row in rows for name in candidates]
+        example = ""
+        if cells and images:
+            example = f", which has {cells[0]!a}, and the folder {images[0]!a}"
+
         raise InputError(
             f"{path} names none of the {len(images)} images in a column "
-            f"{', '.join(map(repr, candidates)) or 'of files'}",
+            f"{', '.join(map(repr, candidates)) or 'of files'}{example}",
             f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
             respelled(cells) or "name the column with --file-column, or check the folder",
         )
@@ -708,8 +712,11 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             case_heads[name] = heads[spelling]
 
     case_heads |= {role: column for role, column in roles.items() if role != "file"}
-    rows_left = sorted(set(range(len(rows))) - set(index.values()))
-    without_image = [str(rows[number][column]) for number in rows_left]
+    used = set()
+    for number in index.values():
+        used.add(str(rows[number]))  # a row may be there twice
+
+    without_image = [str(row[column]) for row in rows if str(row) not in used]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
         f"images have no {_NOUNS[meaning.task]} in the table": [
