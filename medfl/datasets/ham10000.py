@@ -24,7 +24,7 @@ from medfl.datasets.readers.tables import (
 
 SHEET = sheet("ham10000")
 CLASSES = SHEET["classes"]
-CENTRES = SHEET["centres"]
+CENTRES: tuple[str, ...] = SHEET["centres"]
 # Images of each centre (row) and class (column).
 MIX = SHEET.pop("mix")
 METADATA = ("HAM10000_metadata.csv", "HAM10000_metadata.tab", "HAM10000_metadata")

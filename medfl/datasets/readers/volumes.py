@@ -82,7 +82,7 @@ _WORDS = """
 """
 _PLACE = tuple(_WORDS.split())
 """What a NIfTI header says of place, beside pixdim."""
-_ROUNDED = -1e-5  # 1 less the squares of a unit quaternion in float32
+_ROUNDED = np.float64(-1e-5)  # 1 less the squares of a unit quaternion in float32
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
