@@ -30,9 +30,8 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     Raises:
         InputError: a section that is none.
     """
-    spelling = dict[str, str]()
-    for names in _spellings(rows):
-        spelling |= dict.fromkeys(names, names[0].strip())
+    patients = _one_spelling(rows, "patient")
+    centres = _one_spelling(rows, "centre")
 
     described_records = []
     for record in records:
@@ -50,8 +49,14 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 
         centre = row.get("centre") or record.centre
         patient = row.get("patient") or record.group
-        patient = spelling.get(patient, patient)
-        described_records.append(replace(record, centre=centre, group=patient, sections=sections))
+        described_records.append(
+            replace(
+                record,
+                centre=centres.get(centre, centre),
+                group=patients.get(patient, patient),
+                sections=sections,
+            )
+        )
 
     return described_records
 
@@ -59,8 +64,11 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 def notes(rows: Rows) -> list[str]:
     """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells."""
     lines = []
-    for names in _spellings(rows):
-        lines.append(f"one patient, written in several ways: {' and '.join(map(repr, names))}")
+    for column in ("patient", "centre"):
+        for names in _spellings(rows, column):
+            lines.append(
+                f"one {column}, written in several ways: {' and '.join(map(ascii, names))}"
+            )
 
     for name, count in Counter(row.get("patient") or "" for row in rows.values()).items():
         if name.lower() in NOTHING:
@@ -71,12 +79,22 @@ def notes(rows: Rows) -> list[str]:
     return lines
 
 
-def _spellings(rows: Rows) -> list[list[str]]:
-    """Return the names of each patient that is written in several ways, such as `007`, `7`, `7.0` and ` 007`."""
+def _one_spelling(rows: Rows, column: str) -> dict[str, str]:
+    """Return the names in a column that are written in several ways, and what each of them is read as."""
+    spelling = dict[str, str]()
+    for names in _spellings(rows, column):
+        spelling |= dict.fromkeys(names, names[0].strip())
+
+    return spelling
+
+
+def _spellings(rows: Rows, column: str) -> list[list[str]]:
+    """Return the names that a column writes in several ways, such as `007`, `7`, `7.0`, ` 007` and look-alikes."""
     names = defaultdict(set)
     for row in rows.values():
-        name = row.get("patient") or ""
-        names[as_number(name.strip()) or name.strip()].add(name)
+        name = row.get(column) or ""
+        plain = alike(name).strip()
+        names[as_number(plain) or plain].add(name)
 
     return [*map(sorted, filter(lambda spellings: len(spellings) > 1, names.values()))]
 
