@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from medfl.core import Document, InputError, as_number, composed, listed
+from medfl.core import Document, InputError, alike, as_number, listed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 
@@ -186,17 +186,17 @@ def _by_name(rows: Sequence[Row], ids: Sequence[str]) -> dict[str, Row]:
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:
         matches: dict[str, Row] = {}
-        for short in (composed, _file_name, _stem, _number):
+        for short in (str, _file_name, _stem, _number):
             rows_by_name = dict[str, Row]()
             # a row without a name is of no case
             contradicted = {""}
             for row in rows:
-                name = short(composed(str(row[column])))
+                name = short(alike(str(row[column])))
                 # rows that repeat a name have to agree
                 if _columns(rows_by_name.setdefault(name, row)) != _columns(row):
                     contradicted.add(name)
 
-            ids_by_name = {short(composed(ident)): ident for ident in ids}
+            ids_by_name = {short(alike(ident)): ident for ident in ids}
             both = ids_by_name.keys() & rows_by_name.keys() - contradicted
             # names by which two items are the same tell neither
             if len(ids_by_name) == len(ids) and len(both) > len(matches):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from medfl.core.names import (
         NO_WALLS as NO_WALLS,
         PRIVATE_CACHE as PRIVATE_CACHE,
+        alike as alike,
         as_number as as_number,
         check_method_name as check_method_name,
         check_name as check_name,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         outside_walls as outside_walls,
         readable_file_name as readable_file_name,
         refuse_untrusted_module as refuse_untrusted_module,
+        respelled as respelled,
         slug as slug,
         split_commas as split_commas,
         trust_module as trust_module,

@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from typing import IO
 
 _PART = 1500  # characters of each part of an InputError
+_KINDS = {
+    b"PK": "a zip archive, as is a spreadsheet (.xlsx, .ods)",
+    b"\xd0\xcf": "a file of an Office program (.xls)",
+    b"\x1f\x8b": "packed by gzip",
+}
+"""What a file is by its first two bytes."""
+_UNSEEN = re.compile("[\xad\u200b-\u200f\u2060\ufeff]")
 
 
 class MedflError(Exception):
@@ -41,7 +48,7 @@ class InputError(MedflError):
 
 def _in_one_line(text: str, length: int) -> str:
     """Return a text without line breaks, of limited length, since it may come from a file."""
-    line = " ".join(text.split())
+    line = _UNSEEN.sub(lambda match: ascii(match[0])[1:-1], " ".join(text.split()))
     return line if len(line) <= length else f"{line[:length]}…"
 
 
@@ -132,7 +139,8 @@ def beginning(file: IO[bytes]) -> str:
     if text.isascii() and text.isprintable():
         return f"it begins {text!r}"
 
-    return f"it begins with the bytes {start[:4].hex(' ')}"
+    kind = _KINDS.get(start[:2], "")
+    return f"it begins with the bytes {start[:4].hex(' ')}" + f": {kind}" * bool(kind)
 
 
 @contextmanager

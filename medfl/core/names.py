@@ -40,6 +40,15 @@ _FORMULA = re.compile(
 _COMPUTED = re.compile(_FORMULA.pattern.replace(_AS_TEXT, ""))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _NUMBER = re.compile(r"0*([0-9]+)(?:\.0+)?")
+_MONTH = (
+    r"(?:jan|feb|f\u00e9v|m[a\u00e4]r|mrz|a[pv]r|ma[iy]|ju[inl]|aug|ao[u\u00fb]|sep|o[ck]t|nov|d[e\u00e9][cz])"
+    r"[^\W\d_]*\.?"
+)
+_RESPELLED = re.compile(
+    rf"[0-9][0-9.,]*e\+?[0-9]+|[0-9]{{1,3}}(?:[.,'\s][0-9]{{3}})+"  # numbers
+    rf"|[0-9]{{1,4}}[-./][0-9]{{1,2}}[-./][0-9]{{1,4}}|[0-9]{{1,2}}[-./\s]+{_MONTH}|{_MONTH}[-\s][0-9]{{2,4}}",  # dates
+    re.IGNORECASE,
+)
 _ANY = "*"
 outside_walls: ContextVar[Sequence[str] | None] = ContextVar("outside_walls", default=None)
 """What the user has typed, in an unsandboxed process that opens nothing third-party; None in any other."""
@@ -91,6 +100,26 @@ def is_formula(text: str) -> bool:
 def composed(text: str) -> str:
     """Return a text with composed characters (NFC): macOS writes them decomposed, and they look the same."""
     return unicodedata.normalize("NFC", text)
+
+
+def alike(text: str) -> str:
+    """Return the form in which names are compared: full-width letters and the like as plain ones, none invisible."""
+    if text.isascii():
+        return text
+
+    plain = unicodedata.normalize("NFKC", text)
+    return "".join(c for c in plain if unicodedata.category(c) != "Cf")
+
+
+def respelled(cells: Iterable[str]) -> str:
+    """Return advice on the first cell that looks like what a spreadsheet makes of a name, "" if none does."""
+    for cell in cells:
+        if _RESPELLED.fullmatch(cell.strip()):
+            return (
+                f"a spreadsheet may have made {cell!r} of a name: restore it, in a column of text"
+            )
+
+    return ""
 
 
 def as_number(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, beginning
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
@@ -183,6 +183,8 @@ def read_json_bytes(data: bytes) -> Plain:
 
 _CODECS = dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "utf-16")
 """By a text's mark of its order of bytes."""
+_NO_TABLE = re.compile(r"\s*[<{\[]")
+_ABOVE = re.compile(r"\A(?:[\s,;]*\n)?(?:sep=.\r?\n)?")
 
 
 def read_table(
@@ -202,14 +204,17 @@ def read_table(
     rows = []
     try:
         data = read_bytes(path, TABLE_BYTES)
+        start = beginning(io.BytesIO(data))
         text = data.decode(_CODECS.get(data[:2], "utf-8-sig"))
         if "\0" in text:
-            raise Refused("it has bytes of 0, as of UTF-16 without its mark")
+            raise Refused(f"it has bytes of 0, as of UTF-16 without its mark; {start}")
+        if _NO_TABLE.match(text):  # a page, or a document of JSON or RTF
+            raise Refused(f"it is no table; {start}")
         if is_composed:
             text = unicodedata.normalize("NFC", text)
 
-        # a spreadsheet's line about itself
-        text = re.sub(r"\Asep=.\r?\n", "", text)
+        # empty rows, and a spreadsheet's line about itself
+        text = _ABOVE.sub("", text)
         head = text.partition("\n")[0]
         delimiter = "\t" if "\t" in head else max(",;", key=head.count)
         if head.count(delimiter) >= TABLE_COLUMNS:
@@ -234,7 +239,7 @@ def read_table(
         if repeated:
             raise Refused(f"it has two columns {printable(min(repeated))!r}")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise Refused(f"it is no table in UTF-8 text ({error})") from error
+        raise Refused(f"it is no table in UTF-8 text: {error}; {start}") from error
 
     return names, rows
 

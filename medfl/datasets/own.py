@@ -19,9 +19,9 @@ from medfl.core import (
     SECTIONS,
     Config,
     InputError,
+    alike,
     composed,
     folders_below,
-    map_values,
     not_among,
     printable,
 )
@@ -180,7 +180,10 @@ def paired(
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the class folders."""
     classes = [*map(composed, classes)]
-    images = map_values(tables.image_files, image_folders(root))
+    spelling = dict(zip(map(alike, classes), classes, strict=True))
+    images = {}
+    for name, folder in image_folders(root).items():
+        images[spelling.get(alike(name), name)] = tables.image_files(folder)
 
     bare: tuple[Record, ...] = ()
     # a class may be called so; then the folder is one of the classes'
@@ -420,6 +423,8 @@ def _folders(root: Path) -> dict[str, Path]:
     for path in root.iterdir():
         if path.is_dir() and path.name[0] not in "._":
             shown.append(path)
+
+    by_name((alike(path.name), str(path)) for path in shown)  # which refuses those that look alike
     return {name: Path(path) for name, path in by_name((path.name, str(path)) for path in shown)}
 
 
@@ -454,6 +459,8 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         problem = (
             tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
         )
+        if ending := conventions.file_ending(images):
+            problem += f", of files that end in {ending} as {conventions.NNUNET_FILE} has it"
         advice = f"name each mask as its image, and move other files away{_ALONE}"
         images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
         masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]
@@ -553,8 +560,8 @@ def path_below(root: Path, name: str) -> Path:
         place /= part
         if not place.exists():
             # macOS writes an accent as a character of its own: the same name in other bytes
-            alike = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
-            place = next(alike, place)
+            fits = (p for p in place.parent.glob("*") if composed(p.name) == composed(part))
+            place = next(fits, place)
 
     return place
 

@@ -60,6 +60,7 @@ class UserLayout:
         ignored: value of unlabelled pixels, given by that file.
         channels: names of the images' channels, given by that file.
         note: their layout, if it is more than folders of their own.
+        stated: number of cases for training, given by that file.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class UserLayout:
     ignored: int | None = None
     channels: tuple[str, ...] = ()
     note: str = ""
+    stated: int | None = None
 
 
 def find_layout(
@@ -170,7 +172,10 @@ def _with_names(layout: UserLayout, named: bool) -> UserLayout:
         layout.note and names
     )
     channels = conventions.channel_names(path)
-    return replace(layout, classes=names, ignored=ignored, channels=channels, note=note)
+    stated = conventions.stated_cases(path)
+    return replace(
+        layout, classes=names, ignored=ignored, channels=channels, note=note, stated=stated
+    )
 
 
 def _together(root: Path) -> str:
@@ -610,6 +615,11 @@ def _segmented(
         notes += (
             f"{conventions.NNUNET_FILE} names the channels {listed(layout.channels)}, "
             f"images have {fields['channels']}",
+        )
+
+    if layout.stated not in (None, len(records)):
+        notes += (
+            f"{conventions.NNUNET_FILE} has numTraining {layout.stated}, and {len(records)} images have masks",
         )
 
     fields["notes"] = notes + depth_notes(facts)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.names import as_cell, check_name, from_cell, is_name, readable_file_name
+from medfl.core.names import (
+    as_cell,
+    check_name,
+    from_cell,
+    is_name,
+    readable_file_name,
+    respelled,
+)
 from medfl.runs import launch
 from medfl.storage.places import default_run_folder
 
@@ -96,3 +103,18 @@ def test_no_part_of_a_cell_is_a_formula_where_other_signs_part_cells(
 def test_other_cells_stay(value: object) -> None:
     assert as_cell(value) == value
     assert not isinstance(value, str) or from_cell(value) == value
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["1E+05", "1.00E+05", "1.23457E+11", "100,000", "1.000.000", "2-Jan", "02. Jan", "01/02/2024"]
+    + ["2024-01-02", "Mar-01", "1-Mar", "01. Mrz", "d\u00e9c-22", "02.01.2024"],
+)
+def test_what_a_spreadsheet_makes_of_names_is_recognised(cell: str) -> None:
+    """100000, 1E5, 1-2, MAR1 and DEC22 as Excel and R write them."""
+    assert repr(cell) in respelled(["p1", cell])
+
+
+@pytest.mark.parametrize("cell", ["100000", "p-12", "0012", "mar", "img_1", "a.b", "1.5", "12-x"])
+def test_other_names_are_taken_as_they_are(cell: str) -> None:
+    assert respelled([cell]) == ""

@@ -33,3 +33,23 @@ def test_items_without_labels_are_a_sequence_also_in_parts() -> None:
     items = _WithoutLabels([{"id": "a", "label": 2}, {"id": "b", "label": 0}])
     assert items[1] == {"id": "b"}
     assert list(items[:1]) == [{"id": "a"}]
+
+
+def test_an_id_that_a_spreadsheet_changed_is_told_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / cases.TABLE).write_text("file,patient\n1E+05,p\n")
+    record = replace(RECORD, image=str(tmp_path / "100000.png"), id="100000.png")
+    with pytest.raises(InputError, match="a spreadsheet may have made '1E\\+05' of a name"):
+        cases.read(tmp_path, [record])
+
+
+@pytest.mark.parametrize("odd", ["p1\u200b", "\uff501", "p\u00ad1", "\ufeffp1"])
+@pytest.mark.parametrize("column", ["patient", "centre"])
+def test_a_patient_or_centre_that_differs_by_what_nobody_sees_is_one(column: str, odd: str) -> None:
+    """Two patients would be in training and in test, and two centres two sites."""
+    rows = {"a": {column: "p1"}, "b": {column: odd}}
+    records = cases.described(Path("folder"), [RECORD, replace(RECORD, id="b")], rows)
+    names = {record.group if column == "patient" else record.centre for record in records}
+    assert names == {"p1"}
+    assert cases.notes(rows) == [
+        f"one {column}, written in several ways: {' and '.join(map(ascii, sorted(['p1', odd])))}"
+    ]

@@ -225,6 +225,24 @@ def test_padding_has_a_range(tmp_path: Path, value: int, limit: int) -> None:
 # Pictures
 
 
+@pytest.mark.parametrize("padding", [63536, 65535, 32768, 0x0830, 4095])
+@pytest.mark.parametrize("signed", [0, 1])
+def test_padding_may_need_more_bits_than_are_stored(
+    tmp_path: Path, padding: int, signed: int
+) -> None:
+    """12 bits are stored, and an overlay in the highest: the padding is a whole word of 16 bits."""
+    words = np.random.default_rng(0).integers(0, 2000, (2, 6, 8)).astype(np.uint16)
+    least = int(words.min())
+    words[0, 0, :2] = padding
+    words[1, :, 3] |= 0x8000
+    stored = {(0x0028, 0x0101): ("US", [12]), (0x0028, 0x0102): ("US", [11])}
+    stored |= {(0x0028, 0x0103): ("US", [signed]), PADDING: ("US", [padding])}
+    volume = read_volume(series(tmp_path / "s", *((plane, stored) for plane in words)))
+    right = (words & 0x0FFF).astype(np.int32)
+    right[0, 0, :2] = least
+    assert np.array_equal(volume[0], right.T)
+
+
 def shown(folder: Path, pixels: np.ndarray, **tags: Any) -> np.ndarray:
     more = {key: value for key, value in tags["more"].items()}
     return read_picture(write(folder / "x.dcm", slice_of(pixels, 0, more)))
@@ -327,6 +345,48 @@ def test_a_place_that_is_absent_or_differs_is_refused_by_its_tag(tmp_path: Path,
     with pytest.raises(InputError, match=message) as caught:
         read_volume(folder)
     assert "\n" not in str(caught.value)
+
+
+MIXED = {
+    "photometric": (
+        (0x0028, 0x0004),
+        "CS",
+        "MONOCHROME1",
+        "MONOCHROME2",
+        "PhotometricInterpretation",
+    ),
+    "units": ((0x0054, 0x1001), "CS", "BQML", "CNTS", "Units"),
+    "kind of values": ((0x0028, 0x1054), "LO", "HU", "US", "RescaleType"),
+    "frame of reference": ((0x0020, 0x0052), "UI", "1.2.3", "1.2.4", "FrameOfReferenceUID"),
+    "patient": ((0x0010, 0x0020), "LO", "a", "b", "PatientID"),
+    "modality": ((0x0008, 0x0060), "CS", "CT", "PT", "Modality"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_slices_that_mean_different_things_are_refused_by_their_tag(
+    tmp_path: Path, name: str
+) -> None:
+    tag, kind, first, second, keyword = MIXED[name]
+    slices = [(PIXELS, {tag: (kind, value)}) for value in (first, first, second)]
+    folder = series(tmp_path / "s", *slices)
+    assert {pydicom.dcmread(p)[keyword].value for p in Path(folder).iterdir()} == {first, second}
+    with pytest.raises(
+        InputError, match=rf"{keyword} is {second} in .*7\.dcm and {first} in .*8\."
+    ):
+        read_volume(folder)
+    slices[2] = (PIXELS, {tag: (kind, first)})
+    assert read_volume(series(tmp_path / "t", *slices)).shape == (1, 4, 3, 3)
+
+
+def test_slices_of_two_acquisitions_are_one_volume_and_it_is_said(tmp_path: Path) -> None:
+    numbers = [{(0x0020, 0x0012): ("IS", number)} for number in "112"]
+    folder = series(tmp_path / "s", *((PIXELS + index, more) for index, more in enumerate(numbers)))
+    volume = read_volume(folder)
+    reader = sitk.ImageSeriesReader()
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(folder))
+    assert np.array_equal(volume[0], sitk.GetArrayFromImage(reader.Execute()).T)
+    assert volume.meta[CHANGES].startswith("slices that differ in (0020,0012) AcquisitionNumber")
 
 
 def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
@@ -503,6 +563,18 @@ def test_colours_of_16_bits_in_rle_are_as_pydicom_reads_them(tmp_path: Path) -> 
     data.compress(pydicom.uid.RLELossless)
     data.save_as(file)
     assert np.array_equal(read_picture(file), np.rint(colours / 65535 * 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_palette_may_begin_at_any_index(tmp_path: Path, first: int) -> None:
+    colours = np.random.default_rng(0).integers(0, 256, (3, 10), np.uint16) * 257
+    indices = np.arange(12, dtype=np.uint8).reshape(3, 4) % 10
+    tags: dict[Any, Any] = {(0x0028, 0x0004): ("CS", "PALETTE COLOR")}
+    for channel in range(3):
+        tags[0x0028, 0x1101 + channel] = ("US", [10, first, 16])
+        tags[0x0028, 0x1201 + channel] = ("OW", colours[channel])
+    path = write(tmp_path / "x.dcm", slice_of(indices + np.uint8(first), 0, tags))
+    assert np.array_equal(read_picture(path), colours.T[indices] // 257)
 
 
 def test_colours_and_packed_headers_are_refused(tmp_path: Path) -> None:

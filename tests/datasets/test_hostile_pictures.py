@@ -1,5 +1,6 @@
 """Pictures and series of strangers: one line says why they are not read, whatever their reader stumbles over."""
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,17 @@ def test_a_number_of_many_digits_is_said_in_few() -> None:
     assert (
         printable(Path("/deep") / ("x" * 50) / "a.png", 20) == "..." + "x" * 11 + "/a.png"
     )  # the file is named
+
+
+def test_what_pillow_warns_of_is_not_on_the_terminal(tmp_path: Path) -> None:
+    """Of a palette's transparency, of damaged EXIF: neither changes a pixel."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8))
+    picture.quantize(8).save(tmp_path / "a.png", transparency=bytes([0, 10]))
+    picture.save(tmp_path / "b.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01\x12")
+    for name in ("a.png", "b.jpg"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pixels = read_pixels(str(tmp_path / name))
+            assert not caught
+            right = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+            assert np.array_equal(pixels, right)

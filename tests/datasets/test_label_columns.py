@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from medfl.core.errors import InputError
@@ -364,3 +367,94 @@ def test_sections_have_some_of_each_finding_and_of_each_part_of_a_number() -> No
     assert sorted({record.label for record in stratified(numbers)}) == [0, 1, 2, 3, 4]
     few = records([[NAN], [1.5], [2.5]])
     assert {record.label for record in stratified(few)} == {0}
+
+
+UNSEEN = "\u200b"
+TWO = pd.DataFrame({"file": ["0.png", "1.png"], "label": ["a", "b"]})
+NO_TABLES = {
+    "page": (TWO.to_html().encode(), "begins '<table border"),
+    "list": (TWO.to_json(orient="records").encode(), 'begins \'.{"file"'),
+    "packed": (gzip.compress(TWO.to_csv().encode()), "1f 8b 08 00: packed by gzip"),
+    "spreadsheet": (
+        b"PK\x03\x04\x14\x00\x06\x00\xff",
+        "50 4b 03 04: a zip archive, as is a spreads",
+    ),
+    "old spreadsheet": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "d0 cf 11 e0: a file of an Office"),
+    "UTF-16 without mark": (
+        TWO.to_csv().encode("utf-16-le"),
+        "UTF-16 without its mark; it begins with the",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TABLES)
+def test_what_is_called_csv_and_is_something_else_is_said(kind: str, tmp_path: Path) -> None:
+    content, told = NO_TABLES[kind]
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(InputError, match=rf"t\.csv cannot be read \(it.*{told}"):
+        label_columns.read(tmp_path / "t.csv", IMAGES)
+
+
+@pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("above", ["", "\n", ",\r\n", "\nsep=,\n"])
+def test_empty_rows_above_the_header_and_marks_are_passed_over(
+    codec: str, above: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_bytes((above + TWO.to_csv(index=False)).encode(codec))
+    found = label_columns.read(tmp_path / "t.csv", IMAGES)
+    assert found.classes == dict(TWO.itertuples(index=False))
+
+
+@pytest.mark.parametrize(
+    "odd", ["b\u200be", "be\ufeff", "\u00adbe", "b\u200ee", "\uff42e", "be\u00a0"]
+)
+def test_a_class_whose_name_differs_by_what_nobody_sees_is_one(odd: str, tmp_path: Path) -> None:
+    text = f"file,label\n0,be\n1,{odd}\n2,c\n"
+    found = read(tmp_path, text)
+    assert found.classes == {"0.png": "be", "1.png": "be", "2.png": "c"}
+    assert odd.isspace() or odd[-1] == "\xa0" or any(ascii(odd) in note for note in found.notes)
+    several = read(tmp_path, text.replace("label", "findings").replace(",c", ",c|be"))
+    assert several.names == ("be", "c")
+    known = read(tmp_path, f"file,label\n0,be\n1,{odd}\n", task="classification", names=(odd, "c"))
+    assert {*known.classes.values()} <= {odd, "be"}
+
+
+@pytest.mark.parametrize("stem", ["a\u200b1", "\uff411", "\ufeffa1", "a1\u00ad"])
+@pytest.mark.parametrize("in_table", [True, False])
+def test_an_id_that_differs_by_what_nobody_sees_finds_its_image(
+    stem: str, in_table: bool, tmp_path: Path
+) -> None:
+    cell, image = (stem, "a1.png") if in_table else ("a1", f"{stem}.png")
+    found = read(tmp_path, f"\ufefffile,label\n{cell},x\nb,y\n", [image, "b.png"])
+    assert found.classes == {image: "x", "b.png": "y"}
+    [note] = [note for note in found.notes if "invisible" in note]
+    assert note.endswith(f": {ascii(cell)} and {ascii(image)}")
+    both = read(tmp_path, f"file,label\n{stem},x\nb,y\n", [f"{stem}.png", "b.png"])
+    assert both.classes == {f"{stem}.png": "x", "b.png": "y"}
+    assert "invisible" not in str(both.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), [("100000", "1E+05"), ("100000", "100,000"), ("1-2", "02. Jan")]
+)
+def test_an_id_that_a_spreadsheet_changed_is_told_with_the_cause(
+    name: str, cell: str, tmp_path: Path
+) -> None:
+    text = f'file,label\n"{cell}",x\n'
+    told = f"a spreadsheet may have made {cell!r} of a name"
+    with pytest.raises(InputError, match=re.escape(told)):
+        read(tmp_path, text, [f"{name}.png"])
+    found = read(tmp_path, f"{text}b,y\n", [f"{name}.png", "b.png"])
+    assert any(told in note for note in found.notes)
+
+
+@pytest.mark.parametrize("cell", ["A1.PNG", "a\u20131.png", "'a1.png'", "a1.png;a2.png"])
+def test_names_that_fit_no_image_are_shown_beside_one(cell: str, tmp_path: Path) -> None:
+    told = f"in a column 'file', which has {cell!a}, and the folder 'a1.png'"
+    with pytest.raises(InputError, match=re.escape(told)):
+        read(tmp_path, f'file,label\n"{cell}",x\n', ["a1.png", "a-1.png"])
+
+
+def test_a_row_that_is_there_twice_is_no_row_without_an_image(tmp_path: Path) -> None:
+    found = read(tmp_path, "file,label\na,x\na,x\nb,y\nc,y\n", ["a.png", "b.png"])
+    assert found.notes == ("1 rows of the table have no image: left out, c",)

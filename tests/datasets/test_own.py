@@ -172,3 +172,14 @@ def test_the_phantom_cohort_of_a_file_is_found_wherever_it_lies_in_it(tmp_path: 
         is own.cohort_of([cohort / "a" / "gone.png", "x" * 5000, "ill"])
         is None
     )
+
+
+@pytest.mark.parametrize("odd", ["cats\u200b", "\uff43ats", "ca\u00adts"])
+def test_class_folders_are_those_of_a_bundle_whatever_nobody_sees(odd: str, tmp_path: Path) -> None:
+    picture(tmp_path / odd / "1.png")
+    picture(tmp_path / "dogs" / "1.png")
+    records = own.in_folders(tmp_path, ["dogs", "cats"]).records
+    assert {record.id: record.label for record in records} == {"dogs/1.png": 0, "cats/1.png": 1}
+    picture(tmp_path / "cats" / "1.png")
+    with pytest.raises(InputError, match="have one name, in characters that look alike"):
+        own.in_folders(tmp_path, ["dogs", "cats"])

@@ -405,3 +405,65 @@ def test_segmentations_as_slicer_names_them_are_masks(tmp_path: Path) -> None:
         itk(tmp_path / f"c{number}.seg.nrrd", np.roll(MASK, number, 0))
     survey = starter.survey(tmp_path)
     assert (survey.kind, survey.counts) == ("volumes", (4, 4))
+
+
+def with_quaternion(path: Path, *numbers: float) -> str:
+    """Write a file whose place is by its qform, with these numbers of its quaternion in the header."""
+    image = nib.Nifti1Image(IMAGE, np.diag([1.0, 2, 3, 1]))
+    image.set_sform(None, 0)
+    image.set_qform(image.affine, 1)
+    content = bytearray(image.to_bytes())
+    content[256:268] = np.array(numbers, np.float32).tobytes()
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_a_quaternion_within_rounding_is_read_and_one_that_is_none_is_refused(
+    tmp_path: Path,
+) -> None:
+    """SimpleITK normalises both; of the second nibabel says "w2 should be positive"."""
+    uri = with_quaternion(tmp_path / "x.nii", 1.0000005, 0, 0)
+    direction = np.reshape(sitk.ReadImage(uri).GetDirection(), (3, 3))
+    assert np.allclose(read_volume(uri).affine[:3, :3], FLIP[:3, :3] @ direction * [1, 2, 3])
+    with pytest.raises(InputError, match=r"\(its quatern_b, quatern_c and quatern_d are no rot"):
+        read_volume(with_quaternion(tmp_path / "y.nii", 1.2, 0.3, 0))
+
+
+def test_two_forms_that_differ_are_said(tmp_path: Path) -> None:
+    """An sform in steps of 2 mm counts, a qform of 1 mm gives an eighth of each volume in SimpleITK."""
+    image = nib.Nifti1Image(IMAGE, np.eye(4))
+    image.set_qform(np.eye(4), 1)
+    for step, code, told in ((2, 2, True), (1, 1, False), (2, 0, False)):
+        image.set_sform(np.diag([step, step, step, 1]), code)
+        nib.save(image, tmp_path / "x.nii")
+        volume = read_volume(str(tmp_path / "x.nii"))
+        assert np.allclose(volume.affine, nib.load(tmp_path / "x.nii").affine)
+        assert ("by the sform, not by the other qform" in volume.meta[CHANGES]) == told
+
+
+def test_a_mask_in_a_sheared_place_is_there_or_refused(tmp_path: Path) -> None:
+    """A qform cannot say a shear: SimpleITK showed the mask elsewhere, by it."""
+    (tmp_path / "x.mha").write_bytes(
+        b"ObjectType = Image\nNDims = 3\nTransformMatrix = 1 0 0 0.3 1 0 0 0 1\nOffset = 0 0 0\n"
+        b"ElementSpacing = 1 1 2\nDimSize = 7 8 9\nElementType = MET_SHORT\nElementDataFile = LOCAL\n"
+        + IMAGE.astype("<i2").tobytes("F")
+    )
+    volume = read_volume(str(tmp_path / "x.mha"))
+    end = sitk.ReadImage(str(tmp_path / "x.mha")).TransformIndexToPhysicalPoint((6, 7, 8))
+    assert np.allclose(FLIP @ volume.affine.numpy() @ [6, 7, 8, 1], [*end, 1])
+    mask = tmp_path / "m.nii.gz"
+    mask.write_bytes(as_nifti(MASK, volume.affine.numpy(), str(tmp_path / "x.mha")))
+    assert np.allclose(nib.load(mask).affine, volume.affine)
+    with pytest.raises(RuntimeError, match="orthonormal"):
+        sitk.ReadImage(str(mask))
+
+
+@pytest.mark.parametrize("number", [2**40, 2**53])
+def test_values_that_float32_does_not_tell_apart_are_not_called_one(
+    tmp_path: Path, number: int
+) -> None:
+    voxels = number + IMAGE.astype(np.int64) * 2
+    assert len(np.unique(voxels.astype(np.float32))) == 1
+    nib.save(nib.Nifti1Image(voxels, AFFINE, dtype=np.int64), tmp_path / "x.nii")
+    with pytest.raises(InputError, match=rf"values {voxels.min()} to {voxels.max()}, all one num"):
+        read_volume(str(tmp_path / "x.nii"))

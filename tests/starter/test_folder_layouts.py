@@ -107,8 +107,8 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "classes", "said"),
     [
-        (("1", "1.0", "2", "02"), ("1", "2"), "one class by its number, '1': '1' and '1.0'"),
-        (("0", "00", "1", "x"), ("0", "1", "x"), "one class by its number, '0': '0' and '00'"),
+        (("1", "1.0", "2", "02"), ("1", "2"), "one class, '1': '1' and '1.0'"),
+        (("0", "00", "1", "x"), ("0", "1", "x"), "one class, '0': '0' and '00'"),
         (("01", "02", "01", "02"), ("01", "02"), ""),
         (
             ("None", "NA", "n/a", "nan"),
@@ -142,7 +142,7 @@ def test_a_number_that_lost_its_zeros_finds_its_image(spelled: str, tmp_path: Pa
     (tmp_path / "t.csv").write_text("\n".join(["id,label", *lines]) + "\n")
     seen = starter.survey(tmp_path / "p", labels=tmp_path / "t.csv")
     assert seen.counts == (6, 6)
-    assert "12 images are matched by their numbers" in " ".join(seen.notes)
+    assert "12 names of images differ from the table's in zeros" in " ".join(seen.notes)
     labels = label_columns.read(tmp_path / "t.csv", [f"{n:04d}.png" for n in range(8, 20)]).classes
     assert all(name == "ab"[int(image[:4]) % 2] for image, name in labels.items())
     picture(tmp_path / "p" / "012.png")
@@ -500,6 +500,23 @@ def test_channels_that_images_lack_are_said(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, channel_names=names)
     said = "dataset.json names the channels T1, T2, images have 1"
     assert said in starter.survey(tmp_path).notes
+
+
+@pytest.mark.parametrize("stated", [4, 50])
+def test_cases_that_nnunet_misses_are_said(stated: int, tmp_path: Path) -> None:
+    """A copy that stopped half-way: nnU-Net's own check of a data set refuses another number."""
+    labels = {"background": 0, "a": 1, "b": 2}
+    nnunet(tmp_path, labels=labels, numTraining=stated, channel_names=["CT"])
+    seen = starter.survey(tmp_path)
+    said = "dataset.json has numTraining 50, and 4 images have masks"
+    assert (said in seen.notes) == (stated != 4)
+    assert seen.channel_titles == ("CT",)
+
+
+def test_an_ending_that_no_file_has_is_told(tmp_path: Path) -> None:
+    nnunet(tmp_path, labels={"background": 0, "a": 1, "b": 2}, file_ending=".nrrd")
+    with pytest.raises(InputError, match=r"of files that end in \.nrrd as dataset\.json has it"):
+        starter.survey(tmp_path)
 
 
 def test_a_byte_order_mark_is_no_invisible_character(tmp_path: Path) -> None:

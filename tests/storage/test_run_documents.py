@@ -370,7 +370,7 @@ def test_a_table_of_millions_of_columns_is_refused_by_its_header(tmp_path: Path)
 
 
 def test_what_a_file_says_does_not_make_an_error_long(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("[" * 100_000 + ",b\n1,2\n")
+    (tmp_path / "p.csv").write_text("x" * 100_000 + ",b\n1,2\n")
     with pytest.raises(InputError, match="has no column id") as error:
         _by_file(str(tmp_path / "p.csv"), {})
     assert len(str(error.value)) < 5000

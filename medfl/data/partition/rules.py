@@ -25,7 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.core import SECTIONS, InputError, Refused, composed, did_you_mean, listed, read_table
+from medfl.core import (
+    SECTIONS,
+    InputError,
+    Refused,
+    alike,
+    composed,
+    did_you_mean,
+    listed,
+    read_table,
+    respelled,
+)
 from medfl.data.partition import targets
 from medfl.data.partition.draw import (
     Homes,
@@ -128,10 +138,12 @@ class Partition:
 
 
 def _positions(sections: Sections) -> dict[str, dict[str, int]]:
-    """Return section -> id, in composed characters -> index."""
-    where = {}
+    """Return section -> id, in composed characters and as it is compared -> index."""
+    where: dict[str, dict[str, int]] = {}
     for name, section in sections.items():
-        where[name] = {composed(str(item["id"])): i for i, item in enumerate(section)}
+        where[name] = {}
+        for form in (alike, composed):  # the exact one last, which no other replaces
+            where[name] |= {form(str(item["id"])): i for i, item in enumerate(section)}
 
     return where
 
@@ -423,10 +435,13 @@ def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
 
 
 def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
+    advice = "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it"
     where = _positions(data)
     homes: Homes = {name: [None] * len(section) for name, section in data.items()}
     for line, row in _rows(path):
         key = (row.get("id") or "").strip()
+        if not any(key in places for places in where.values()):
+            key = alike(key).strip()
         site = (row.get("site") or "").strip()
         section = (row.get("section") or "").strip()
         if not site or not site.isprintable() or set(site) & set("/\\"):
@@ -449,7 +464,7 @@ def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
                 f"{path}, line {line}: id {key!r} is unknown"
                 + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
-                "write such an id into the line (a spreadsheet takes zeros from before a number), or remove it",
+                respelled([key]) or advice,
             )
 
         # an id that several sections have gets the site in each

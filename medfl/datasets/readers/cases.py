@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from medfl.core import SECTIONS, InputError, as_number, composed, either
+from medfl.core import SECTIONS, InputError, alike, as_number, either, respelled
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
@@ -28,9 +28,8 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     Raises:
         InputError: a section that is none.
     """
-    spelling = dict[str, str]()
-    for names in _spellings(rows):
-        spelling |= dict.fromkeys(names, names[0].strip())
+    patients = _one_spelling(rows, "patient")
+    centres = _one_spelling(rows, "centre")
 
     described_records = []
     for record in records:
@@ -48,8 +47,14 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 
         centre = row.get("centre") or record.centre
         patient = row.get("patient") or record.group
-        patient = spelling.get(patient, patient)
-        described_records.append(replace(record, centre=centre, group=patient, sections=sections))
+        described_records.append(
+            replace(
+                record,
+                centre=centres.get(centre, centre),
+                group=patients.get(patient, patient),
+                sections=sections,
+            )
+        )
 
     return described_records
 
@@ -57,8 +62,11 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
 def notes(rows: Rows) -> list[str]:
     """Return lines on patients whose names a program changed: numbers without zeros, words in empty cells."""
     lines = []
-    for names in _spellings(rows):
-        lines.append(f"one patient, written in several ways: {' and '.join(map(repr, names))}")
+    for column in ("patient", "centre"):
+        for names in _spellings(rows, column):
+            lines.append(
+                f"one {column}, written in several ways: {' and '.join(map(ascii, names))}"
+            )
 
     for name, count in Counter(row.get("patient") or "" for row in rows.values()).items():
         if name.lower() in NOTHING:
@@ -69,12 +77,22 @@ def notes(rows: Rows) -> list[str]:
     return lines
 
 
-def _spellings(rows: Rows) -> list[list[str]]:
-    """Return the names of each patient that is written in several ways, such as `007`, `7`, `7.0` and ` 007`."""
+def _one_spelling(rows: Rows, column: str) -> dict[str, str]:
+    """Return the names in a column that are written in several ways, and what each of them is read as."""
+    spelling = dict[str, str]()
+    for names in _spellings(rows, column):
+        spelling |= dict.fromkeys(names, names[0].strip())
+
+    return spelling
+
+
+def _spellings(rows: Rows, column: str) -> list[list[str]]:
+    """Return the names that a column writes in several ways, such as `007`, `7`, `7.0`, ` 007` and look-alikes."""
     names = defaultdict(set)
     for row in rows.values():
-        name = row.get("patient") or ""
-        names[as_number(name.strip()) or name.strip()].add(name)
+        name = row.get(column) or ""
+        plain = alike(name).strip()
+        names[as_number(plain) or plain].add(name)
 
     return [*map(sorted, filter(lambda spellings: len(spellings) > 1, names.values()))]
 
@@ -117,7 +135,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
         used[name], row_of[record.id] = record.id, rows[name]
 
     if missing:
-        advice = "add one for it"
+        advice = respelled(rows.keys() - used.keys()) or "add one for it"
         bare_number = as_number(PurePosixPath(missing[0]).stem)
         if bare_number and bare_number in map(as_number, rows):
             advice = f"write column 'file' as text: {bare_number!r} has lost the zeros before it"
@@ -142,4 +160,4 @@ def _names(root: Path, record: Record) -> list[str]:
 
 def key(text: str) -> str:
     """Return a path or name from a table in its comparable form: with slashes, without the ending of NIfTI."""
-    return bare(composed(text).strip().replace("\\", "/").removeprefix("./"))
+    return bare(alike(text).strip().replace("\\", "/").removeprefix("./"))

@@ -299,10 +299,17 @@ def channel_names(path: Path) -> tuple[str, ...]:
     """Return the channels' names by `channel_names` or `modality` of nnU-Net's `dataset.json`, () where it has none."""
     document = _document(path)
     names = document.get("channel_names", document.get("modality"))
+    if isinstance(names, list):
+        names = {str(number): name for number, name in enumerate(names)}
     if not isinstance(names, dict) or not all(name.isdecimal() for name in names):
         return ()
 
     return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))
+
+
+def stated_cases(path: Path) -> int | None:
+    """Return how many cases for training nnU-Net's `dataset.json` says that there are, None where it does not."""
+    return _index(_document(path).get("numTraining"))
 
 
 def normalised(names: Sequence[str]) -> str:

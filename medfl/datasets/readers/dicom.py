@@ -47,6 +47,15 @@ _ITK_SOURCE = re.compile(r".*ERROR: (\w+\(0x\w+\): )?")
 _METAIO = re.compile(
     r"^(Meta\w+: |Uncompress |\w+ required and not defined).*\n(   .*\n)*", re.MULTILINE
 )
+_SAME = (
+    "Modality",
+    "PatientID",
+    "FrameOfReferenceUID",
+    "PhotometricInterpretation",
+    "RescaleType",
+    "Units",
+)
+"""What slices of one volume may leave out, and not state differently."""
 _SCALED = ("CT", "PT")  # modalities whose slices have a RescaleSlope (PS3.3, C.8.2.1 and C.8.9.1)
 _STORED = [
     "SamplesPerPixel",
@@ -160,6 +169,11 @@ def read(folder: str) -> tuple[Array, Affine, str]:
             )
 
     frames = [frame for file, header in headers.items() for frame in _frames(file, header)]
+    for keyword in _SAME:
+        stated = _stated(frames, keyword)
+        if len(stated) > 1:
+            raise _different(keyword, *stated[:2])
+
     places, affine = _placed(folder, frames)
     (columns,), (rows,) = (_require_equal(frames, keyword) for keyword in ("Columns", "Rows"))
     voxels = np.empty((len(frames), int(rows), int(columns)), np.float32)
@@ -180,6 +194,11 @@ def read(folder: str) -> tuple[Array, Affine, str]:
     if padded.any() and not padded.all():
         voxels[padded] = voxels[~padded].min()
         changes.append(f"{_named('PixelPaddingValue')} is read as the least other value")
+
+    if len(_stated(frames, "AcquisitionNumber")) > 1:
+        changes.append(
+            f"slices that differ in {_named('AcquisitionNumber')} are read as one volume"
+        )
 
     are_scaled = {frame.header.is_scaled for frame in frames}
     if False in are_scaled and (True in are_scaled or frames[0].header.text("Modality") in _SCALED):
@@ -328,16 +347,29 @@ def _require_equal(frames: Sequence[Frame], keyword: str, count: int = 1) -> Aff
     """Return the numbers of a tag that must be equal in all frames; an InputError names the tag if they differ."""
     first = _numbers(frames[0], keyword, count)
     for frame in frames:
-        numbers = _numbers(frame, keyword, count)
-        if not np.allclose(numbers, first, rtol=0, atol=_ALIKE):
-            raise InputError(
-                f"{_named(keyword)} is {frames[0].header.text(keyword)} in DICOM file {frames[0].file} and "
-                f"{frame.header.text(keyword)} in {frame.file}",
-                "the slices of a volume have one grid",
-                "keep slices of one orientation, size and spacing in each folder",
-            )
+        if not np.allclose(_numbers(frame, keyword, count), first, rtol=0, atol=_ALIKE):
+            raise _different(keyword, frames[0], frame)
 
     return first
+
+
+def _stated(frames: Sequence[Frame], keyword: str) -> list[Frame]:
+    """Return the first frame of each text that a tag has."""
+    frame_of: dict[str, Frame] = {}
+    for frame in frames:
+        frame_of.setdefault(frame.header.text(keyword), frame)
+
+    frame_of.pop("", None)
+    return [*frame_of.values()]
+
+
+def _different(keyword: str, frame: Frame, other: Frame) -> InputError:
+    return InputError(
+        f"{_named(keyword)} is {frame.header.text(keyword)} in DICOM file {frame.file} and "
+        f"{other.header.text(keyword)} in {other.file}",
+        "the slices of a volume have one grid, and one meaning of their values",
+        "keep slices in which this tag is equal in each folder",
+    )
 
 
 # Places
@@ -426,7 +458,7 @@ def picture_affine(file: str) -> Affine:
 
 
 def _stored(file: str, header: Header) -> Array:
-    """Return the stored pixels (frames, H, W) of a file in shades of grey."""
+    """Return the pixels (frames, H, W) of a file in shades of grey, with all bits of their words."""
     if header.is_coloured:
         raise InputError(
             f"DICOM file {file} has colours by {_named('PhotometricInterpretation')}",
@@ -449,6 +481,11 @@ def _stored(file: str, header: Header) -> Array:
 
         plain.PhotometricInterpretation = "MONOCHROME2"
         syntax = plain.file_meta.get("TransferSyntaxUID")
+        if header.whole("BitsAllocated") == 16 and syntax and not syntax.is_compressed:
+            # padding may need bits above those of other pixels
+            plain.BitsStored = 16
+            plain.HighBit = 15
+
         # GDCM loses the last bits where frames fill no bytes, and swaps 32-bit numbers in big-endian order wrongly
         if header.whole("BitsAllocated") in (1, 32) and syntax and not syntax.is_compressed:
             pixels = plain.pixel_array
@@ -475,6 +512,7 @@ def _pixels(file: str) -> Array:
 
 def _modality(pixels: Array, header: Header) -> Array:
     """Return stored pixels as physical values: by a table, or times slope plus intercept."""
+    pixels = _without_unused_bits(pixels, header)
     if tables := header.items("ModalityLUTSequence"):
         return _through(pixels, tables[0], header.is_signed)
 
@@ -520,8 +558,19 @@ def _padding(pixels: Array, header: Header) -> Array:
     if header.is_signed:
         ends = (ends + 2**15) % 2**16 - 2**15
 
-    padded: Array = (pixels >= ends.min()) & (pixels <= ends.max())
+    padded = np.zeros(pixels.shape, bool)
+    for values in (pixels, _without_unused_bits(pixels, header)):
+        padded |= (values >= ends.min()) & (values <= ends.max())
+
     return padded
+
+
+def _without_unused_bits(pixels: Array, header: Header) -> Array:
+    unused = 16 - header.whole("BitsStored", 16)
+    if pixels.itemsize != 2 or unused <= 0:
+        return pixels
+
+    return np.right_shift(np.left_shift(pixels, unused), unused)  # which keeps the sign
 
 
 def read_picture(file: str) -> Bytes:
@@ -566,7 +615,12 @@ def _coloured(file: str, header: Header) -> tuple[Array, int]:
     """Return the colours (H, W, 3) of a picture, and their largest possible value."""
     _require_shallow(file)
     if "PALETTE" in header.text("PhotometricInterpretation"):
-        colours = _pixels(file)[0]
+        # GDCM fails where a table's first index is not 0
+        pydicom = importlib.import_module("pydicom")
+        grey = pydicom.Dataset()
+        grey.PhotometricInterpretation = "MONOCHROME2"
+        indices = _without_unused_bits(_stored(file, Header((grey, *header)))[0], header)
+        colours = pydicom.pixels.apply_color_lut(indices, _dataset(file))
         return colours, np.iinfo(colours.dtype).max
 
     plain = _dataset(file)

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from medfl.core import InputError, as_number, composed, did_you_mean, either, listed
+from medfl.core import (
+    InputError,
+    alike,
+    as_number,
+    composed,
+    did_you_mean,
+    either,
+    listed,
+    respelled,
+)
 from medfl.core.arrays import Floats
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
@@ -69,6 +78,7 @@ _UNIT = re.compile(
 _MOST_CLASSES = 20  # different whole numbers, above which a column of such is one of numbers
 _LARGEST = float(np.finfo(np.float32).max)
 _A_NUMBER = f"a number with a decimal point, up to {_LARGEST:.2g}, or nothing"
+_NUMBERED = "/"  # before a number, as no name begins
 _MOSTLY = 0.9  # of the cells, from which on the others are taken for mistakes
 
 
@@ -133,7 +143,7 @@ class Meaning:
 
 def head(name: str) -> str:
     """Return a column's name in the form that is compared."""
-    return re.sub(r"[\s_-]+", "_", composed(str(name)).strip().lower())
+    return re.sub(r"[\s_-]+", "_", alike(str(name)).strip().lower())
 
 
 def find_column(path: Path, columns: Sequence[str], name: str, flag: str) -> str:
@@ -260,8 +270,11 @@ class _Table:
             else:
                 sets.append({part for part in parts if head(part) not in _NO_FINDING})
 
-        present = set[str]().union(*(entry for entry in sets if entry))
-        names = self._wanted.names or tuple(sorted(present))
+        present = sorted(set[str]().union(*filter(None, sets)))
+        spelled, notes = _one_spelling(present, self._wanted.names)
+        form = dict(zip(present, spelled, strict=True))
+        sets = [entry and {*map(form.__getitem__, entry)} for entry in sets]
+        names = self._wanted.names or tuple(sorted({*spelled}))
         if not names:
             raise InputError(
                 f"{self._path}: column {column!r} names no finding",
@@ -287,6 +300,7 @@ class _Table:
             names,
             column,
             f"{len(names)} findings by column {column!r}, with | between several: {', '.join(names)}",
+            tuple(notes),
         )
 
     # Several columns
@@ -667,26 +681,27 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     for role, name in wanted.roles.items():
         roles[role] = find_column(path, columns, name, f"--{role}-column")
 
-    matches = {}
-    for name in [head(roles["file"])] if "file" in roles else FILES:
-        if name in heads:
-            matches[name] = _matched(path, rows, heads[name], images)
-
-    column = next((column for column, index in matches.items() if index), None)
-    by_number = (name for name in matches if _by_number(path, rows, heads[name], images, {}))
-    column = column or next(by_number, None)
+    candidates = [head(roles["file"])] if "file" in roles else [*filter(heads.__contains__, FILES)]
+    # names as they are before numbers: another column may count the rows
+    present = map(heads.__getitem__, filter(heads.__contains__, candidates))
+    ways = itertools.product((False, True), present)
+    column = next((name for way, name in ways if _matched(path, rows, name, images, way)), None)
     if column is None:
         shown = listed(columns, 20) or "no rows below a header"
+        cells = [row[heads[name]] or "" for row in rows for name in candidates]
+        example = ""
+        if cells and images:
+            example = f", which has {cells[0]!a}, and the folder {images[0]!a}"
+
         raise InputError(
-            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
+            f"{path} names none of the {len(images)} images in a column "
+            f"{', '.join(map(repr, candidates)) or 'of files'}{example}",
             f"a column {', '.join(FILES)} of file names, with or without their endings; it has {shown}",
-            "name the column with --file-column, or check the folder",
+            respelled(cells) or "name the column with --file-column, or check the folder",
         )
 
-    index = matches[column]
-    numbers = _by_number(path, rows, heads[column], images, index)
-    index |= numbers
-    meaning = understood(path, rows, heads[column], wanted)
+    index = _matched(path, rows, column, images, True)
+    meaning = understood(path, rows, column, wanted)
     spelled: list[str] = []
     classes = {}
     targets = {}
@@ -705,8 +720,11 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             case_heads[name] = heads[spelling]
 
     case_heads |= {role: column for role, column in roles.items() if role != "file"}
-    rows_left = sorted(set(range(len(rows))) - set(index.values()))
-    without_image = [str(rows[number][heads[column]]) for number in rows_left]
+    used = set()
+    for number in index.values():
+        used.add(str(rows[number]))  # a row may be there twice
+
+    without_image = [str(row[column]) for row in rows if str(row) not in used]
     left_out = {
         "images of the folder are not in the table": [i for i in images if i not in index],
         f"images have no {_NOUNS[meaning.task]} in the table": [
@@ -715,15 +733,20 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         "rows of the table have no image": without_image,
     }
     notes = [*spelled, *meaning.notes]
+    pairs = []
+    for image, number in index.items():
+        if _stem(rows[number][column]) != _stem(image):
+            pairs.append((rows[number][column], image))
+
+    if pairs:
+        notes.append(
+            f"{len(pairs)} names of images differ from the table's in zeros before a number, which spreadsheets take, "
+            f"or in characters that are invisible or look alike: {' and '.join(map(ascii, pairs[0]))}"
+        )
+    if advice := respelled(without_image):
+        notes.append(advice)
     if meaning.task == "multilabel":
         notes += _outcomes(meaning.names, targets.values())
-
-    if numbers:
-        image, number = next(iter(numbers.items()))
-        notes.append(
-            f"{len(numbers)} images are matched by their numbers, whose zeros the table has lost: "
-            f"{rows[number][heads[column]]} is {image}"
-        )
 
     for reason, entries in left_out.items():
         if entries:
@@ -735,11 +758,11 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
             f"taken as names of classes: {listed(words)}; only an empty cell says no class"
         )
 
-    alike = defaultdict(list)
+    same = defaultdict(list)
     for name in names:
-        alike[_SURE.get(name.lower(), name.casefold())].append(name)
+        same[_SURE.get(name.lower(), name.casefold())].append(name)
 
-    if twice := [" and ".join(map(repr, group)) for group in alike.values() if group[1:]]:
+    if twice := [" and ".join(map(repr, group)) for group in same.values() if group[1:]]:
         notes.append(f"names that may say the same: {'; '.join(twice)}; they count as different")
     for name in dict.fromkeys(classes.values()):
         if not {*re.split(r"\s*[;,/+]\s*", name)}.isdisjoint({*names} - {name}):
@@ -751,7 +774,7 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
         row = rows[number]
         cases_of[image] = {name: (row[key] or "").strip() for name, key in case_heads.items()}
 
-    by = [f"images by column {heads[column]!r}", meaning.text]
+    by = [f"images by column {column!r}", meaning.text]
     by += [f"{name}s by {key!r}" for name, key in case_heads.items()]
     return Labels(
         meaning.task,
@@ -765,15 +788,26 @@ def read(path: Path, images: Sequence[str], wanted: Wanted | None = None) -> Lab
     )
 
 
-def _matched(path: Path, rows: Rows, column: str, images: Sequence[str]) -> dict[str, int]:
-    """Return image -> number of its row, the first of equal ones."""
-    forms = [(form, image) for image in images for form in _forms(image)]
+def _matched(
+    path: Path, rows: Rows, column: str, images: Sequence[str], by_number: bool
+) -> dict[str, int]:
+    """Return image -> number of its row, the first of equal ones; `by_number`: also where zeros before it are lost."""
+    forms = [(form, image) for image in images for form in _forms(image, by_number)]
     times = Counter(form for form, _ in forms)
     image_of = {form: image for form, image in forms if times[form] == 1}
     row_numbers: dict[str, int] = {}
 
     for number, row in enumerate(rows):
-        names = [form for form in _row_forms(row[column] or "") if form in image_of]
+        cell = row[column] or ""
+        names = [*filter(times.__contains__, _row_forms(cell, by_number))]
+        if names and names[0].startswith(_NUMBERED) and names[0] not in image_of:
+            fits = [image for form, image in forms if form == names[0]]
+            raise InputError(
+                f"{path}: {cell!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
+                "a row for each image, by the name of its file",
+                "write the column as text",
+            )
+        names = [*filter(image_of.__contains__, names)]
         if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
             image = image_of[names[0]]
             raise InputError(
@@ -783,57 +817,27 @@ def _matched(path: Path, rows: Rows, column: str, images: Sequence[str]) -> dict
     return row_numbers
 
 
-def _by_number(
-    path: Path,
-    rows: Rows,
-    column: str,
-    images: Sequence[str],
-    matched: Mapping[str, int],
-) -> dict[str, int]:
-    """Return image -> number of its row, of those that are not matched yet and whose name is a number with zeros."""
-    images_of = defaultdict(list)
-    for image in images:
-        if image not in matched and (shown := as_number(_forms(image)[-1])):
-            images_of[shown].append(image)
-
-    row_numbers: dict[str, int] = {}
-    for number in sorted(set(range(len(rows))) - set(matched.values())):
-        text = (rows[number][column] or "").strip()
-        fits = [image for image in images_of[as_number(text)] if _forms(image)[-1] != text]
-        if not fits:
-            continue
-        if len(fits) > 1 or rows[row_numbers.setdefault(fits[0], number)] != rows[number]:
-            raise InputError(
-                f"{path}: {text!r} in column {column!r} has lost its zeros and fits {listed(fits)}",
-                "a row for each image, by the name of its file",
-                "write the column as text",
-            )
-
-    return row_numbers
-
-
 def _one_spelling(class_of: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the class of each row with numbers in one spelling, and notes where the table has several of one."""
+    """Return the class of each row in one spelling (numbers, look-alikes), and notes where the table has several."""
     spelling: dict[str, str] = {}
     for name in known:
-        spelling.setdefault(as_number(name), name)
+        spelling.setdefault(_plain(name), name)
 
     written = defaultdict(set)
     for name in class_of:
-        written[as_number(name)].add(name)
+        written[_plain(name)].add(name)
 
     notes = []
-    for number, names in sorted(written.items()):
-        if number and len(names) > 1:
-            name = spelling.setdefault(number, number)
-            notes.append(
-                f"one class by its number, {name!r}: {' and '.join(map(repr, sorted(names)))}"
-            )
+    for plain, names in sorted(written.items()):
+        if len(names) > 1:
+            name = spelling.setdefault(plain, plain)
+            notes.append(f"one class, {name!r}: {' and '.join(map(ascii, sorted(names)))}")
 
-    spelling.pop("", None)
-    return [
-        name if name in known else spelling.get(as_number(name), name) for name in class_of
-    ], notes
+    return [name if name in known else spelling.get(_plain(name), name) for name in class_of], notes
+
+
+def _plain(name: str) -> str:
+    return as_number(alike(name)) or alike(name)
 
 
 def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> list[str]:
@@ -851,7 +855,7 @@ def _outcomes(names: Sequence[str], targets: Collection[tuple[float, ...]]) -> l
     return [f"{text} {listed(entries, 20)}" for text, entries in missing.items()]
 
 
-def _row_forms(name: str) -> list[str]:
+def _row_forms(name: str, by_number: bool) -> list[str]:
     """Return what a row may mean: the forms of its path, and of each shorter one from a folder within it on."""
     parts = cases.key(name).split("/")
     forms = []
@@ -859,11 +863,22 @@ def _row_forms(name: str) -> list[str]:
         path = "/".join(parts[start:])
         forms += [path, without_ending(path)]
 
-    return forms
+    return forms + _numbers(name, by_number)
 
 
-def _forms(name: str) -> list[str]:
+def _forms(name: str, by_number: bool) -> list[str]:
     """Return what an image may be called, the most exact first: its path or name, with its ending or without."""
     path = cases.key(name)
     bare = path.rpartition("/")[2]
-    return list(dict.fromkeys([path, without_ending(path), bare, without_ending(bare)]))
+    forms = dict.fromkeys([path, without_ending(path), bare, without_ending(bare)])
+    return [*forms, *_numbers(without_ending(bare), by_number)]
+
+
+def _numbers(name: str, by_number: bool) -> list[str]:
+    number = as_number(name.strip())
+    return [_NUMBERED + number] if by_number and number else []
+
+
+def _stem(name: str) -> str:
+    """Return a name as it is stored, without folder and ending."""
+    return without_ending(composed(name).strip().replace("\\", "/").rpartition("/")[2])

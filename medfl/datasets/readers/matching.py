@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from medfl.core import InputError, listed
+from medfl.core import InputError, alike, listed
 
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
@@ -33,6 +33,9 @@ def match(images: Named, masks: Named) -> Matched:
     uris_at = defaultdict(list)
     by_name = defaultdict(set)
     by_folder = defaultdict(set)
+    spelling: dict[str, str] = {}
+    masks = _compared(masks, spelling)
+    images = _compared(images, spelling)
     for path, uri in images:
         folder, _, name = path.rpartition("/")
         uris_at[path].append(uri)
@@ -75,7 +78,7 @@ def match(images: Named, masks: Named) -> Matched:
                 "give the mask its image's name, or move it beside that image",
             )
 
-        name = _name(fits[0], by_name) if fits else path
+        name = _name(fits[0], by_name, spelling) if fits else spelling[path]
         if name in matched:
             of = f" of image {uris[0]}" if uris else ""
             raise InputError(
@@ -86,7 +89,17 @@ def match(images: Named, masks: Named) -> Matched:
 
         matched[name] = uri
 
-    return {_name(path, by_name): uris[0] for path, uris in uris_at.items()}, matched
+    return {_name(path, by_name, spelling): uris[0] for path, uris in uris_at.items()}, matched
+
+
+def _compared(files: Named, spelling: dict[str, str]) -> Named:
+    """Return files with their paths in the form that is compared, and enter how they are spelled."""
+    plain = []
+    for path, uri in files:
+        spelling[alike(path)] = path
+        plain.append((alike(path), uri))
+
+    return plain
 
 
 def _forms(path: str) -> tuple[str, str]:
@@ -94,6 +107,6 @@ def _forms(path: str) -> tuple[str, str]:
     return MASK_END.sub("", path), path
 
 
-def _name(path: str, by_name: Mapping[str, set[str]]) -> str:
-    name = path.rpartition("/")[2]
-    return name if len(by_name[name]) == 1 else path
+def _name(path: str, by_name: Mapping[str, set[str]], spelling: Mapping[str, str]) -> str:
+    is_unique = len(by_name[path.rpartition("/")[2]]) == 1
+    return spelling[path].rpartition("/")[2] if is_unique else spelling[path]

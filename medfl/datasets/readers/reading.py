@@ -14,6 +14,7 @@ import math
 import os
 import re
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -168,8 +169,8 @@ def by_name(files: Iterable[tuple[str, str]]) -> Files:
     for name, uri in files:
         if (alternative := uri_of.setdefault(composed(name), uri)) != uri:
             raise InputError(
-                f"{ascii(alternative)} and {ascii(uri)} have one name, in composed and decomposed characters",
-                "names that differ to the eye (Unicode NFC)",
+                f"{ascii(alternative)} and {ascii(uri)} have one name, in characters that look alike",
+                "names that differ to the eye (Unicode NFC; of classes NFKC)",
                 "rename one of them, or remove it",
             )
 
@@ -377,6 +378,8 @@ def palette_of(uri: str) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 def _opened(source: IO[bytes]) -> ImageFile:
+    # of what is read as it is described, refused, or damaged beside its pixels
+    warnings.filterwarnings("ignore", module="PIL")
     try:
         return Image.open(source)
     except UnidentifiedImageError as error:

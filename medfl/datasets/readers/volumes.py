@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +81,7 @@ _WORDS = """
 """
 _PLACE = tuple(_WORDS.split())
 """What a NIfTI header says of place, beside pixdim."""
+_ROUNDED = np.float64(-1e-5)  # 1 less the squares of a unit quaternion in float32
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
@@ -305,7 +307,14 @@ def _read(uri: str) -> _Raw:
 
 
 def _nifti(uri: str) -> _Raw:
-    image = _open(uri, is_whole=True)
+    try:
+        image = _open(uri, is_whole=True)
+    except ValueError as error:
+        if str(error).startswith("w2 "):
+            raise ValueError("its quatern_b, quatern_c and quatern_d are no rotation") from error
+
+        raise
+
     _sides(uri, image.shape)  # before all of a long series is read
     _check_size(uri, image)
     if image.dataobj.offset < image.header.sizeof_hdr:
@@ -314,7 +323,15 @@ def _nifti(uri: str) -> _Raw:
     _require_spacing(image)
     code = int(image.header["xyzt_units"]) % 8  # beside it stands the unit of time
     unit = _NIFTI_UNITS.get(code, f"the unit {code} of xyzt_units")
-    return _in_mm(np.asanyarray(image.dataobj), np.array(image.affine, np.float64), unit)
+    raw = _in_mm(np.asanyarray(image.dataobj), np.array(image.affine, np.float64), unit)
+    with suppress(ValueError):  # of a qform that is no rotation
+        qform = image.get_qform(coded=True)[0]
+        if qform is not None and not _is_close(qform, image.affine):
+            return raw._replace(
+                changes=f"{raw.changes}the place is by the sform, not by the other qform; "
+            )
+
+    return raw
 
 
 def _require_spacing(image: dicom.Untyped) -> None:
@@ -380,6 +397,7 @@ def _open(uri: str, is_whole: bool = False) -> dicom.Untyped:
     """Open a NIfTI file, packed ones as a whole for the sum at their end, which nibabel does not read."""
     import nibabel as nib
 
+    nib.Nifti1Header.quaternion_threshold = _ROUNDED
     nib.imageglobals.logger.disabled = True  # what it logs of a header is in its errors
     path, part = split_uri(uri)
     if part:
@@ -448,8 +466,10 @@ def as_nifti(mask: Array, affine: Floats, source: str) -> bytes:
     else:
         image.header.set_xyzt_units("mm")
         # Both forms, since viewers differ in which they read.
-        image.set_qform(affine, _SCANNER)
         image.set_sform(affine, _SCANNER)
+        image.set_qform(affine)
+        # A qform knows no shear: who reads no sform is to refuse the mask, not to show it elsewhere.
+        image.set_qform(affine, _SCANNER * _is_close(image.get_qform(), affine))
 
     # Without a time in the header, equal masks are equal files.
     return gzip.compress(image.to_bytes(), mtime=0)
@@ -477,11 +497,14 @@ def _values(uri: str, raw: _Raw) -> Array:
             "replace these values, or remove the volume from the data",
         )
     if voxels.min() == voxels.max():
-        raise InputError(
-            f"volume {uri} has the value {voxels.min() + 0.0:g} at every voxel",
-            "an image shows something",
-            "remove the case from the data",
-        )
+        least = raw.voxels.min()
+        most = raw.voxels.max()
+        problem = f"volume {uri} has the value {least + 0.0:g} at every voxel"
+        advice = "remove the case from the data"
+        if least != most:
+            problem = f"volume {uri} has the values {least} to {most}, all one number in float32"
+            advice = "subtract the least value"
+        raise InputError(problem, "an image shows something", advice)
 
     return np.moveaxis(voxels, 3, 0)
 

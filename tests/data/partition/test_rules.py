@@ -423,6 +423,18 @@ def test_bad_files_are_refused(tmp_path, lines, texts):
     fails(write(tmp_path / "sites.csv", *lines), cohort(), *texts, sites=None)
 
 
+def test_an_id_in_look_alike_characters_is_that_image(tmp_path):
+    lines = ["id,site", "train\u200b-00000,a", "\uff54rain-00001,b"]
+    held = assign(
+        write(tmp_path / "s.csv", *lines), cohort(), sites=None, classes=None, seed=0
+    ).sites
+    assert [held[site]["train"] for site in "ab"] == [(0,), (1,)]
+
+
+def test_an_id_that_a_spreadsheet_changed_is_told_with_the_cause(tmp_path):
+    fails(write(tmp_path / "s.csv", "id,site", "1E+05,a"), cohort(), "made '1E+05' of a name")
+
+
 def test_unreadable_files_are_refused(tmp_path):
     fails(f"file:{tmp_path / 'none.csv'}", cohort(), "none.csv", "No such file")
     fails(f"file:{tmp_path}", cohort(), str(tmp_path))
