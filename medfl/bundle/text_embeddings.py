@@ -26,14 +26,9 @@ from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.untrusted import read_json
 from medfl.problem.prompts import Text
-from medfl.storage.files import (
-    file_sha256,
-    load_pickled,
-    load_weights,
-    weights_sha256,
-    write_atomic,
-)
+from medfl.storage.files import file_sha256, load_pickled, load_weights, weights_sha256
 from medfl.storage.places import cache_folder
+from medfl.storage.writing import write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",

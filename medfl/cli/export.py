@@ -10,7 +10,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
 from medfl.core.documents import Config
-from medfl.storage.places import check_which, require_for_export
+from medfl.storage.places import check_which, require_unused
 
 _EXAMPLES = """\
 examples
@@ -54,7 +54,7 @@ def add(verbs: Any) -> None:
 
 def _export(args: Namespace) -> int:
     check_which(args.which)
-    require_for_export(args.out)
+    require_unused(args.out, advice="give a new folder")
     hold(args, Use(runs=[args.run], file="out"))
     from medfl.export.formats import parse_formats
 

@@ -252,7 +252,7 @@ def _inspect(args: Namespace) -> int:
     if anew is not None:
         document |= {"pinned_anew": anew}
     if target is not None and inspection.accepted:
-        from medfl.storage.files import write_atomic
+        from medfl.storage.writing import write_atomic
 
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
@@ -458,7 +458,7 @@ def _preview(args: Namespace, document: Config, lines: list[str]) -> int:
     if args.out is None:
         lines += ["", "Nothing was written; --out FILE writes exactly this."]
     else:
-        from medfl.storage.files import write_atomic
+        from medfl.storage.writing import write_atomic
 
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.shown_file}"]

@@ -26,8 +26,8 @@ from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting
 from medfl.report.run_files import RunFiles
 from medfl.runs.plan import Request, make_plan
-from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.writing import write_atomic
 
 EVERYBODY = "centre"
 EACH = "each"

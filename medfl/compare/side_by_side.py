@@ -32,8 +32,8 @@ from medfl.report.page import context
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import MODEL_KINDS
 from medfl.report.templating import rendered
-from medfl.storage.files import write_atomic
 from medfl.storage.places import GRID
+from medfl.storage.writing import write_atomic
 
 ByRound = Mapping[int, float | None]  # round -> value, None or missing if there is none
 

@@ -13,9 +13,9 @@ from medfl.evaluation import metrics
 from medfl.report import cross_site, formatting
 from medfl.report.cross_site import Cell, Matrix
 from medfl.report.page import contribution_of
-from medfl.storage.files import write_atomic
 from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.writing import write_atomic
 
 
 def matrices(comparison: Comparison) -> Iterator[tuple[str, Matrix]]:

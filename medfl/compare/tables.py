@@ -13,8 +13,8 @@ from medfl.core.documents import Document
 from medfl.core.tables import formatted_table, latex_text, markdown_text
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
-from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder, safe_file_name
+from medfl.storage.writing import write_atomic
 
 _FORMATS = (("md",), ("tex", "% needs \\usepackage{booktabs,graphicx}"))
 """Formats, with the first line of their file."""

@@ -41,8 +41,8 @@ from medfl.data.prepared import (
 from medfl.data.samples import Collate, Sampled, SampleMaker, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, content_key
-from medfl.storage.files import writing
 from medfl.storage.shared_memory import dump_shared, load_shared
+from medfl.storage.writing import writing
 
 PrepareBatch = Callable[..., Any]
 """(batch, device, non_blocking) -> inputs and targets, as of MONAI\'s trainers."""

@@ -17,7 +17,7 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.mask_values import picture_values, stored
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
 from medfl.datasets.readers.volumes import as_nifti, is_volume
-from medfl.storage.files import write_atomic
+from medfl.storage.writing import write_atomic
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> Bytes:

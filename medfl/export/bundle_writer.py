@@ -7,7 +7,6 @@ and only then renamed to `out`.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,10 +61,11 @@ from medfl.problem.tasks.regression import scale_of
 from medfl.report.formatting import time_left
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.runs.predictor import thresholds_of
-from medfl.storage.files import save_weights, write_atomic, writing
-from medfl.storage.places import CALIBRATION, PHANTOM, check_which, require_for_export
+from medfl.storage.files import save_weights
+from medfl.storage.places import CALIBRATION, PHANTOM, check_which, require_unused
 from medfl.storage.run_documents import read_rows
 from medfl.storage.run_folder import safe_file_name
+from medfl.storage.writing import new_folder, write_atomic
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
@@ -106,7 +106,7 @@ def export(
     run = Path(run)
     out = Path(out)
     check_which(which)
-    require_for_export(out)
+    require_unused(out, advice="give a new folder")
     trained = RunNetworks(run, which, say)
 
     if is_parts(trained.bundle.source):
@@ -124,26 +124,15 @@ def export(
     models = trained.models(site, data, say)
     several = site == "all" and "all" not in trained.sites
     names = [safe_file_name(model.site) if several else "" for model in models]
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-
-    try:
-        with writing(out, "free some space"):
-            temporary.mkdir(parents=True)
-            documents = []
-            began = time.monotonic()
-            for model, name in zip(models, names, strict=True):
-                writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
-                documents.append(writer.write())
-                if remaining := len(models) - len(documents):
-                    seconds = (time.monotonic() - began) / len(documents) * remaining
-                    say(f"{time_left(seconds)} for {remaining} of {len(models)} bundles")
-
-            if out.is_dir():
-                out.rmdir()
-
-            temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    documents = []
+    with new_folder(out) as temporary:
+        began = time.monotonic()
+        for model, name in zip(models, names, strict=True):
+            writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
+            documents.append(writer.write())
+            if remaining := len(models) - len(documents):
+                seconds = (time.monotonic() - began) / len(documents) * remaining
+                say(f"{time_left(seconds)} for {remaining} of {len(models)} bundles")
 
     for document, name in zip(documents, names, strict=True):
         document["folder"] = str(out / name)

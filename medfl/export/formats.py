@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import split_commas
 from medfl.core.release import pip_install
-from medfl.storage.files import write_atomic
+from medfl.storage.writing import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 """Format -> maximum difference of a probability (in other tasks: of an output)."""

@@ -237,7 +237,7 @@ def _write_settings(args: argparse.Namespace, kit: Path) -> None:
     """
     from medfl.bundle.files import shipped_folders
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
-    from medfl.storage.files import write_atomic
+    from medfl.storage.writing import write_atomic
 
     path = kit / "local" / CONFIG_FILE
     settings = {}

@@ -19,7 +19,7 @@ from scipy.spatial.distance import jensenshannon
 from medfl.core import tables
 from medfl.core.arrays import Floats
 from medfl.core.documents import Config, Document
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
 from medfl.partner.statistics import DOCUMENT_FORM
@@ -297,14 +297,12 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         for part in lower:
             _draw_intensities(part.subplots(1, channels, squeeze=False)[0], federation)
 
-        try:
+        with refusing(
+            f"--out {printable(path)}",
+            "a file that can be drawn to, as FILE.png",
+            "check its ending and folder",
+        ):
             figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--out {printable(path)} ({error})",
-                "a file that can be drawn to, as FILE.png",
-                "check its ending and folder",
-            ) from error
 
 
 def _write_distances(axes: Axes, federation: FederationStatistics) -> None:

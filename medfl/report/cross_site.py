@@ -15,10 +15,10 @@ from medfl.evaluation import metrics
 from medfl.evaluation.bootstrap import Interval
 from medfl.report import formatting
 from medfl.report.run_files import MODEL_KINDS, RunFiles
-from medfl.storage.files import write_atomic
 from medfl.storage.places import CROSS_SITE
 from medfl.storage.run_documents import read_rows
 from medfl.storage.run_reader import Table
+from medfl.storage.writing import write_atomic
 
 _COLUMNS = ("model", "of", "at", "cases")
 

@@ -24,10 +24,11 @@ from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import PHANTOM_NOTE, structure_lines
 from medfl.report.templating import rendered
-from medfl.storage.files import write_atomic, write_json
+from medfl.storage.files import write_json
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import read_document, refuse_code
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.writing import write_atomic
 
 FORM: Config = {
     "folds": Count,

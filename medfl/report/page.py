@@ -20,10 +20,10 @@ from medfl.report.picture import Picture, mask_pictures, model_pictures, worst_i
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import rendered
-from medfl.storage.files import write_atomic
 from medfl.storage.places import CONTRIBUTION, FOLDS
 from medfl.storage.run_documents import damaged, read_rows
 from medfl.storage.run_reader import SUMMARY_KINDS, Table
+from medfl.storage.writing import write_atomic
 
 _SHOWN = (
     "promised",

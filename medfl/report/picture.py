@@ -19,7 +19,7 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_bytes
 from medfl.data.partition.table import shorten
 from medfl.report.style import INK, SOFT
-from medfl.storage.files import write_atomic
+from medfl.storage.writing import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

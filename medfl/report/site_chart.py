@@ -16,7 +16,7 @@ from medfl.core.documents import Config
 from medfl.data.partition import targets
 from medfl.data.partition.table import TITLES, shorten, shown_sections
 from medfl.report.style import BAND, INK, SOFT, TINTS
-from medfl.storage.files import write_atomic
+from medfl.storage.writing import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

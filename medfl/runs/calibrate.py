@@ -40,11 +40,12 @@ from medfl.problem.tasks.kind import Kind
 from medfl.report import coverage, write_report
 from medfl.runs.result import Result
 from medfl.runs.subgroups import MIN_COUNT, group_order, group_values
-from medfl.storage.files import load_weights, write_atomic, write_json
+from medfl.storage.files import load_weights, write_json
 from medfl.storage.places import CALIBRATION, CALIBRATION_SUMS
 from medfl.storage.run_documents import ALL_SITES, CoverageRow
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_reader import RunReader
+from medfl.storage.writing import made, write_atomic
 from medfl.training.accelerate.precision import tf32
 
 _PROMISES = (
@@ -193,13 +194,14 @@ def calibrate(
     }
 
     folder = out or result.path
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CALIBRATION, document)
-    RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
     blocks = [f"Coverage {options.coverage:g} is promised of {kind.promise}."]
     blocks += [markdown_table(*table) for table in coverage.tables_of(document)]
     blocks += [f"- {markdown_text(note)}" for note in notes]
-    write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
+    with made(folder, [CALIBRATION, "calibration.csv", "calibration.md"]):
+        write_json(folder / CALIBRATION, document)
+        RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
+        write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
+
     if folder == result.path:
         write_report(folder)
 

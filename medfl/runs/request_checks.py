@@ -12,7 +12,7 @@ from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.documents import Config
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.names import trust_module
 from medfl.core.release import version_of
 from medfl.core.run import Run
@@ -77,12 +77,8 @@ def check_driver(device: str) -> None:
     if not device.startswith("cuda") or sys.platform != "linux" or "rocm" in version_of("torch"):
         return
 
-    try:
+    with refusing(f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"):
         ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise InputError(
-            f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"
-        ) from error
 
 
 def require_same_settings(planned: Run, recorded: Run) -> None:

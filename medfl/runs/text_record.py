@@ -23,7 +23,8 @@ from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem
 from medfl.runs import initial_weights
-from medfl.storage.files import load_weights, write_atomic
+from medfl.storage.files import load_weights
+from medfl.storage.writing import write_atomic
 
 FILE = "text.safetensors"
 """In a run folder: `embeddings` (K, M, D) float32, as used."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Tensors, Weights, byte_count
 from medfl.evaluation.metrics import direction
-from medfl.storage.files import atomic_replace, save_weights
+from medfl.storage.files import save_weights
+from medfl.storage.writing import atomic_replace
 
 _UNDEFINED = {"mae": ("r2", "pearson"), "dice": ()}
 """Metric that tells a task -> metrics that one of its rounds may lack."""

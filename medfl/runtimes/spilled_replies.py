@@ -17,7 +17,7 @@ from torch import Tensor
 from medfl.core.mappings import map_values
 from medfl.core.message import Message, Weights, byte_count
 from medfl.data.prepare import free_ram
-from medfl.storage.files import writing
+from medfl.storage.writing import writing
 
 BUDGET: int | None = None
 """Bytes of one round's replies that stay in memory; None: an eighth of free memory, at most `_MAX_BUDGET`."""

@@ -28,18 +28,16 @@ from medfl.core.run import Run
 from medfl.core.tables import csv_text
 from medfl.storage.files import (
     State,
-    atomic_replace,
     file_sha256,
     load_state,
     save_state,
     save_weights,
     state_round,
-    write_atomic,
     write_json,
-    writing,
 )
 from medfl.storage.places import TRIAL, require_run, require_unused
 from medfl.storage.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
+from medfl.storage.writing import atomic_replace, write_atomic, writing
 
 SITES = "sites"
 """Subfolder in which the sites of a FLARE federation on one machine keep their States."""
@@ -75,14 +73,8 @@ class RunFolder:
         """Create a new folder, in which only what `beside` names may already exist; InputError if it cannot be."""
         require_unused(path, beside)
         folder = cls(path)
-        try:
+        with writing(path):
             folder.state.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--out {path} cannot be made: {error.strerror}",
-                "a folder that can be written",
-                "give a writable one",
-            ) from error
 
         return folder
 

@@ -17,7 +17,6 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.storage.files import (
-    atomic_replace,
     load_pickled,
     load_state,
     load_weights,
@@ -27,8 +26,8 @@ from medfl.storage.files import (
     state_round,
     to_device,
     weights_sha256,
-    write_atomic,
 )
+from medfl.storage.writing import atomic_replace, write_atomic
 from tests.support.toy import bits, classifier
 
 STATE = {

@@ -57,7 +57,7 @@ from medfl.methods import load as load_method, method_class, options_of, values_
 from medfl.report import RunFiles
 from medfl.runs.pace import AUTO
 from medfl.runtimes.launch import Launch
-from medfl.storage.files import write_atomic
+from medfl.storage.writing import write_atomic
 
 PAPER = "paper"
 """The preset with the settings of a bundle's paper, used for its tables; for a second paper it is paper-NAME."""

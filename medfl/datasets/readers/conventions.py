@@ -301,7 +301,7 @@ def channel_names(path: Path) -> tuple[str, ...]:
     """Return the channels' names by `channel_names` or `modality` of nnU-Net's `dataset.json`, () where it has none."""
     document = _document(path)
     names = document.get("channel_names", document.get("modality"))
-    if not isinstance(names, dict) or not all(name.isdecimal() for name in names):
+    if not isinstance(names, dict) or None in map(_index, names):
         return ()
 
     return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medfl.core.errors import InputError
+from medfl.core.errors import InputError, refusing
 from medfl.core.names import listed
-from medfl.core.untrusted import Refused, read_table
+from medfl.core.untrusted import read_table
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,
@@ -66,14 +66,12 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     Raises:
         InputError: the file is not text, a needed column is missing, or a row is cut off.
     """
-    try:
+    with refusing(
+        f"table {path} cannot be read",
+        "a UTF-8 text table with a header",
+        "save it as such a file (in Excel: CSV UTF-8)",
+    ):
         names, rows = read_table(path, is_composed=True)
-    except Refused as error:
-        raise InputError(
-            f"table {path} cannot be read ({error})",
-            "a UTF-8 text table with a header",
-            "save it as such a file (in Excel: CSV UTF-8)",
-        ) from error
 
     if missing := [column for column in columns if column not in names]:
         raise InputError(

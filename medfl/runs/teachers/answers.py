@@ -34,8 +34,9 @@ from medfl.core.untrusted import Refused, json_values
 from medfl.problem.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions, Teacher as Teacher, public_classes
-from medfl.storage.files import write_json, writing
+from medfl.storage.files import write_json
 from medfl.storage.places import cache_folder
+from medfl.storage.writing import writing
 
 CLIP = 1e-4
 """Probabilities of masks are clipped to CLIP .. 1 - CLIP, so that their logits are finite in half precision."""

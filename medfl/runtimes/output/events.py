@@ -10,7 +10,7 @@ from typing import Any
 from medfl.core.arrays import Bytes
 from medfl.core.documents import Document
 from medfl.runtimes.output.tracking import Tracking, scalars
-from medfl.storage.files import writing
+from medfl.storage.writing import writing
 
 
 class Events:
