@@ -15,7 +15,6 @@ from medfl.core import (
     Config,
     Document,
     InputError,
-    Refused,
     decode_text,
     did_you_mean,
     pick,
@@ -24,6 +23,7 @@ from medfl.core import (
     read_plain,
     type_errors,
 )
+from medfl.core.errors import refusing
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 from medfl.storage import config_file as config_file
 
@@ -137,27 +137,19 @@ def read_protocol(name_or_path: str) -> Config:
     if path is None or ships_unchanged(root):
         return read(path) if path else {}
 
-    try:
+    with refusing(f"{path} cannot be read", "plain JSON or YAML, by names", "repair it"):
         text = decode_text(read_bytes(path, _MAX_BYTES))
         content = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
         return dict(content or {})
-    except (Refused, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}", "plain JSON or YAML, by names", "repair it"
-        ) from error
 
 
 def read(path: Path) -> Document:
     """Return the content of a JSON or YAML file; InputError if it is not valid."""
-    try:
+    with refusing(f"{path} cannot be read", "it is valid JSON or YAML", "repair its syntax"):
         text = path.read_text(encoding="utf-8")
         return dict(
             (json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {}
         )
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax"
-        ) from error
 
 
 def read_metadata(root: Path) -> Document:

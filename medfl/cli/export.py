@@ -10,7 +10,8 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
 from medfl.core import Config
-from medfl.storage import check_which, require_for_export
+from medfl.storage import check_which
+from medfl.storage.places import require_unused
 
 _EXAMPLES = """\
 examples
@@ -54,7 +55,7 @@ def add(verbs: Any) -> None:
 
 def _export(args: Namespace) -> int:
     check_which(args.which)
-    require_for_export(args.out)
+    require_unused(args.out, advice="give a new folder")
     hold(args, Use(runs=[args.run], file="out"))
     from medfl.export.formats import parse_formats
 

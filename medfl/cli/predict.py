@@ -47,6 +47,9 @@ def add(verbs: Any) -> None:
         "ground truth to score against: masks named like the images, a folder of images per class, or a "
         "CSV with id and label, or with id and a column for each finding or number",
     )
+    predict.set_defaults(
+        goes_on_by="; without predictions.csv it is unfinished: repeat it with a new folder"
+    )
     predict.add_columns(file="the images' file names", label="the labels")
     predict.add_text(
         "--which",

@@ -35,6 +35,7 @@ from medfl.cli import (
 )
 from medfl.cli.parser import Parser, intact, log, warn
 from medfl.core import VERSION, MedflError, portable, terminal
+from medfl.core.errors import reason
 
 EXAMPLES = """\
 examples
@@ -89,14 +90,15 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
     terminal.mend_streams()
     options = None
     try:
-        options = parser().parse_args(words)
-        options.given = words
-        options.own_process = own_process
-        if getattr(options, "portable", False):
-            portable.enable()  # before any numerical library is imported
+        with terminal.sigterm_as_ctrl_c():
+            options = parser().parse_args(words)
+            options.given = words
+            options.own_process = own_process
+            if getattr(options, "portable", False):
+                portable.enable()  # before any numerical library is imported
 
-        with terminal.sigterm_as_ctrl_c(), _trusting(options):
-            return int(options.verb(options) or 0)
+            with _trusting(options):
+                return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt as signalled:
@@ -115,6 +117,8 @@ def main(arguments: Sequence[str] | None = None, *, own_process: bool = False) -
             message = f"out of memory ({error})"
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
             message = f"no space left on the disk; free some; {intact(options)}"
+        elif isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {reason(error)}; check that it is there, and its rights"
         else:
             message = str(error)
 

@@ -47,9 +47,11 @@ from medfl.storage import (
     GRID,
     LOCAL_REFERENCE,
     cache_folder,
+    made,
     read_run,
     record_of,
     require_unused,
+    writing,
 )
 from medfl.storage.places import CALIBRATION
 from medfl.storage.run_documents import brings_code
@@ -309,23 +311,22 @@ def _take_over(inside: Path, target: Path) -> None:
         )
 
     copy = target.with_name(f".{target.name}.tmp")
-    try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
+    with made(target.parent), writing(target):
+        try:
+            _remove(
+                copy
+            )  # what a keeper left that was killed; a link there would be written through
+            todo = [(inside, copy)]
+            for source, place in todo:
+                if source.is_dir():
+                    place.mkdir()
+                    todo += [(entry, place / entry.name) for entry in source.iterdir()]
+                else:
+                    shutil.copyfile(source, place)
 
-        _remove(copy)  # what a keeper left that was killed; a link there would be written through
-        todo = [(inside, copy)]
-        for source, place in todo:
-            if source.is_dir():
-                place.mkdir()
-                todo += [(entry, place / entry.name) for entry in source.iterdir()]
-            else:
-                shutil.copyfile(source, place)
-
-        os.replace(copy, target)
-    except OSError as error:
-        raise RunError(f"{target} cannot be written: {error.strerror}; nothing is there") from error
-    finally:
-        _remove(copy)
+            os.replace(copy, target)
+        finally:
+            _remove(copy)
 
 
 def _remove(path: Path) -> None:

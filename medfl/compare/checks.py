@@ -65,14 +65,8 @@ def check_folder(settings: Config, out: Path) -> None:
     """Raise an InputError unless a folder is new, or of a comparison with these settings (`Grid.settings`)."""
     allowed = "a new folder, or one of an earlier comparison"
     advice = "give --out a path that does not exist yet"
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file", allowed, advice)
-
-    if not out.exists():
-        require_unused(out)  # refuses a folder that cannot be created
-        return
-
-    if not any(out.iterdir()):
+    if not out.is_dir() or not any(out.iterdir()):
+        require_unused(out, advice=advice)
         return
 
     try:

@@ -125,8 +125,12 @@ def refusing(subject: str, allowed: str, advice: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise InputError(f"{subject} ({reason})", allowed, advice) from error
+        raise InputError(f"{subject} ({reason(error)})", allowed, advice) from error
+
+
+def reason(error: BaseException) -> str:
+    """Return why something failed; of an error of the system without its number and path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def beginning(file: IO[bytes]) -> str:

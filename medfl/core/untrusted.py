@@ -213,6 +213,10 @@ def read_table(
         if is_composed:
             text = unicodedata.normalize("NFC", text)
 
+        # longer ones are no measurements, and Python converts none
+        if digits := re.search(rf"\d{{{_NUMBER + 1},}}", text):
+            raise Refused(f"a number of {len(digits[0])} digits; at most {_NUMBER}")
+
         # empty rows, and a spreadsheet's line about itself
         text = _ABOVE.sub("", text)
         head = text.partition("\n")[0]

@@ -7,7 +7,6 @@ and only then renamed to `out`.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,14 +60,13 @@ from medfl.runs.predictor import evaluator_of, thresholds_of
 from medfl.storage import (
     PHANTOM,
     check_which,
+    new_folder,
     read_rows,
-    require_for_export,
     safe_file_name,
     save_weights,
     write_atomic,
-    writing,
 )
-from medfl.storage.places import CALIBRATION
+from medfl.storage.places import CALIBRATION, require_unused
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"
@@ -109,7 +107,7 @@ def export(
     run = Path(run)
     out = Path(out)
     check_which(which)
-    require_for_export(out)
+    require_unused(out, advice="give a new folder")
     trained = RunNetworks(run, which, say)
 
     if is_parts(trained.bundle.source):
@@ -127,26 +125,15 @@ def export(
     models = trained.models(site, data, say)
     several = site == "all" and "all" not in trained.sites
     names = [safe_file_name(model.site) if several else "" for model in models]
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-
-    try:
-        with writing(out, "free some space"):
-            temporary.mkdir(parents=True)
-            documents = []
-            began = time.monotonic()
-            for model, name in zip(models, names, strict=True):
-                writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
-                documents.append(writer.write())
-                if remaining := len(models) - len(documents):
-                    seconds = (time.monotonic() - began) / len(documents) * remaining
-                    say(f"{time_left(seconds)} for {remaining} of {len(models)} bundles")
-
-            if out.is_dir():
-                out.rmdir()
-
-            temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    documents = []
+    with new_folder(out) as temporary:
+        began = time.monotonic()
+        for model, name in zip(models, names, strict=True):
+            writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
+            documents.append(writer.write())
+            if remaining := len(models) - len(documents):
+                seconds = (time.monotonic() - began) / len(documents) * remaining
+                say(f"{time_left(seconds)} for {remaining} of {len(models)} bundles")
 
     for document, name in zip(documents, names, strict=True):
         document["folder"] = str(out / name)

@@ -128,11 +128,10 @@ def execute_with(run_job: RunJob) -> Callable[[Execution], Document]:
     return execute
 
 
-def write_job(recipe: Any, folder: Path) -> Path:
-    """Write a recipe's job into a folder and return the job's subfolder."""
+def write_job(recipe: Any, folder: Path) -> None:
+    """Write a recipe's job into a subfolder that is called like it."""
     with contextlib.redirect_stdout(io.StringIO()):
         recipe.export(str(folder))
-    return folder / str(recipe.name)
 
 
 def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:

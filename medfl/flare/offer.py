@@ -32,7 +32,7 @@ from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
-from medfl.storage import PHANTOM, require_unused
+from medfl.storage import PHANTOM, new_folder, require_unused
 
 
 def untrained(job: str, requested: Config) -> Document:
@@ -207,10 +207,12 @@ def export(
         carried = Path(temporary) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, sets=sets, **tolerance.record())
-        job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)
+        written = recipe(run, [carried, *files], controller, RemoteExecutor(), least)
+        with new_folder(out) as partial:
+            write_job(written, partial)
 
     return {
-        "job": str(job),
+        "job": str(out / str(written.name)),
         "sites": list(sites),
         "bundle": run.bundle,
         "bundle_sha256": run.bundle_sha256,

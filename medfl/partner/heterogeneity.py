@@ -25,6 +25,7 @@ from medfl.core import (
     printable,
     read_bytes,
     read_plain,
+    refusing,
     tables,
 )
 from medfl.core.arrays import Floats
@@ -304,14 +305,12 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         for part in lower:
             _draw_intensities(part.subplots(1, channels, squeeze=False)[0], federation)
 
-        try:
+        with refusing(
+            f"--out {printable(path)}",
+            "a file that can be drawn to, as FILE.png",
+            "check its ending and folder",
+        ):
             figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--out {printable(path)} ({error})",
-                "a file that can be drawn to, as FILE.png",
-                "check its ending and folder",
-            ) from error
 
 
 def _write_distances(axes: Axes, federation: FederationStatistics) -> None:

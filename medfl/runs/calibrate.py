@@ -50,6 +50,7 @@ from medfl.storage import (
     CALIBRATION_SUMS,
     RunFolder,
     load_weights,
+    made,
     write_atomic,
     write_json,
 )
@@ -204,13 +205,14 @@ def calibrate(
     }
 
     folder = out or result.path
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CALIBRATION, document)
-    RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
     blocks = [f"Coverage {options.coverage:g} is promised of {kind.promise}."]
     blocks += [markdown_table(*table) for table in coverage.tables_of(document)]
     blocks += [f"- {markdown_text(note)}" for note in notes]
-    write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
+    with made(folder, [CALIBRATION, "calibration.csv", "calibration.md"]):
+        write_json(folder / CALIBRATION, document)
+        RunFolder(folder).write_table("calibration.csv", rows + document["groups"])
+        write_atomic(folder / "calibration.md", ("\n\n".join(blocks) + "\n").encode())
+
     if folder == result.path:
         write_report(folder)
 

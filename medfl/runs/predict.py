@@ -43,7 +43,7 @@ from medfl.problem.tasks.regression import scale_of
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
 from medfl.runs.result_tables import Record, parse_row
-from medfl.storage import RunFolder, require_unused
+from medfl.storage import RunFolder, made, require_unused
 from medfl.training.accelerate.precision import tf32, threads
 
 PREDICTIONS = "predictions.csv"
@@ -150,7 +150,8 @@ def predict(
         # the first error represents all: in a folder of unsuitable files all fail alike
         raise _no_prediction_error(len(files), next(iter(predictions.failed.values())))
 
-    return _document(predictor, files, predictions, folder, targets)
+    with made(folder, [SCORES, BY_CASE, PREDICTIONS]):
+        return _document(predictor, files, predictions, folder, targets)
 
 
 def _references(
@@ -370,9 +371,9 @@ class _Writer:
             geometry = prepared.geometry[index]
             mask = save_masks.to_original(masks.prediction, geometry)
             path = self.folder / self.mask_paths[ident]
-            path.parent.mkdir(parents=True, exist_ok=True)
             values = mask_values(self.predictor.metadata)
-            written = save_masks.write(mask, masks.classes, geometry, path, values)
+            with made(path.parent):
+                written = save_masks.write(mask, masks.classes, geometry, path, values)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
             self.predictions.rows[ident] = {
                 "id": ident,
@@ -525,7 +526,6 @@ def _document(
     """Write the tables, the predictions last, and return everything for JSON."""
     table = RunFolder(folder)
     written = {"predictions": str(folder / PREDICTIONS)}
-    folder.mkdir(parents=True, exist_ok=True)
     scores = None
     structures = None
     without = {}

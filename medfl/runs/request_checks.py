@@ -11,6 +11,7 @@ from medfl import datasets
 from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
 from medfl.core import Config, InputError, Run, check_limits, portable, trust_module, version_of
+from medfl.core.errors import refusing
 from medfl.data.partition.draw import check_centre
 from medfl.data.partition.rules import parse
 from medfl.datasets.base import read_table
@@ -71,12 +72,8 @@ def check_driver(device: str) -> None:
     if not device.startswith("cuda") or sys.platform != "linux" or "rocm" in version_of("torch"):
         return
 
-    try:
+    with refusing(f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"):
         ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise InputError(
-            f"--device {device}", "this machine has 0 CUDA devices", "choose cpu or auto"
-        ) from error
 
 
 def require_same_settings(planned: Run, recorded: Run) -> None:

@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core import Document, InputError, RunError, is_plain_text, listed, slug
+from medfl.core import Document, InputError, is_plain_text, listed, slug
 from medfl.datasets import own
 from medfl.datasets.base import item_of
 from medfl.datasets.readers import (
@@ -46,7 +45,7 @@ from medfl.starter.survey import (
     duplicate_notes,
     metadata_of,
 )
-from medfl.storage import require_new_bundle
+from medfl.storage import new_folder, require_new_bundle
 
 
 @dataclass(frozen=True)
@@ -272,6 +271,7 @@ def write(
 
     Raises:
         InputError: the folder exists, or no such network or size.
+        RunError: it cannot be written.
     """
     root = Path(target).expanduser()
     require_new_bundle(root, size)
@@ -279,7 +279,6 @@ def write(
         networks,  # imported here because PyTorch takes seconds: problems with the images are reported first
     )
     from medfl.problem.tasks import KINDS
-    from medfl.storage import write_atomic
 
     chosen = network or _NETWORKS[content.kind]
     segments = content.kind != "labelled"
@@ -344,16 +343,10 @@ def write(
     metadata = metadata_of(root.name, content, side, kind_text)
     files["configs/metadata.json"] = json.dumps(metadata, indent=2) + "\n"
 
-    try:
+    with new_folder(root) as partial:
         for name, text in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(root / name, text.encode())
-    except (OSError, RunError) as error:
-        shutil.rmtree(root, ignore_errors=True)
-        reason = str(error).partition(";")[0]
-        raise InputError(
-            f"{root} cannot be written: {reason}", "a new folder", "check its rights and disk"
-        ) from error
+            (partial / name).parent.mkdir(exist_ok=True)
+            (partial / name).write_text(text, encoding="utf-8", newline="")
 
     return root
 

@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING
 from medfl.core.importing import lazy_names
 
 if TYPE_CHECKING:
+    from medfl.storage.atomic import (
+        atomic_replace as atomic_replace,
+        made as made,
+        new_folder as new_folder,
+        write_atomic as write_atomic,
+        writing as writing,
+    )
     from medfl.storage.files import (
         State as State,
         file_sha256 as file_sha256,
@@ -17,9 +24,7 @@ if TYPE_CHECKING:
         save_weights as save_weights,
         to_device as to_device,
         weights_sha256 as weights_sha256,
-        write_atomic as write_atomic,
         write_json as write_json,
-        writing as writing,
     )
     from medfl.storage.places import (
         CALIBRATION_SUMS as CALIBRATION_SUMS,

@@ -1,4 +1,4 @@
-"""Files replaced atomically, never half-written; States and weights as safetensors."""
+"""States and weights as safetensors files, and files of weights that others wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import re
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +34,7 @@ from medfl.core import (
     printable,
     read_plain,
 )
+from medfl.storage.atomic import atomic_replace, write_atomic
 from medfl.storage.checkpoints import PlainUnpickler, ScriptModule, script_tensors
 
 _ROUND = "round"
@@ -50,16 +51,6 @@ State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that persists between rounds."""
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` via a sibling file and a rename.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written; the old file is untouched.
-    """
-    with atomic_replace(path, len(data)) as temporary:
-        temporary.write_bytes(data)
-
-
 def _write_tensors(path: Path, named: Tensors, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
     with atomic_replace(path, byte_count(named)) as temporary:
@@ -69,52 +60,6 @@ def _write_tensors(path: Path, named: Tensors, metadata: dict[str, str] | None =
         # safetensors makes files readable by the owner only; a sandbox does not allow changing that.
         with suppress(PermissionError):
             temporary.chmod(mode)
-
-
-@contextmanager
-def atomic_replace(path: Path, size: int) -> Iterator[Path]:
-    """Yield a sibling file to write, which replaces `path` at the end of the block."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(f"{path} ({size} bytes)"):
-            temporary.unlink(missing_ok=True)  # a link there would be written through
-            yield temporary
-            os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(
-    target: Path | str,
-    advice: str = "free some space or check its rights, then repeat it (a run with --resume)",
-) -> Iterator[None]:
-    """Raise a RunError if the block cannot write to `target`."""
-    try:
-        yield
-    except (OSError, safetensors.SafetensorError, RuntimeError) as error:
-        # On a full disk torch.save's error names its writer; other errors are not failures to write.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise
-        raise RunError(
-            f"cannot write {target}: {_reason(error)}; what was saved before is intact; {advice}"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
-    number = None
-    if isinstance(error, OSError):
-        number = error.errno
-
-    if number is None and (match := re.search(r"os error (\d+)", str(error))):
-        number = int(match[1])
-
-    if isinstance(error, RuntimeError) or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "no space left on the disk"
-
-    return os.strerror(number) if number else str(error)
 
 
 def save_state(path: Path, state: Mapping[str, object], round_: int | None = None) -> None:

@@ -146,7 +146,8 @@ def require_unused(
             "give a writable place",
         )
 
-    if not path.exists():
+    # a link to nothing does not exist, and is no folder either
+    if not path.exists() and not path.is_symlink():
         return
 
     used = [path]
@@ -168,22 +169,6 @@ def require_new_bundle(root: Path, size: int | None = None) -> None:
             f"--size {size}",
             f"a whole number of at least {_LEAST_SIDE} pixels",
             f"give {_LEAST_SIDE} or more",
-        )
-
-
-def require_for_export(out: Path) -> None:
-    """Raise an InputError if no exported bundle can be written into this folder."""
-    # a link to nothing does not exist, and would be written through
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InputError(
-            f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder"
-        )
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(
-            f"--out {out} cannot be made in {above}",
-            "a writable folder",
-            "put it into such a folder",
         )
 
 
@@ -228,7 +213,6 @@ def weights_file(text: str) -> Path:
     """Return the file that `--init` names.
 
     FILE, run:DIR, bundle:DIR, backbone:FILE, or torchvision:NAME or timm:NAME, which are looked up where these
-    libraries keep their downloads.
     libraries keep their downloads.
 
     Raises:

@@ -21,17 +21,15 @@ import safetensors.torch
 import torch
 
 from medfl.core import Config, Document, InputError, Run, Weights, csv_text, readable_file_name
+from medfl.storage.atomic import atomic_replace, write_atomic, writing
 from medfl.storage.files import (
     State,
-    atomic_replace,
     file_sha256,
     load_state,
     save_state,
     save_weights,
     state_round,
-    write_atomic,
     write_json,
-    writing,
 )
 from medfl.storage.places import TRIAL, require_run, require_unused
 from medfl.storage.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
@@ -70,14 +68,8 @@ class RunFolder:
         """Create a new folder, in which only what `beside` names may already exist; InputError if it cannot be."""
         require_unused(path, beside)
         folder = cls(path)
-        try:
+        with writing(path):
             folder.state.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"--out {path} cannot be made: {error.strerror}",
-                "a folder that can be written",
-                "give a writable one",
-            ) from error
 
         return folder
 

@@ -123,7 +123,7 @@ def test_what_the_system_refuses_is_a_line(
 
     monkeypatch.setattr("medfl.cli.report._report", fail)
     assert verbs.main(["report", "."]) == 1
-    said = "error: [Errno 24] Too many open files: 'a.png'\n"
+    said = "error: a.png: Too many open files; check that it is there, and its rights\n"
     assert capsys.readouterr().err == said
 
 

@@ -241,7 +241,7 @@ def test_cuda_without_a_cuda_device(
         (("report", "gone"), ("gone is not there", "check the path")),
         (("report", "."), ("has no run.json", "medfl run")),
         (("data", "make", "x", "--out", "new"), ("data set 'x'", "ham10000")),
-        (("data", "make", "mednist", "--out", "new", "--size", "3"), ("image size 3", "from 16")),
+        (("data", "make", "mednist", "--out", "new", "--size", "3"), ("of 3 pixels", "from 16")),
         (
             ("data", "make", "mednist", "--out", "new", "--per-class", "one"),
             ("--per-class one", "whole number"),
@@ -840,7 +840,7 @@ def test_data_make_and_check(
     _sees(text, "PHANTOM: drawn images", "HeadCT", "the data can be used")
     assert max(map(len, text.splitlines())) <= 100
     assert cli.main(["data", "make", "mednist", "--out", str(folder)]) == 2
-    assert "not an empty folder" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
 
 
 def test_data_fetch_without_a_connection(

@@ -206,7 +206,7 @@ def test_variants_of_a_method_are_known_by_their_labels(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("file", "file is a file"), ("file/below", "cannot be made")]
+    ("name", "told"), [("file", "file exists and is not empty"), ("file/below", "cannot be made")]
 )
 def test_out_that_is_no_folder(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str

@@ -94,5 +94,5 @@ def test_a_cohort_is_copied_where_it_is_the_same(
     )
     assert drawn == ["a", "c"]
     assert content(a) == content(b) != content(c)
-    with pytest.raises(InputError, match="is not an empty folder"):
+    with pytest.raises(InputError, match="exists and is not empty"):
         datasets.write_phantom("mednist", a, per_class=10, size=16, seed=0)

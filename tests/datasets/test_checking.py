@@ -132,3 +132,27 @@ def test_progress_goes_to_stderr(phantoms, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "reading images" in shown.err
+
+
+def test_an_array_without_rows_is_named(phantoms, tmp_path):
+    folder = Path(shutil.copytree(phantoms["mednist"], tmp_path / "mednist"))
+    (file,) = folder.glob("*.npz")
+    with np.load(file) as held:
+        arrays = dict(held)
+    np.savez(file, **{**arrays, "test_images": np.float32(1)})
+    (problem,) = datasets.check("mednist", folder).problems
+    assert problem.startswith(f"array 'test_images' of {file} cannot be read (it has no rows)")
+
+
+def test_an_image_that_is_listed_often_is_read_once(phantoms, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(phantoms["lung_cxr"], tmp_path / "lungs"))
+    table = folder / "labels.csv"
+    head, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([head, *rows, *rows[:1] * 500]) + "\n")
+    read = []
+    monkeypatch.setattr(
+        "medfl.datasets.readers.checking.read_case", lambda record, *_: read.append(record.image)
+    )
+    (problem,) = datasets.check("lung_cxr", folder).problems
+    assert "is listed 501 times" in problem
+    assert len(read) == len(set(read)) == len(rows)

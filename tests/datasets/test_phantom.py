@@ -141,9 +141,9 @@ def test_default_is_small():
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "a.txt").write_text("mine")
-    with pytest.raises(InputError, match="used exists and is not an empty folder"):
+    with pytest.raises(InputError, match="used exists and is not empty"):
         datasets.write_phantom("pbc", tmp_path / "used", per_class=10, size=16)
-    with pytest.raises(InputError, match="a.txt exists and is not an empty folder"):
+    with pytest.raises(InputError, match="a.txt exists and is not empty"):
         datasets.write_phantom("pbc", tmp_path / "used" / "a.txt", per_class=10, size=16)
     assert files(tmp_path / "used") == {"a.txt": b"mine"}
     (tmp_path / "empty").mkdir()
@@ -153,7 +153,8 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"), [({"per_class": 9}, "9 images per class"), ({"size": 15}, "size 15")]
+    ("numbers", "message"),
+    [({"per_class": 9}, "9 images per class"), ({"size": 15}, "of 15 pixels")],
 )
 def test_numbers_out_of_range(tmp_path, numbers, message):
     with pytest.raises(InputError, match=message):

@@ -73,7 +73,9 @@ class Job:
         self, does: Mapping[int, str] | None = None, site: str = "site-2", **settings: Any
     ) -> Path:
         made, _ = flare_job.local_recipe(self.run, self.out, **settings)
-        job = flare_job.write_job(made, self.place / f"job{len(list(self.place.glob('job*')))}")
+        place = self.place / f"job{len(list(self.place.glob('job*')))}"
+        flare_job.write_job(made, place)
+        job = place / str(made.name)
         if does:
             (path,) = job.rglob("config_fed_client.json")
             document = json.loads(path.read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import shlex
 import shutil
@@ -26,7 +25,7 @@ from medfl import datasets
 from medfl.bundle import files
 from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
-from medfl.core.errors import InputError, RunError
+from medfl.core.errors import InputError
 from medfl.data.intensities import constants
 from medfl.datasets import own
 from medfl.export.bundle_writer import export
@@ -582,20 +581,6 @@ def test_the_verb_says_that_images_are_drawn(
     assert f"PHANTOM: {cohort} holds drawn images" in capsys.readouterr().out
     assert cli.main(["new", str(tmp_path / "other"), *told, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data_source"] == "phantom"
-
-
-def test_a_full_disk_leaves_no_part_of_a_bundle(
-    labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, _: bytes) -> None:
-        if path.name == "metadata.json":
-            raise RunError("no space left") from OSError(errno.ENOSPC, "No space left on device")
-        path.touch()
-
-    monkeypatch.setattr("medfl.storage.files.write_atomic", full)
-    with pytest.raises(InputError, match=r"mine cannot be written: no space left"):
-        starter.write(tmp_path / "mine", starter.survey(labelled))
-    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
+from medfl.storage.atomic import atomic_replace, write_atomic
 from medfl.storage.files import (
-    atomic_replace,
     load_pickled,
     load_state,
     load_weights,
@@ -27,7 +27,6 @@ from medfl.storage.files import (
     state_round,
     to_device,
     weights_sha256,
-    write_atomic,
 )
 from tests.support.toy import bits, classifier
 

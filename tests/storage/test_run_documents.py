@@ -15,6 +15,7 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.names import outside_walls
 from medfl.core.untrusted import Refused, read_bytes, read_json, read_table
 from medfl.data.partition.rules import _by_file
+from medfl.datasets.readers.conventions import channel_names
 from medfl.policy.audit import verify
 from medfl.report import folds
 from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
@@ -361,6 +362,15 @@ def test_rows_that_lack_nearly_all_columns_are_not_filled_up(tmp_path: Path) -> 
         read_table(tmp_path / "sites.csv")
     with pytest.raises(InputError, match=r"sites\.csv rows without"):
         read_rows(tmp_path / "sites.csv")
+
+
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    """Python's int() fails at 4300 digits, wherever a reader of a table calls it."""
+    (tmp_path / "t.csv").write_text(f"id,site\na,{'9' * 5000}\n")
+    with pytest.raises(Refused, match="a number of 5000 digits; at most 64"):
+        read_table(tmp_path / "t.csv")
+    (tmp_path / "dataset.json").write_text(json.dumps({"channel_names": {"9" * 5000: "CT"}}))
+    assert channel_names(tmp_path / "dataset.json") == ()
 
 
 def test_a_table_of_millions_of_columns_is_refused_by_its_header(tmp_path: Path) -> None:

@@ -525,7 +525,7 @@ def test_what_is_too_large_to_be_tiny_is_named(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "drawn").mkdir()
     (tmp_path / "drawn" / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="not an empty folder"):
+    with pytest.raises(InputError, match="exists and is not empty"):
         draw_data(str(bundle(tmp_path / "bundle", {})), tmp_path / "drawn")
     assert (tmp_path / "drawn" / "mine.txt").read_text() == "mine"
 

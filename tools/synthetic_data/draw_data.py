@@ -36,7 +36,8 @@ from medfl.policy.components import ElsewhereRefused
 from medfl.policy.inspection import TRAINING
 from medfl.policy.policy import Policy
 from medfl.problem.sections import Section
-from medfl.storage.files import writing
+from medfl.storage.atomic import writing
+from medfl.storage.places import require_unused
 from tools.synthetic_data import shapes
 from tools.synthetic_data.data_needs import DataNeeds
 from tools.synthetic_data.missing import deepest, missing_path
@@ -101,7 +102,8 @@ def draw_data(
         given = f"{cases} cases of {size or 'the usual'} pixels a side"
         limits = f"up to {_MOST_CASES} cases, sides from {_SMALLEST} to {_LARGEST}"
         raise InputError(given, limits, "change --cases or --size")
-    root, target = find(path), phantom.empty_folder(folder).resolve()
+    require_unused(Path(folder), advice="give a new one, or remove this")
+    root, target = find(path), Path(folder).resolve()
     policy = admission.in_force() if policy is None else policy
     admission.admit(root, policy, TRAINING)
     existed = target.exists()

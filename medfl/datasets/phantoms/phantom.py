@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from medfl.core import InputError, RunError
+from medfl.core import InputError
 from medfl.core.arrays import Bytes, Integers
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
 from medfl.datasets.phantoms.scene import Array, Mask, Scene, Shape, class_scenes, photograph
+from medfl.storage import new_folder
+from medfl.storage.places import require_unused
 
 PHANTOM_VERSION = 2
 """To be raised whenever the images of a seed change: cohorts in the cache are then drawn anew."""
@@ -69,45 +68,20 @@ def write_phantom(
     count = dataset.per_class if per_class is None else per_class
     side = dataset.size if size is None else size
 
-    if count < MINIMUM_PER_CLASS:
+    if count < MINIMUM_PER_CLASS or side < MINIMUM_SIZE:
         raise InputError(
-            f"{count} images per class",
-            f"from {MINIMUM_PER_CLASS}, so that each section gets some",
-            "raise --per-class",
+            f"{count} images per class of {side} pixels",
+            f"from {MINIMUM_PER_CLASS} images, so that each section gets some, from {MINIMUM_SIZE} pixels",
+            "raise --per-class or --size",
         )
-    if side < MINIMUM_SIZE:
-        raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
 
-    empty_folder(target)
-    # Drawn beside the target and renamed, so that nobody finds half a cohort.
-    partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
+    require_unused(target, advice="give a new one, or remove this")
+    with new_folder(target) as partial:
         images = dataset.draw(
             partial, np.random.default_rng(derive(seed, "phantom", name)), count, side
         )
         write_marker(partial, name, images, seed, size=side)
-        if target.exists():
-            target.rmdir()
 
-        os.rename(partial, target)
-    except OSError as error:
-        raise RunError(f"the phantom cohort cannot be written to {target}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-    return target
-
-
-def empty_folder(folder: str | Path) -> Path:
-    """Return the path of a folder to draw into; InputError if something is there that is no empty folder."""
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(
-            f"{target} exists and is not an empty folder",
-            "a new or empty folder",
-            "give a new one, or remove this",
-        )
     return target
 
 

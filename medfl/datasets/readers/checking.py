@@ -96,7 +96,9 @@ def check(
             record, as_volumes, len(dataset.classes), dataset.channels, dataset.mixed_channels
         )
 
-    problems += map(str, read_all(records, read, progress)[1])
+    # a table may list a file a million times
+    files = {(record.image, record.mask): record for record in records}
+    problems += map(str, read_all([*files.values()], read, progress)[1])
     warnings = warnings_of(columns, records, assigned, counts)
     return CheckReport(
         name, root, layout.text, split, is_phantom(root), columns, counts, tuple(problems), tuple(warnings),

@@ -301,7 +301,7 @@ def channel_names(path: Path) -> tuple[str, ...]:
     names = document.get("channel_names", document.get("modality"))
     if isinstance(names, list):
         names = {str(number): name for number, name in enumerate(names)}
-    if not isinstance(names, dict) or not all(name.isdecimal() for name in names):
+    if not isinstance(names, dict) or None in map(_index, names):
         return ()
 
     return tuple(printable(names[number], _LONGEST) for number in sorted(names, key=int))

@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from medfl.core import InputError, RunError, terminal
+from medfl.core.errors import refusing
 from medfl.datasets.base import DataSet, Download, get
 
 ATTEMPTS = 4  # each after a longer pause
@@ -68,14 +69,10 @@ def fetch(
     for line in filter(None, (data.title, *about, data.download_note)):
         show(line)
 
-    try:
+    with refusing(
+        f"folder {folder} cannot be made", "a folder you may write to", "give a writable folder"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"folder {folder} cannot be made ({error.strerror})",
-            "a folder you may write to",
-            "give a writable folder",
-        ) from error
 
     paths = tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
     for archive in (path for path in paths if path.suffix == ".tar"):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from medfl.core import InputError
+from medfl.core.errors import refusing
 
 _LONGEST = 255  # characters: a file's name has no more
 _REPEATS = 3  # with which a search takes 2 s at most
@@ -79,12 +80,8 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
+    with refusing(f"group-by {pattern!r} is no regular expression", _EXAMPLE, "write another"):
         expression = re.compile(pattern if len(pattern) <= _LONGEST else "()")
-    except (re.error, OverflowError, RecursionError) as error:
-        raise InputError(
-            f"group-by {pattern!r} is no regular expression ({error})", _EXAMPLE, "write another"
-        ) from None
 
     if not expression.groups:
         raise InputError(

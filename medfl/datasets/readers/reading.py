@@ -122,14 +122,10 @@ def archive(path: str | Path) -> zipfile.ZipFile:
         InputError: `path` is not a zip archive or is damaged.
     """
     require_file(str(path))
-    try:
+    with refusing(
+        f"{path} cannot be opened", "a complete .zip or .npz file", "download or copy it again"
+    ):
         return _archive(str(path), _version(path), os.getpid())
-    except (OSError, zipfile.BadZipFile) as error:
-        raise InputError(
-            f"{path} cannot be opened ({error})",
-            "a complete .zip or .npz file",
-            "download or copy it again",
-        ) from error
 
 
 def is_hidden(name: str) -> bool:
@@ -185,12 +181,17 @@ def array(path: str | Path, name: str) -> Pixels:
     """
     with refusing(f"array {name!r} of {path} cannot be read", READABLE, "download the file again"):
         try:
-            return _array(str(path), name, _version(path))
+            values = _array(str(path), name, _version(path))
         except KeyError as error:
             names = ", ".join(Path(member).stem for member in archive(path).namelist())
             raise InputError(
                 f"{path} has no array {name!r}", f"it has {names}", "download the file again"
             ) from error
+
+        if not values.ndim:
+            raise ValueError("it has no rows")
+
+    return values
 
 
 def _member(path: str | Path, name: str) -> IO[bytes]:

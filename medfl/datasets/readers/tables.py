@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medfl.core import InputError, Refused, listed, read_table
+from medfl.core import InputError, listed, read_table
+from medfl.core.errors import refusing
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,
@@ -64,14 +65,12 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     Raises:
         InputError: the file is not text, a needed column is missing, or a row is cut off.
     """
-    try:
+    with refusing(
+        f"table {path} cannot be read",
+        "a UTF-8 text table with a header",
+        "save it as such a file (in Excel: CSV UTF-8)",
+    ):
         names, rows = read_table(path, is_composed=True)
-    except Refused as error:
-        raise InputError(
-            f"table {path} cannot be read ({error})",
-            "a UTF-8 text table with a header",
-            "save it as such a file (in Excel: CSV UTF-8)",
-        ) from error
 
     if missing := [column for column in columns if column not in names]:
         raise InputError(
