@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         default_run_folder as default_run_folder,
         is_run as is_run,
         record_of as record_of,
-        require_for_export as require_for_export,
         require_new_bundle as require_new_bundle,
         require_there as require_there,
         require_unused as require_unused,
