@@ -145,16 +145,13 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, object]:
             calibrations.append((entry.name, entry.tone, calibration))
 
     return {
-        "run": first.record,
-        "key": first.key,
+        "first": first,
         "key_title": key_title,
         "higher": metrics.higher_is_better(first.key),
-        "phantom": first.phantom,
         "rows": [entry.row for entry in entries],
         "differences": differences,
         "differing": _differing(runs),
         "same_images": same_images,
-        "classes": first.classes,
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "learning": _learning(entries),
         "cost_curves": embedded(runs),
@@ -417,20 +414,12 @@ def _grid_context(comparison: Comparison, begun: int) -> dict[str, object]:
             costs.append((partition, *picture))
 
     left_out = rows_of(comparison)
-    runs = comparison.runs()
     return {
-        "run": runs[0].record,
-        "key": comparison.key,
-        "higher": comparison.higher,
+        "comparison": comparison,
         "share": metrics.is_share(comparison.key),
-        "phantom": comparison.phantom,
-        "methods": methods,
-        "finished": len(runs),
         "begun": begun,
         "against": against,
-        "judged_by": comparison.judged_by.title,
         "tables": tables,
-        "undefined": comparison.undefined,
         "left_out": left_out and Markup(formatted_table(*table(left_out), "html")),  # noqa: S704
         "left_out_notes": left_out and notes(left_out),
         "cross_site": list(matrices(comparison)),

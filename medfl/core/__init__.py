@@ -91,7 +91,7 @@ if TYPE_CHECKING:
         withdrawn_settings as withdrawn_settings,
         without_round_limit as without_round_limit,
     )
-    from medfl.core.seeding import derive as derive, stream as stream
+    from medfl.core.seeding import derive as derive, generator_of as generator_of, stream as stream
     from medfl.core.setting_values import (
         ALL as ALL,
         FROM_MASKS as FROM_MASKS,

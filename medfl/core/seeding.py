@@ -23,6 +23,13 @@ def derive(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def generator_of(seed: int, *path: str | int) -> torch.Generator:
+    """Return a CPU generator for the stream `path` under `seed`; the global generators stay as they are."""
+    import torch
+
+    return torch.Generator().manual_seed(derive(seed, *path))
+
+
 @contextmanager
 def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     """Run a block on its own random stream and restore the global generators afterwards.

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from medfl.core import Config, InputError, without
 from medfl.core.arrays import Floats
-from medfl.core.seeding import derive
+from medfl.core.seeding import generator_of
 from medfl.data.known_labels import AnnotatedClasses
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Augmented(Prepared):
         else:
             draws = torch.empty(len(indices), num_draws, dtype=torch.float64)
             for row, index in zip(draws, indices.tolist(), strict=True):
-                generator = torch.Generator().manual_seed(derive(0, "sample", index))
+                generator = generator_of(0, "sample", index)
                 torch.rand(num_draws, generator=generator, dtype=torch.float64, out=row)
 
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from medfl.core import InputError, Message, Messages, derive
+from medfl.core import InputError, Message, Messages, generator_of
 from medfl.methods._parts.extras import WithoutLabels
 from medfl.methods.base import Collated, Method, one_of, option, sample_shares, weighted_mean
 from medfl.storage import State
@@ -129,7 +129,7 @@ class FedSemi(Method, WithoutLabels):
         self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]
     ) -> Feed:
         """Return a feed: batch -> its strong view, the pseudo-labels and the weight of each."""
-        generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
+        generator = generator_of(site.seed, "strong view")
         is_classification = site.task.kind == "classification"
 
         def feed(x: Collated, y: None) -> tuple[Collated, ...]:

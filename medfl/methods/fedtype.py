@@ -33,7 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from medfl.core import Document, InputError, Message, derive
+from medfl.core import Document, InputError, Message, generator_of
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
@@ -116,7 +116,7 @@ class FedType(PrivateModels):
         if not self.lam_b:
             return {"objective": lambda network, x, y: logits_and_loss(network, x, y)[1]}
 
-        draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
+        draws = generator_of(site.seed, "sets", epoch)
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from medfl.core import SECTIONS, InputError, derive, did_you_mean, stream
+from medfl.core import SECTIONS, InputError, did_you_mean, generator_of, stream
 from medfl.data.source import Source, class_index, numbers, records, take_apart
 from medfl.problem.sections import Section
 
@@ -204,9 +204,7 @@ def _split(site: str, data: Any) -> dict[str, Any]:
         )
 
     # not by the run's seed: with another one the same items test
-    order = torch.randperm(
-        len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))
-    ).tolist()
+    order = torch.randperm(len(groups), generator=generator_of(0, "split", site)).tolist()
     test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
     # there are names to spare, all of them `train`

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from medfl.core import InputError, RunError, Tensors, Weights, byte_count
 from medfl.evaluation.metrics import direction
-from medfl.storage import save_weights
-from medfl.storage.files import atomic_replace
+from medfl.storage import atomic_replace, save_weights
 
 _UNDEFINED = {"mae": ("r2", "pearson"), "dice": ()}
 """Metric that tells a task -> metrics that one of its rounds may lack."""

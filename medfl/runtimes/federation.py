@@ -25,6 +25,7 @@ from medfl.core import (
     Weights,
     derive,
     examines,
+    generator_of,
     listed,
     not_among,
     stream,
@@ -534,7 +535,7 @@ class Federation:
             return list(self.participants)
 
         # seeded by round: a resumed run draws the same cohorts
-        generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
+        generator = generator_of(self.run.seed, "cohort", round_)
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from medfl.core import InputError, Message, Messages, Task, Weights, derive
+from medfl.core import InputError, Message, Messages, Task, Weights, generator_of
 from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.manifold import inter_class_loss, shaped
 from medfl.methods._parts.prototype_exchange import (
@@ -117,7 +117,7 @@ class Sharing:
         if self.share_prototypes < 1:
             names = sorted(introductions)
             number = max(1, round(self.share_prototypes * len(names)))
-            generator = torch.Generator().manual_seed(derive(host.seed, "prototypes"))
+            generator = generator_of(host.seed, "prototypes")
             chosen = torch.randperm(len(names), generator=generator)[:number].tolist()
             started["sharing"] = sorted(names[i] for i in chosen)
 
@@ -181,7 +181,7 @@ class Sharing:
             own_classes = (class_counts(site.train, len(rows)) > 0).to(site.device)
 
         # a stream of its own: the inner method draws the batches it would draw alone
-        draws = torch.Generator().manual_seed(derive(site.seed, "lite"))
+        draws = generator_of(site.seed, "lite")
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
             # FedMR's lite variant (Table 8): the loss on some random samples of the batch.

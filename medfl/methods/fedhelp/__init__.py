@@ -31,7 +31,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from medfl.core import Config, InputError, Message, Task, Tensors, derive, not_among, split_commas
+from medfl.core import (
+    Config,
+    InputError,
+    Message,
+    Task,
+    Tensors,
+    generator_of,
+    not_among,
+    split_commas,
+)
 from medfl.data.prepared import Shard
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
@@ -336,7 +345,7 @@ def top_set(z: Tensor, size: int) -> Tensor:
 def _passes(site: Site, length: int) -> Shard:
     """Return a site's training items, repeated or subsampled to this number."""
     indices = site.train.indices
-    generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
+    generator = generator_of(site.seed, "passes")
     passes = -(-length // len(indices))  # rounded up
     orders = [torch.randperm(len(indices), generator=generator) for _ in range(passes)]
     return Shard(site.train.prepared, indices[torch.cat(orders)[:length]])

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from medfl.core import Tensors, Weights, derive, pick, stream
+from medfl.core import Tensors, Weights, derive, generator_of, pick, stream
 from medfl.data.public import cycle
 from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
@@ -124,7 +124,7 @@ class Lesson:
 
         And the outputs (M, B, ...) if some count. Seed and position in the order belong to this function.
         """
-        walk = cycle(len(self.public), torch.Generator().manual_seed(derive(site.seed, "public")))
+        walk = cycle(len(self.public), generator_of(site.seed, "public"))
 
         def following(size: int) -> list[Tensor]:
             positions = walk(size)

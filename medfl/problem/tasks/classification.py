@@ -29,7 +29,7 @@ from medfl.problem.tasks.kind import (
     listed_set,
     macro,
     probabilities_in,
-    starting,
+    titles_in,
 )
 from medfl.storage.run_reader import Table
 
@@ -92,7 +92,7 @@ class Classification(Kind):
 
         label, predicted = np.array(pairs, np.int64).reshape(-1, 2).T
         columns: dict[str, NDArray[Any]] = {"label": label.copy(), "predicted": predicted.copy()}
-        titles = starting(table, "p_")
+        titles = titles_in(table, "p_")
         if len(titles) == len(names) and table.rows:
             columns["probabilities"] = probabilities_in(table, titles)
 

@@ -261,23 +261,23 @@ def cases_of(table: Table, columns: Mapping[str, Array]) -> Cases:
     return Cases(table.texts("id"), map_values(torch.from_numpy, columns))
 
 
-def stacked(table: Table, names: Sequence[str]) -> NDArray[np.float64]:
-    """Return the columns of these names, (N, K)."""
-    return np.stack(list(map(table.numbers, names)), 1)
+def stacked(table: Table, prefix: str, titles: Sequence[str]) -> NDArray[np.float64]:
+    """Return the columns of these titles behind a prefix, (N, K)."""
+    return np.stack([table.numbers(prefix + title) for title in titles], 1)
 
 
-def probabilities_in(table: Table, names: Sequence[str]) -> NDArray[np.float64]:
-    """Return the columns of these names, (N, K), with numbers from 0 to 1."""
-    probabilities = stacked(table, names)
+def probabilities_in(table: Table, titles: Sequence[str]) -> NDArray[np.float64]:
+    """Return the columns `p_` of these titles, (N, K), with numbers from 0 to 1."""
+    probabilities = stacked(table, "p_", titles)
     if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise table.damaged("has a probability that is not between 0 and 1")
 
     return probabilities
 
 
-def starting(table: Table, prefix: str) -> list[str]:
-    """Return the columns whose names start with a prefix."""
-    return [name for name in table.columns if name.startswith(prefix)]
+def titles_in(table: Table, prefix: str) -> list[str]:
+    """Return what follows a prefix in the names of the columns that start with it."""
+    return [name[len(prefix) :] for name in table.columns if name.startswith(prefix)]
 
 
 def macro(by_name: Mapping[str, Floats]) -> dict[str, Floats]:

@@ -33,7 +33,7 @@ from medfl.problem.tasks.kind import (
     misfit,
     probabilities_in,
     stacked,
-    starting,
+    titles_in,
 )
 from medfl.storage.run_reader import Table
 from medfl.training.site import LOSSES_OF_FINDINGS
@@ -174,18 +174,18 @@ class Multilabel(Kind):
 
     def read(self, table: Table, names: Sequence[str]) -> Cases:
         """Return the cases with "probabilities", "findings" and "decisions"."""
-        titles = [name.removeprefix("label_") for name in starting(table, "label_")]
+        titles = titles_in(table, "label_")
         if not titles:
             return super().read(table, names)
 
-        truth = stacked(table, [f"label_{title}" for title in titles])
+        truth = stacked(table, "label_", titles)
         truth = np.where(np.isnan(truth), -1, truth)
-        decisions = stacked(table, [f"predicted_{title}" for title in titles])
+        decisions = stacked(table, "predicted_", titles)
         if not (np.isin(truth, (-1, 0, 1)).all() and np.isin(decisions, (0, 1)).all()):
             raise table.damaged("has a finding that is neither 1 nor 0 nor blank")
 
         columns: dict[str, Array] = {
-            "probabilities": probabilities_in(table, [f"p_{title}" for title in titles]),
+            "probabilities": probabilities_in(table, titles),
             "findings": truth.astype(np.int8),
             "decisions": decisions.astype(np.int8),
         }

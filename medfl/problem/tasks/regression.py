@@ -33,7 +33,7 @@ from medfl.problem.tasks.kind import (
     macro,
     misfit,
     stacked,
-    starting,
+    titles_in,
 )
 from medfl.storage.run_reader import Table
 
@@ -146,15 +146,15 @@ class Regression(Kind):
 
     def read(self, table: Table, names: Sequence[str]) -> Cases:
         """Return the cases with "target" and "prediction"."""
-        titles = [name.removeprefix("target_") for name in starting(table, "target_")]
+        titles = titles_in(table, "target_")
         if not titles:
             return super().read(table, names)
 
-        prediction = stacked(table, [f"predicted_{title}" for title in titles])
+        prediction = stacked(table, "predicted_", titles)
         if not np.isfinite(prediction).all():
             raise table.damaged("has a prediction that is not finite")
 
-        target = stacked(table, [f"target_{title}" for title in titles])
+        target = stacked(table, "target_", titles)
         return cases_of(table, {"target": target, "prediction": prediction})
 
     def has(self, cases: Cases, metric: str) -> NDArray[np.bool_]:
