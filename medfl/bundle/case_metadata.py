@@ -13,13 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-import yaml
-
-from medfl.core import LOADER, Document, InputError, alike, as_number, listed
+from medfl.core import Document, InputError, alike, as_number, listed
 from medfl.datasets.readers.tables import read_csv
 from medfl.problem.problem import Problem
 
-COLUMNS = yaml.load(Path(__file__).with_name("case_columns.yaml").read_text("utf-8"), LOADER)
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),
+    "sex": ("sex", "gender", "patient_sex"),
+    "localisation": (
+        "localisation",
+        "localization",
+        "anatom_site_general",
+        "anatom_site",
+        "body_part",
+        "location",
+    ),
+}
 """Name here -> names in tables, in lower case."""
 UNKNOWN = "not stated"
 _NAMES = ("image_id", "image", "isic_id", "file", "filename", "file_name", "case", "case_id", "id")

@@ -18,14 +18,31 @@ import monai.networks.nets
 import monai.transforms
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
-from medfl.core import LOADER, without
+from medfl.core import without
 from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"
-_SAME = yaml.load(Path(__file__).with_name("numpy_names.yaml").read_text("utf-8"), LOADER)
+_SAME = {
+    "product": "prod",
+    "cumproduct": "cumprod",
+    "alltrue": "all",
+    "sometrue": "any",
+    "row_stack": "vstack",
+    "trapz": "trapezoid",
+    "round_": "round",
+    "float_": "float64",
+    "complex_": "complex128",
+    "unicode_": "str_",
+    "string_": "bytes_",
+    "bool8": "bool_",
+    "Inf": "inf",
+    "Infinity": "inf",
+    "infty": "inf",
+    "PINF": "inf",
+    "NaN": "nan",
+}
 """Names that NumPy 2 removed, and their equivalents."""
 _PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy removed, and the Python built-ins that they were."""
