@@ -21,9 +21,9 @@ from medfl.core import (
     printable,
     read_bytes,
     read_plain,
+    refusing,
     type_errors,
 )
-from medfl.core.errors import refusing
 from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 from medfl.storage import config_file as config_file
 

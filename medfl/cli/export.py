@@ -10,8 +10,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
 from medfl.cli.walls import Use, hold
 from medfl.core import Config
-from medfl.storage import check_which
-from medfl.storage.places import require_unused
+from medfl.storage import check_which, require_unused
 
 _EXAMPLES = """\
 examples

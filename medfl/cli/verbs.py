@@ -34,8 +34,7 @@ from medfl.cli import (
     tune,
 )
 from medfl.cli.parser import Parser, intact, log, warn
-from medfl.core import VERSION, MedflError, portable, terminal
-from medfl.core.errors import reason
+from medfl.core import VERSION, MedflError, portable, reason, terminal
 
 EXAMPLES = """\
 examples

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         error_id as error_id,
         errors_safe_to_send as errors_safe_to_send,
         missing_package as missing_package,
+        reason as reason,
         refuse_folder as refuse_folder,
         refusing as refusing,
         root_cause as root_cause,

@@ -62,11 +62,12 @@ from medfl.storage import (
     check_which,
     new_folder,
     read_rows,
+    require_unused,
     safe_file_name,
     save_weights,
     write_atomic,
 )
-from medfl.storage.places import CALIBRATION, require_unused
+from medfl.storage.places import CALIBRATION
 
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"
 _NO_OTHER = "it has no other form, so this model cannot be exported"

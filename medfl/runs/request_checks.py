@@ -10,8 +10,16 @@ from pathlib import Path
 from medfl import datasets
 from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
-from medfl.core import Config, InputError, Run, check_limits, portable, trust_module, version_of
-from medfl.core.errors import refusing
+from medfl.core import (
+    Config,
+    InputError,
+    Run,
+    check_limits,
+    portable,
+    refusing,
+    trust_module,
+    version_of,
+)
 from medfl.data.partition.draw import check_centre
 from medfl.data.partition.rules import parse
 from medfl.datasets.base import read_table

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import safetensors
 
-from medfl.core.errors import RunError
+from medfl.core import RunError
 
 
 def write_atomic(path: Path, data: bytes) -> None:

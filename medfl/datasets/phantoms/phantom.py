@@ -18,8 +18,7 @@ from medfl.core.arrays import Bytes, Integers
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
 from medfl.datasets.phantoms.scene import Array, Mask, Scene, Shape, class_scenes, photograph
-from medfl.storage import new_folder
-from medfl.storage.places import require_unused
+from medfl.storage import new_folder, require_unused
 
 PHANTOM_VERSION = 2
 """To be raised whenever the images of a seed change: cohorts in the cache are then drawn anew."""

@@ -19,8 +19,7 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from medfl.core import InputError, RunError, terminal
-from medfl.core.errors import refusing
+from medfl.core import InputError, RunError, refusing, terminal
 from medfl.datasets.base import DataSet, Download, get
 
 ATTEMPTS = 4  # each after a longer pause

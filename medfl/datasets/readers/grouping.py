@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from medfl.core import InputError
-from medfl.core.errors import refusing
+from medfl.core import InputError, refusing
 
 _LONGEST = 255  # characters: a file's name has no more
 _REPEATS = 3  # with which a search takes 2 s at most

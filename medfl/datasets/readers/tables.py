@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medfl.core import InputError, listed, read_table
-from medfl.core.errors import refusing
+from medfl.core import InputError, listed, read_table, refusing
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     Files,

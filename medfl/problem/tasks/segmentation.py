@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.names import slug
+from medfl.core import slug
 from medfl.evaluation.conformal import EDGES, Scored, bins_of
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.mask_metrics import KINDS, by_structure
