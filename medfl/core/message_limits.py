@@ -169,7 +169,8 @@ class MessageLimits:
             )
             left = self.size
             tensors = {}
-            for name, value in named.items():
+            for name, arrived in named.items():
+                value = _plain(arrived)
                 _require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
                 self._check_name(name)
                 left -= _size(name, value)
@@ -178,8 +179,18 @@ class MessageLimits:
                 tensors[name] = _tensor(name, value)
         except ValueError as error:
             raise RunError(f"{sender}: {error}") from error
+        except Exception as error:  # a sender's own class may fail in any way
+            raise RunError(f"{sender}: reading it raises {type(error).__name__}") from error
 
         return tensors
+
+
+def _plain(value: object) -> Any:
+    """Return a tensor without its class, which may say anything about it."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.as_subclass(value, Tensor)
 
 
 def _size(name: str, value: Any) -> int:
@@ -191,7 +202,7 @@ def _size(name: str, value: Any) -> int:
         # A sparse or quantised tensor may claim a shape far larger than its data.
         dense = (
             isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-        )
+        ) and not value.is_nested
         _require(
             dense and not value.is_meta,
             f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array",

@@ -183,6 +183,7 @@ def _predicted(run: RunFiles) -> Document:
             exact.append(when)
 
     entries = {
+        "classes": run.classes,
         "classified": bool(run.classes) and run.record["task"] == "classification",
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "least": bootstrap.LEAST,

@@ -54,13 +54,6 @@ class RunNetworks:
     """
 
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
-        if not (path / "run.json").is_file():
-            raise InputError(
-                f"{path} holds no run (no run.json)",
-                "a folder that medfl run wrote",
-                "name one, as runs/NAME",
-            )
-
         self.files = RunReader(path)
         self.document = self.files.document
         self.path = path

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -30,7 +29,7 @@ from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
 from medfl.problem.tasks import KINDS
-from medfl.problem.tasks.kind import Examined
+from medfl.problem.tasks.kind import Examined, probabilities_in
 from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
@@ -39,7 +38,7 @@ from medfl.runs.predict import predict
 from medfl.runs.predictor import evaluator_of, thresholds_of
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
-from medfl.storage.run_reader import RunReader
+from medfl.storage.run_reader import RunReader, Table
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class Result(ResultTables):
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names in label order, names of findings or numbers, () if there are none."""
-        return tuple(self._files.record.get("classes") or ())
+        return self._files.classes
 
     @cached_property
     def rounds(self) -> list[Record]:
@@ -186,13 +185,17 @@ class Result(ResultTables):
     def labels(self) -> Integers:
         """The reference classes of the predictions, (N,)."""
         self._require_classification("labels")
-        return np.array([row["label"] for row in self.predictions], dtype=np.int64)
+        return KINDS[self.task].read(self._prediction_table, self.classes).array("label")
 
     @property
     def probabilities(self) -> Floats:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
         self._require_classification("probabilities")
-        return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
+        return probabilities_in(self._prediction_table, self.classes)
+
+    @property
+    def _prediction_table(self) -> Table:
+        return self._needed(self._files.prediction_table, "predictions.csv")
 
     def report(self) -> Path:
         """Rewrite the report and return the path of the page."""

@@ -85,6 +85,7 @@ RUN: Form = {
     "command": _OPTIONAL_TEXT,
     "runtime": _OPTIONAL_TEXT,
     "run_hash": _OPTIONAL_TEXT,
+    "protocol": _OPTIONAL_TEXT,
     "public": _OBJECT,
     "site_class_counts": dict[str, list[Count]] | None,
     "data": {

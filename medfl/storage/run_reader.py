@@ -215,8 +215,13 @@ class RunReader:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes of a classification."""
-        return tuple(self.record.get("classes") or ())
+        """The classes of a classification, as its predictions number them if the record names none."""
+        names = self.record.get("classes") or ()
+        if not names and self.record["task"] == "classification" and self.prediction_table:
+            columns = self.prediction_table.columns
+            names = [name[2:] for name in columns if name.startswith("p_")]
+
+        return tuple(names)
 
     @property
     def seed(self) -> int:
@@ -245,8 +250,7 @@ class RunReader:
         """Whether the summary and all rounds are there: those requested, or up to where a callback stopped the run."""
         if not self.summary:
             return False
-        stopped = self.summary.get("status") == "stopped"
-        if stopped:
+        if self.summary.get("status") == "stopped":
             last = self.summary["rounds"]
         else:
             last = self.record["rounds"]

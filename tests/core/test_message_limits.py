@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 from medfl.core.errors import RunError
-from medfl.core.message import Message
+from medfl.core.message import Message, is_finite
 from medfl.core.message_limits import MessageLimits
 from tests.support.toy import bits
 
@@ -214,3 +215,47 @@ def test_no_name_writes_a_line_of_its_own_into_a_log(sign: str) -> None:
 @pytest.mark.parametrize("name", ["weights/क्\u200dष", "prototypes/bone lesion", "weights/0.weight"])
 def test_names_of_any_language_are_names(name: str) -> None:
     assert MessageLimits().checked({name: torch.ones(1)}, "x").keys() == {name}
+
+
+class Liar(torch.Tensor):
+    """Says of itself, whatever it has, that it is finite."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.sum:
+            return torch.zeros(())
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_is_taken_without_what_its_class_says() -> None:
+    value = torch.full((2,), torch.nan).as_subclass(Liar)
+    found = MessageLimits().checked({W: value}, "site 'a'")[W]
+    assert type(found) is torch.Tensor
+    assert not is_finite(found)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NESTED_TENSOR = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+class Failing(dict):
+    """Cannot be read."""
+
+    def items(self):
+        raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("arrived", "text"),
+    [
+        ([1, 2], "reading it raises AttributeError"),
+        ("text", "reading it raises AttributeError"),
+        (Failing({W: torch.zeros(1)}), "reading it raises KeyError"),
+        ({W: NESTED_TENSOR}, "expected a dense"),
+    ],
+    ids=["list", "text", "failing", "nested"],
+)
+def test_what_is_no_message_is_refused_by_name(arrived: Any, text: str) -> None:
+    with pytest.raises(RunError, match=f"^site 'a': .*{text}"):
+        MessageLimits().checked(arrived, "site 'a'")

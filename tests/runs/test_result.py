@@ -348,3 +348,36 @@ def test_a_site_s_model_of_a_run_on_flare_and_a_gpu_is_found_where_the_site_keep
         n: tensor.tolist()
         for n, tensor in load_run(moved).network(site="site-1").state_dict().items()
     } == expected
+
+
+def edited(run: Result, folder: Path, file: str, **changes: Any) -> Path:
+    """A copy of a run whose JSON file has other entries."""
+    shutil.copytree(run.path, folder)
+    document = json.loads((folder / file).read_text()) | changes
+    (folder / file).write_text(json.dumps(document))
+    return folder
+
+
+def test_a_record_without_classes_numbers_them_as_its_predictions_do(
+    run: Result, tmp_path: Path
+) -> None:
+    bare = load_run(edited(run, tmp_path / "a", "run.json", classes=None))
+    assert bare.classes == run.classes
+    assert np.array_equal(bare.labels, run.labels)
+    assert np.array_equal(bare.probabilities, run.probabilities)
+    assert bare.report().is_file()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "text"),
+    [
+        ("run.json", {"classes": ["a"] * 7}, "predictions.csv has no number in column p_a"),
+        ("run.json", {"protocol": 10**30}, "run.json has 1000.* under protocol, where text"),
+    ],
+)
+def test_an_edited_file_is_named(
+    run: Result, tmp_path: Path, file: str, changes: dict[str, Any], text: str
+) -> None:
+    folder = edited(run, tmp_path / "a", file, **changes)
+    with pytest.raises(InputError, match=text):
+        _ = load_run(folder).probabilities

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from monai.fl.utils.constants import FlStatistics
+from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.local.workers import Workers
+from medfl.runtimes.monai_fl.client import LOSS
+from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.tasks import Train
 from medfl.storage.run_folder import RunFolder
 from tests.flare.test_server import Payload, executed, federation, near, replace, second
+
+STEPS = FlStatistics.NUM_EXECUTED_ITERATIONS
 
 
 def lacking(group: str, name: str) -> Any:
@@ -117,3 +125,54 @@ def test_a_tracked_run_goes_on_in_mlflow_and_is_the_same_run(
         tmp_path / "plain2", federation("fedavg", rounds=4), Workers, track=f"mlflow:{uri}"
     )
     assert plain == again
+
+
+class Untrue(Exchange):
+    """MONAI FL's, whose site y changes the answer to its second training."""
+
+    answer: Any = None
+
+    def __init__(self, made, jobs=1) -> None:
+        super().__init__(made, jobs)
+        site = self.sites["y"]
+        honest, trained = site.get_weights, []
+
+        def get_weights(extra=None):
+            answer = honest(extra)
+            trained.extend([LOSS] if LOSS in (answer.statistics or {}) else [])
+            return type(self).answer(answer) if len(trained) == 2 else answer
+
+        site.get_weights = get_weights
+
+
+def of(statistics: Any) -> Any:
+    return lambda answer: ExchangeObject(
+        weights=answer.weights,
+        statistics=statistics and {**answer.statistics, **statistics},
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda _: None, "its answer is a NoneType"),
+        (of(None), "its loss is None, in None steps"),
+        (of({LOSS: "x"}), "its loss is 'x'"),
+        (of({LOSS: 10**400}), "its loss is 1000"),
+        (of({STEPS: -3}), "in -3 steps"),
+        (
+            lambda answer: ExchangeObject(
+                weights=answer.weights | {f"scalars/{i}": np.float64(i) for i in range(2000)}
+            ),
+            "it has 200[0-9] numbers; at most 1024",
+        ),
+    ],
+    ids=["nothing", "no numbers", "text", "huge", "negative", "many"],
+)
+def test_a_round_of_monai_fl_goes_on_without_a_site_that_answers_untruly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, text: str
+) -> None:
+    monkeypatch.setattr(Untrue, "answer", staticmethod(answer))
+    left = executed(tmp_path, federation("fedavg", rounds=3), Untrue, tolerance=Tolerance(2))
+    assert [list(e.get("left_out", {})) for e in left["rounds"]] == [[], ["y"], []]
+    assert re.search(text, left["rounds"][1]["left_out"]["y"])

@@ -12,7 +12,7 @@ import torch
 from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
-from medfl.core import Message
+from medfl.core import Count, Message, RunError, matches_type
 from medfl.evaluation.metrics import CasesByName
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -99,8 +99,12 @@ class Exchange(Workers):
             )
             federation.message_rules(task.site).check_reply(reply)
 
-        loss = answer.statistics[LOSS]
-        steps = answer.statistics[FlStatistics.NUM_EXECUTED_ITERATIONS]
+        told = answer.statistics or {}
+        loss = told.get(LOSS)
+        steps = told.get(FlStatistics.NUM_EXECUTED_ITERATIONS)
+        if not (isinstance(loss, float) and matches_type(steps, Count)):
+            raise RunError(f"site {task.site!r}: its loss is {loss!r:.40}, in {steps!r:.40} steps")
+
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _evaluate(self, task: ScoreSite) -> CasesByName:
@@ -140,6 +144,9 @@ class Exchange(Workers):
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 
     def _arrived(self, name: str, answer: ExchangeObject) -> Message:
+        if not isinstance(answer, ExchangeObject):
+            raise RunError(f"site {name!r}: its answer is a {type(answer).__name__}")
+
         return self._federation.decode_reply(name, answer.weights or {})
 
 
