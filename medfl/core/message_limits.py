@@ -187,7 +187,7 @@ class MessageLimits:
 
 def _plain(value: object) -> Any:
     """Return a tensor without its class, which may say anything about it."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or type(value) is Tensor:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.as_subclass(value, Tensor)

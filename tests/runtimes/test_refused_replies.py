@@ -156,7 +156,7 @@ def of(statistics: Any) -> Any:
     ("answer", "text"),
     [
         (lambda _: None, "its answer is a NoneType"),
-        (of(None), "its loss is None, in None steps"),
+        (of(None), "its loss is None, in -1 steps"),
         (of({LOSS: "x"}), "its loss is 'x'"),
         (of({LOSS: 10**400}), "its loss is 1000"),
         (of({STEPS: -3}), "in -3 steps"),

@@ -101,7 +101,7 @@ class Exchange(Workers):
 
         told = answer.statistics or {}
         loss = told.get(LOSS)
-        steps = told.get(FlStatistics.NUM_EXECUTED_ITERATIONS)
+        steps = told.get(FlStatistics.NUM_EXECUTED_ITERATIONS, -1)
         if not (isinstance(loss, float) and matches_type(steps, Count)):
             raise RunError(f"site {task.site!r}: its loss is {loss!r:.40}, in {steps!r:.40} steps")
 
