@@ -55,6 +55,7 @@ def result_table(run_folder: Path) -> str:
     ]
     summary = run.summary
     answers = {
+        "only the largest component is kept of": ", ".join(run.largest_components),
         "personal": run.personal_model,
         "received, without training images": str(summary.get("newcomers") or ""),
         **Differences(run).answers(),
