@@ -592,6 +592,7 @@ class Scoring:
         return {
             name: self._decided({**by_site.get(name, {}), "test": cases})
             for name, cases in _in_order(names, answers).items()
+            if cases
         }
 
     def _score_everywhere(self, server: State, global_by_site: Mapping[str, Cases]) -> None:
